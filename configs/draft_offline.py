@@ -1,0 +1,23 @@
+"""Offline training of the EAGLE-3 draft on the policy's own responses: policy and data of rl_think, a longer draft training.
+
+  python -m jaxspec.train_draft --config draft_offline.py
+  python -m jaxspec.train_draft --config draft_offline.py:qwen3_0.6b --data.path train.jsonl --data.tokenizer FOLDER
+
+Vary: --offline.samples and --offline.steps (acceptance grows with both), --rollout.draft.ttt_steps (depths of the unroll),
+--rollout.draft.draft_length.
+# Expect: (filled from a real run)
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxspec.config import Config, OfflineConfig, read_config
+
+SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
+
+
+def get_config(scale: str = "tiny") -> Config:
+    think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
+    if scale == "tiny":
+        return replace(think, offline=OfflineConfig(samples=4096, steps=600))
+    return replace(think, offline=OfflineConfig(samples=16_384, steps=2000, learning_rate=3e-4))

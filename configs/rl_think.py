@@ -1,0 +1,40 @@
+"""RL of a model that already reasons, imperfectly, with speculative rollouts.
+
+  python -m jaxspec.train --config rl_think.py
+  python -m jaxspec.train --config rl_think.py:qwen3_0.6b --data.path train.jsonl --data.tokenizer FOLDER    (JSON lines: question, answer)
+
+Vary: --rollout.draft.draft_length 1..5, --rollout.draft.kind none (plain decoding), --rollout.verify coupled (exactly the tokens of plain
+decoding), --grpo.group_size, --data.digits and --data.task (harder tasks), --model.layers 4 (the 0.6B architecture on a CPU).
+# Expect: (filled from a real run)
+"""
+
+from dataclasses import replace
+
+from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.models.presets import QWEN3_0_6B, QWEN3_8B, TINY
+
+SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
+
+
+def get_config(scale: str = "tiny") -> Config:
+    if scale == "qwen3_0.6b":
+        return _qwen3(QWEN3_0_6B, prompts=4, group_size=8, max_prompt_length=256, max_new_tokens=128)
+    if scale == "qwen3_8b":
+        return _qwen3(replace(QWEN3_8B, dtype="bfloat16"), prompts=64, group_size=16, max_prompt_length=512, max_new_tokens=2048)
+    return Config(steps=60, model=TINY, grpo=GrpoConfig(prompts=16, group_size=8))
+
+
+def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_length: int, max_new_tokens: int) -> Config:
+    return Config(
+        steps=500,
+        model=model,
+        rollout=RolloutConfig(max_new_tokens=max_new_tokens, temperature=1.0, draft=DraftConfig(learning_rate=1e-4)),
+        grpo=GrpoConfig(prompts=prompts, group_size=group_size, learning_rate=1e-6, warmup_steps=10),
+        data=DataConfig(
+            instruction="Please reason step by step, and put your final answer within \\boxed{}.",
+            answer_style="boxed",
+            max_prompt_length=max_prompt_length,
+        ),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(steps=0),
+    )

@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models in JAX, with lossless speculative rollouts."""

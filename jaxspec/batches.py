@@ -1,0 +1,131 @@
+"""Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees to its own rows."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxspec import mesh as meshes
+from jaxspec.data import Problem, Problems, PromptStream, pad_prompts
+from jaxspec.program import Job
+from jaxspec.rewards.exact import Outcome, score
+from jaxspec.runner import abstract, put
+from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout
+
+TRAIN, EVALUATE = 0, 1
+"""Key streams; a third is that of `train_draft`."""
+
+
+class Scored(NamedTuple):
+    """A rollout with its rewards, and what became of its rows, over all processes."""
+
+    finished: Finished
+    reward: float
+    """Mean over the rows that have one."""
+    outcomes: dict[str, float]
+    """Share of the rows by outcome."""
+    samples: list[dict[str, Any]]
+    """Some rows of this process, as text."""
+
+
+class Batches:
+    """Prompts by batch number, from the training stream or the held-out problems, and their rewards."""
+
+    def __init__(self, job: Job, problems: Problems, held_out: Problems):
+        self._job, self._held_out = job, held_out
+        self._stream = PromptStream(problems, job.config.seed)
+        self._prompts, self._group = job.config.grpo.prompts, job.config.grpo.group_size
+        _, self._finished, self._like = abstract(job.step, self._prompts)
+        self._here, _ = meshes.rows_here(job.mesh, self._prompts)
+        _, self._owned = meshes.rows_here(job.mesh, self._prompts * self._group)
+
+    @property
+    def evaluations(self) -> int:
+        """Calls it takes to answer every held-out problem."""
+        return -(-len(self._held_out) // self._prompts)
+
+    def train(self, batch: int) -> Prompts:
+        """The prompts of a training batch."""
+        return self._place(self._training_problems(batch, self._here), TRAIN, batch)
+
+    def evaluate(self, call: int) -> Prompts:
+        """The held-out prompts of one evaluation call; the last is padded with prompts that are not answered."""
+        return self._place(self._held_out_problems(call, self._here), EVALUATE, call)
+
+    def nothing(self, batch: int) -> Prompts:
+        """No prompts: for the call that only learns."""
+        return self._place({}, TRAIN, batch)
+
+    def nothing_finished(self) -> Finished:
+        """No rollout: for calls that only generate."""
+        return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
+
+    def score_training(self, batch: int, rollout: Rollout) -> Scored:
+        """Rewards of a training batch."""
+        return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
+
+    def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
+        """Rewards of an evaluation call."""
+        return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
+
+    def _owned_prompts(self) -> np.ndarray:
+        return self._owned[:: self._group]
+
+    def _training_problems(self, batch: int, mask: np.ndarray) -> dict[int, Problem]:
+        return {int(place): self._stream[batch * self._prompts + int(place)] for place in np.flatnonzero(mask)}
+
+    def _held_out_problems(self, call: int, mask: np.ndarray) -> dict[int, Problem]:
+        first, count = call * self._prompts, len(self._held_out)
+        return {int(place): self._held_out[first + int(place)] for place in np.flatnonzero(mask) if first + place < count}
+
+    def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
+        width = self._job.config.data.max_prompt_length
+        tokens, lengths = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32), np.ones(self._prompts, np.int32)
+        live, places = np.zeros(self._prompts, bool), list(problems)
+        if places:
+            tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
+            live[places] = True
+        number, key = np.asarray(batch, np.int32), np.asarray(stream, np.int32)
+        return put(Prompts(tokens=tokens, lengths=lengths, live=live, stream=key, batch=number), self._like)
+
+    def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
+        job, group = self._job, self._group
+        rows = np.asarray([place * group + member for place in problems for member in range(group)], np.int32)
+        tokens, starts, ends, status, rounds = (
+            _local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.rounds)
+        )
+        responses = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(tokens, starts, ends, strict=True)]
+        asked = [problem for problem in problems.values() for _ in range(group)]
+        scores = score(responses, [problem.answer for problem in asked], job.config.data.answer_style)
+        has_reward = np.isin(status, (EOS, LENGTH))
+        # One row of the table a reward, one whether it counts, one for each outcome; zeros where another process fills in.
+        table = np.zeros((2 + len(Outcome), len(self._owned)), np.float32)
+        table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
+        for outcome in Outcome:
+            table[2 + outcome, rows] = has_reward & (scores.outcomes == outcome)
+        table = _sum_over_processes(table)
+        counted = max(float(table[1].sum()), 1.0)
+        finished = Finished(rollout=rollout, rewards=table[0], valid=table[1] > 0, learn=np.asarray(True))
+        placed = put(
+            (finished.rewards, finished.valid, finished.learn), (self._finished.rewards, self._finished.valid, self._finished.learn)
+        )
+        samples = [
+            {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
+            for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)
+        ]
+        shares = {f"reward/{outcome.name.lower()}": float(table[2 + outcome].sum()) / counted for outcome in Outcome}
+        finished = Finished(rollout=rollout, rewards=placed[0], valid=placed[1], learn=placed[2])
+        return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
+
+
+def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """The given rows, all of which have a copy here, without touching other processes."""
+    host = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        host[shard.index] = np.asarray(shard.data)
+    return host[rows]
+
+
+def _sum_over_processes(table: np.ndarray) -> np.ndarray:
+    return table if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)

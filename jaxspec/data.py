@@ -1,0 +1,234 @@
+"""Prompts with checkable answers, by number: generated exercises or JSON lines, their shuffled stream, and padded batches."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxspec import tasks
+from jaxspec.config import ConfigError, DataConfig
+from jaxspec.rewards.extract import extract, normalise
+from jaxspec.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt as it is tokenised, its ids, the normalised reference answer, and the number of its row in the source."""
+
+    prompt: str
+    ids: tuple[int, ...]
+    answer: str
+    index: int
+
+
+class Problems(ABC):
+    """Problems by position, readable from several threads at once."""
+
+    left_out: int = 0
+    """Rows of the source that are too long, repeat an earlier prompt or state no answer."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Problem: ...
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self[index] for index in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Generated(Problems):
+    """The first `rows` exercises of one side of a generated task."""
+
+    tokenizer: Tokenizer
+    task: tasks.Task
+    digits: int
+    held_out: bool
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.rows:
+            raise IndexError(f"problem {index} of {self.rows}")
+        exercise = tasks.make_exercise(self.task, self.digits, index, held_out=self.held_out)
+        prompt = self.tokenizer.render(exercise.question)
+        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), normalise(exercise.answer), index)
+
+
+@dataclass(frozen=True)
+class RowParser:
+    """How a line of a JSON-lines file becomes a problem; `key` and `path` name the file in messages."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    key: str
+    path: str
+
+    def parse(self, line: bytes, index: int) -> Problem:
+        """Return the problem in `line`, the file's row `index` from 0; raises `ConfigError` naming file, line and column."""
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{self.where(index)}: not JSON ({error}); give one JSON object a line") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{self.where(index)}: a {type(row).__name__} instead of an object; give one JSON object a line")
+        problem = self._column(row, "prompt_column", index)
+        answer = reference_answer(self._column(row, "answer_column", index))
+        text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
+        if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
+            raise ConfigError(
+                f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set data.tokenizer to a tokenizer's folder"
+            )
+        prompt = self.tokenizer.render(text)
+        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index)
+
+    def where(self, index: int) -> str:
+        """Return the place of row `index` for a message."""
+        return f"{self.key} {self.path}, line {index + 1}"
+
+    def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
+        name: str = getattr(self.config, setting)
+        if name not in row:
+            near = difflib.get_close_matches(name, row, 1)
+            hint = f"; did you mean --data.{setting} {near[0]}?" if near else f"; set --data.{setting}"
+            raise ConfigError(f"{self.where(index)}: no column {name!r} among {', '.join(map(repr, row)) or 'none'}{hint}")
+        if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
+            kind = type(row[name]).__name__
+            raise ConfigError(
+                f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
+            )
+        return str(row[name])
+
+
+class JsonLines(Problems):
+    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size and row number of each."""
+
+    def __init__(self, parser: RowParser, places: Int64[np.ndarray, "rows 3"], left_out: int) -> None:
+        self.left_out = left_out
+        self._parser, self._places = parser, places
+        self._file = os.open(parser.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < len(self):
+            raise IndexError(f"problem {index} of {len(self)}")
+        offset, size, row = self._places[index].tolist()
+        return self._parser.parse(os.pread(self._file, size, offset), row)
+
+
+class PromptStream:
+    """Problems without end, shuffled anew each epoch; `stream[i]` depends on the seed and the global position i alone."""
+
+    def __init__(self, problems: Problems, seed: int) -> None:
+        self._problems = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
+
+    def __getitem__(self, position: int) -> Problem:
+        problem = self._problems[position]
+        assert problem is not None  # only a filtered MapDataset has holes
+        return problem
+
+
+def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, Problems]:
+    """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
+
+    Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out unless `data.eval_path` is set.
+    Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts fit `data.max_prompt_length`.
+    """
+    if not config.path:
+        return _generated(config, tokenizer, held_out=False), _generated(config, tokenizer, held_out=True)
+    parser, held_out = RowParser(config, tokenizer, "data.path", config.path), config.eval_prompts
+    places, left_out = _scan(parser)
+    if config.eval_path:
+        other = RowParser(config, tokenizer, "data.eval_path", config.eval_path)
+        eval_places, eval_left_out = _scan(other)
+        return JsonLines(parser, places, left_out), JsonLines(other, eval_places[:held_out], eval_left_out)
+    if len(places) <= held_out:
+        raise ConfigError(
+            f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts = {held_out} would be held out; "
+            "lower data.eval_prompts or set data.eval_path"
+        )
+    return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], 0)
+
+
+def reference_answer(text: str) -> str:
+    """Return the normalised answer of a reference: what follows its last `####`, else its last \\boxed{}, else all of it."""
+    _, mark, rest = text.rpartition("####")
+    return normalise(rest.strip().partition("\n")[0] if mark else extract(text, "boxed") or text)
+
+
+def pad_prompts(problems: Sequence[Problem], length: int, pad_id: int) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, " n"]]:
+    """Return the prompts' ids padded on the right to `length`, and their lengths; raises ValueError for a longer prompt."""
+    tokens = np.full((len(problems), length), pad_id, np.int32)
+    lengths = np.array([len(problem.ids) for problem in problems], np.int32)
+    if len(problems) and lengths.max() > length:
+        raise ValueError(f"a prompt of {lengths.max()} tokens does not fit rows of {length}")
+    for row, problem in enumerate(problems):
+        tokens[row, : len(problem.ids)] = problem.ids
+    return tokens, lengths
+
+
+def _generated(config: DataConfig, tokenizer: Tokenizer, *, held_out: bool) -> Generated:
+    rows = tasks.count(config.task, config.digits, held_out=held_out)
+    problems = Generated(tokenizer, config.task, config.digits, held_out, min(rows, config.eval_prompts) if held_out else rows)
+    longest = max(len(problems[position].ids) for position in range(min(len(problems), 64)))
+    if longest > config.max_prompt_length:
+        raise ConfigError(
+            f"data.max_prompt_length is {config.max_prompt_length}, but prompts of data.digits {config.digits} take {longest} tokens; "
+            f"set --data.max_prompt_length {longest} or more"
+        )
+    return problems
+
+
+def _scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 3"], int]:
+    """Return the places of the usable rows and how many were left out, after a look at every line of the file."""
+    limit = parser.config.max_prompt_length
+    places: list[tuple[int, int, int]] = []
+    seen: set[int] = set()
+    offset, unanswered, repeated, long = 0, 0, 0, []
+    try:
+        with Path(parser.path).open("rb") as file:
+            for index, line in enumerate(file):
+                if line.strip():
+                    problem = parser.parse(line, index)
+                    if not problem.answer:
+                        unanswered += 1
+                    elif len(problem.ids) > limit:
+                        long.append(len(problem.ids))
+                    elif hash(problem.prompt) in seen:
+                        repeated += 1
+                    else:
+                        places.append((offset, len(line), index))
+                        seen.add(hash(problem.prompt))
+                offset += len(line)
+    except OSError as error:
+        raise ConfigError(f"{parser.key} {parser.path}: {error.strerror}; give a readable JSON-lines file") from error
+    if not places and long:
+        raise ConfigError(
+            f"{parser.key} {parser.path}: none of {len(long)} prompts fits data.max_prompt_length = {limit}; "
+            f"the shortest takes {min(long)} tokens, so raise data.max_prompt_length"
+        )
+    if not places and unanswered:
+        column = parser.config.answer_column
+        raise ConfigError(
+            f"{parser.key} {parser.path}: column {column!r} states no answer in any of {unanswered} lines; set data.answer_column"
+        )
+    if not places:
+        raise ConfigError(f"{parser.key} {parser.path}: the file is empty; give one JSON object a line")
+    return np.array(places, np.int64), unanswered + len(long) + repeated

@@ -1,0 +1,113 @@
+"""Devices and names: processes, the mesh, and the rules from logical axes to mesh axes."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.config import ConfigError
+
+DATA, TENSOR = "data", "tensor"
+
+Rules = Mapping[str, str]
+"""Logical axis to mesh axis."""
+ROLLOUT_RULES: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR}
+"""Rollout layout: each `data` shard holds whole weights, split over `tensor` only."""
+TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": DATA}
+"""Train layout: sharded over `data` too (FSDP), along the embedding width."""
+
+
+def initialize_processes() -> None:
+    """Joins the other processes of the job, if there are any.
+
+    Explicit: JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES, JAXSPEC_PROCESS_ID. Otherwise SLURM, Open MPI or Kubernetes
+    as `jax.distributed` detects them, when the environment says that the job has more than one process.
+
+    Raises:
+      ConfigError: only some of the explicit variables are set.
+    """
+    names = ("JAXSPEC_COORDINATOR", "JAXSPEC_PROCESSES", "JAXSPEC_PROCESS_ID")
+    given = [name for name in names if os.environ.get(name)]
+    if given and len(given) < len(names):
+        missing = sorted(set(names) - set(given))
+        raise ConfigError(f"{', '.join(given)} set but not {', '.join(missing)}: set all three, or none for a single process")
+    if given:
+        coordinator, processes, process = (os.environ[name] for name in names)
+        jax.distributed.initialize(coordinator, int(processes), int(process), heartbeat_timeout_seconds=60, shutdown_timeout_seconds=60)
+        return
+    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("JOB_COMPLETION_INDEX")
+    in_a_job = "SLURM_STEP_ID" in os.environ or "SLURM_NTASKS" not in os.environ
+    if tasks and in_a_job and (not tasks.isdigit() or int(tasks) > 1 or "JOB_COMPLETION_INDEX" in os.environ):
+        jax.distributed.initialize()
+
+
+def prepare_devices(data: int = 0) -> None:
+    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `data` asks for.
+
+    Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as it is.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    local = os.environ.get("JAXSPEC_LOCAL_DEVICES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = int(local) if local else data or cores
+    os.environ.setdefault("NPROC", str(max(1, cores // count)))  # read by XLA's CPU client when it starts
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def make_mesh(data: int, tensor: int) -> Mesh:
+    """Builds the `data` x `tensor` mesh over all devices of all processes; axes are Auto."""
+    return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+
+
+def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, tuple[str | None, ...]], rules: Rules, shard_above: int = 0) -> Any:
+    """Maps every leaf of `tree` to its sharding; leaves of fewer than `shard_above` elements are not sharded over `data`.
+
+    A leaf is looked up in `axes` by the last attribute name on its path (`.layers.query.value` is `query`), so optimizer states follow
+    their weights; a dimension that its mesh axis does not divide is replicated, as is a leaf without an entry.
+    """
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        if names and names[-1] == "value":  # the content of a flax Param
+            names.pop()
+        logical = axes.get(names[-1], ()) if names else ()
+        if len(logical) != leaf.ndim:
+            return NamedSharding(mesh, P())
+        physical = [rules.get(name) if name else None for name in logical]
+        if leaf.size < shard_above:
+            physical = [axis if axis != DATA else None for axis in physical]
+        fits = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(physical, leaf.shape, strict=True)]
+        return NamedSharding(mesh, P(*fits))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of arrays whose first axis is rows (or prompts)."""
+    return NamedSharding(mesh, P(DATA))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of what every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
+def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of `count` rows have a copy on this process, and which of those it owns (holds the first copy of), as two masks.
+
+    Every row is owned by exactly one process, also where `tensor` spans several.
+    """
+    here, owned = np.zeros(count, bool), np.zeros(count, bool)
+    taken: set[int] = set()
+    for device, (rows,) in sorted(rows_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id):
+        mine = device.process_index == jax.process_index()
+        here[rows] |= mine
+        first = rows.start or 0
+        owned[rows] |= mine and first not in taken
+        taken.add(first)
+    return here, owned

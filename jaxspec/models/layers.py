@@ -1,0 +1,42 @@
+"""Parts of the networks, and the logical axes of every weight by name."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
+    "embedding": ("vocab", "embed"),
+    "head": ("embed", "vocab"),
+    "query": (None, "embed", "heads", None),
+    "key": (None, "embed", "kv_heads", None),
+    "value": (None, "embed", "kv_heads", None),
+    "output": (None, "heads", None, "embed"),
+    "gate": (None, "embed", "ffn"),
+    "up": (None, "embed", "ffn"),
+    "down": (None, "ffn", "embed"),
+    "fuse": (None, "embed"),
+}
+"""Axes of each weight that is sharded, by attribute name; the first axis of a layer's weights is its place in the stack."""
+
+
+def dense(key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0) -> nnx.Param:
+    """A normal weight with standard deviation `scale / sqrt(fan_in)`."""
+    return nnx.Param(jax.random.normal(key, tuple(shape), dtype) * (scale * fan_in**-0.5))
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm in at least float32, cast back before the weight is applied (Zhang & Sennrich, arXiv 1910.07467)."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return scaled.astype(x.dtype) * weight
+
+
+def swiglu(
+    x: Float[Array, "B T D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+) -> Float[Array, "B T D"]:
+    """Gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
+    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(jnp.einsum("BTD,DF->BTF", x, gate)) * jnp.einsum("BTD,DF->BTF", x, up), down)

@@ -1,0 +1,85 @@
+"""What every program does around its work: config, processes, devices, mesh, tokenizer; bad input as one message and exit code 2."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import mesh as meshes
+from jaxspec.checkpoint import cache_folder
+from jaxspec.config import Config, ConfigError, check, load_config
+from jaxspec.interrupt import Interrupt
+from jaxspec.step import Step, build_step
+from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program's config, and what follows from it and from the machine."""
+
+    config: Config
+    tokenizer: Tokenizer
+    mesh: Mesh
+    step: Step
+
+    def say(self, message: str) -> None:
+        """Prints a line, once for all processes."""
+        if jax.process_index() == 0:
+            print(message, flush=True)
+
+
+def run(program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None) -> int:
+    """Runs `body` with what the command line asks for, and returns the exit status: 2 for a `ConfigError`, whose message is printed."""
+    try:
+        config, _ = load_config(sys.argv[1:] if argv is None else argv, f"python -m jaxspec.{program}", description)
+        with Interrupt() as interrupt:
+            return body(open_job(config), interrupt)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def open_job(config: Config) -> Job:
+    """Starts JAX for this config: type width, compilation cache, processes, devices, mesh; must come before any use of a device."""
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    meshes.prepare_devices(config.mesh.data * config.mesh.tensor)
+    meshes.initialize_processes()
+    return make_job(config, meshes.make_mesh(*check(config, jax.device_count(), jax.process_count())))
+
+
+def make_job(config: Config, mesh: Mesh) -> Job:
+    """Reads the tokenizer and builds the step for a mesh.
+
+    Raises:
+      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else character_tokenizer()
+    tokenizer.check_vocab(config.model.vocab)
+    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids))
+
+
+def on_this_process(job: Job) -> Job:
+    """The same job on a mesh of this process's devices only, for work that one process does for all."""
+    count = next(n for n in range(jax.local_device_count(), 0, -1) if fits(job.config, n))
+    mesh = Mesh(np.asarray(jax.local_devices()[:count]).reshape(count, 1), job.mesh.axis_names, axis_types=job.mesh.axis_types)
+    return make_job(job.config, mesh)
+
+
+def fits(config: Config, data: int) -> bool:
+    """Whether `data` shards divide every batch of the run."""
+    return all(rows % data == 0 for rows in (config.grpo.prompts, config.sft.rows, config.offline.rows))
+
+
+def sources(*names: str) -> str:
+    """The text of some of the package's own files: part of the key of cached weights, which a change of code must not reuse."""
+    package = Path(__file__).parent
+    files = sorted(file for name in names for file in package.glob(name))
+    return "".join(f"{os.fspath(file.relative_to(package))}\n{file.read_text(encoding='utf-8')}" for file in files)

@@ -1,0 +1,17 @@
+"""Group advantages (GRPO, arXiv 2402.03300, section 4.1.2)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def group_advantages(rewards: Float[Array, " B"], valid: Bool[Array, " B"], group_size: int, eps: float = 1e-6) -> Float[Array, " B"]:
+    """Reward minus the mean of its group, over the group's standard deviation; rows without a reward count nowhere and get 0.
+
+    Rows of a group are adjacent. A group whose rewards are all equal gets 0.
+    """
+    grouped, mask = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
+    count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+    mean = jnp.sum(jnp.where(mask, grouped, 0), axis=1, keepdims=True) / count
+    centred = jnp.where(mask, grouped - mean, 0)
+    deviation = jnp.sqrt(jnp.sum(centred * centred, axis=1, keepdims=True) / count)
+    return (centred / (deviation + eps)).reshape(-1)

@@ -1,0 +1,27 @@
+"""The policy loss: PPO's clipped ratio with group advantages, averaged over response tokens."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def masked_mean(values: Float[Array, "*B"], mask: Bool[Array, "*B"]) -> Float[Array, ""]:
+    """Mean over True entries; 0 when there are none."""
+    return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def grpo_loss(
+    policy_logprobs: Float[Array, "B S"],
+    old_logprobs: Float[Array, "B S"],
+    advantages: Float[Array, " B"],
+    mask: Bool[Array, "B S"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, ""]:
+    """Token mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
+
+    Source: arXiv 2402.03300, equation 3 without the KL term; token mean and asymmetric clip as in DAPO, arXiv 2503.14476.
+    """
+    ratio = jnp.exp(jnp.where(mask, policy_logprobs - old_logprobs, 0))
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+    return -masked_mean(gain, mask)

@@ -1,0 +1,114 @@
+"""Every pytree that crosses a file: prompts, rollouts, what the learner gets, and the state of training."""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+_T = TypeVar("_T")
+
+PyTree = Any
+"""A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
+
+RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
+"""Status of a row: still generating, ended by an end token, cut at the length limit, stopped by non-finite logits, never started."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree(cls: type[_T]) -> type[_T]:
+    """Makes a frozen dataclass a pytree of all its fields.
+
+    Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where its annotations say arrays.
+    """
+    frozen: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    names = [item.name for item in dataclasses.fields(frozen)]
+
+    def flatten(node: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names], None
+
+    def unflatten(_: None, children: Any) -> Any:
+        node = object.__new__(frozen)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(node, name, child)
+        return node
+
+    jax.tree_util.register_pytree_with_keys(frozen, flatten, unflatten)
+    return frozen
+
+
+class Tree:
+    """What every pytree class here can do."""
+
+    def replace(self: _T, **changes: Any) -> _T:
+        """Returns a copy with some fields exchanged."""
+        node = object.__new__(type(self))
+        for item in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            object.__setattr__(node, item.name, changes.pop(item.name, getattr(self, item.name)))
+        if changes:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(changes)}")
+        return node
+
+
+@pytree
+class Prompts(Tree):
+    """Prompts of one call, right-padded; each is answered `group_size` times."""
+
+    tokens: Int[Array | np.ndarray, "n P"]
+    lengths: Int[Array | np.ndarray, " n"]
+    live: Bool[Array | np.ndarray, " n"]
+    """False: no response is generated (padding of an evaluation, or the last call of a run)."""
+    stream: Int[Array | np.ndarray, ""]
+    """Key stream: training and evaluation never share noise."""
+    batch: Int[Array | np.ndarray, ""]
+    """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
+
+
+@pytree
+class Rollout(Tree):
+    """Generated rows. A row's prompt is followed at once by its response; `S` is the longest prompt plus the longest response."""
+
+    tokens: Int[Array | np.ndarray, "B S"]
+    prompt_lengths: Int[Array | np.ndarray, " B"]
+    lengths: Int[Array | np.ndarray, " B"]
+    """Prompt and response together."""
+    logprobs: Float[Array | np.ndarray, "B S"]
+    """The target's log-probability of each response token under the sampling distribution; 0 elsewhere."""
+    status: Int[Array | np.ndarray, " B"]
+    rounds: Int[Array | np.ndarray, " B"]
+    """Target passes the row took part in."""
+    accepted: Int[Array | np.ndarray, "B K"]
+    """Rounds in which at least 1, 2, ... K drafts were accepted (before the cut at the end of the row)."""
+
+
+@pytree
+class Finished(Tree):
+    """A rollout with its rewards, ready to be learnt from."""
+
+    rollout: Rollout
+    rewards: Float[Array | np.ndarray, " B"]
+    valid: Bool[Array | np.ndarray, " B"]
+    """False: the row has no reward (generation or checking failed) and takes no part in the loss."""
+    learn: Bool[Array | np.ndarray, ""]
+    """False: nothing to learn in this call (the first one, and evaluations)."""
+
+
+@pytree
+class Learner(Tree):
+    """A network under training: master weights, optimizer state, and how often a non-finite update was skipped."""
+
+    network: PyTree
+    optimizer: PyTree
+    skipped: Int[Array, ""]
+    skipped_in_row: Int[Array, ""]
+
+
+@pytree
+class TrainState(Tree):
+    """What training carries from call to call."""
+
+    policy: Learner
+    draft: Learner | None
+    draft_online: Bool[Array, ""]
+    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""

@@ -1,0 +1,245 @@
+"""One step: the phases, and their composition into one jittable program; no maths and no callbacks.
+
+`Step.train_step` is rotated by one: it learns from the previous call's rollouts, whose rewards the host has attached, then reshards,
+then generates the next. The same phases run one by one with `--staged`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key
+
+from jaxspec import mesh as meshes
+from jaxspec.config import Config
+from jaxspec.drafts.base import Draft
+from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.rl import optim
+from jaxspec.rl.advantage import group_advantages
+from jaxspec.rl.draft_loss import draft_loss
+from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
+from jaxspec.rl.loss import grpo_loss, masked_mean
+from jaxspec.rollout import generate as engine
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Finished, Learner, Prompts, PyTree, Rollout, TrainState
+from jaxspec.sync import cast, to_rollout
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+class Recomputed(NamedTuple):
+    """The learner's own pass over a rollout, before the update."""
+
+    old_logprobs: Float[Array, "B S"]
+    entropy: Float[Array, "B S"]
+    forward: Forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The fixed parts of a run that its phases share."""
+
+    config: Config
+    mesh: Mesh
+    settings: engine.Settings
+    draft: Draft | None
+    policy_optimizer: optax.GradientTransformation
+    draft_optimizer: optax.GradientTransformation
+
+    # ---- state
+
+    def start(self, policy: Decoder, network: PyTree) -> TrainState:
+        """The state before the first batch, from weights."""
+        draft = None if network is None else optim.start(network, self.draft_optimizer)
+        online = jnp.asarray(self.config.rollout.draft.online and network is not None)
+        return TrainState(policy=optim.start(policy, self.policy_optimizer), draft=draft, draft_online=online)
+
+    def fresh(self) -> TrainState:
+        """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
+        policy_key, draft_key = jax.random.split(jax.random.key(self.config.seed))
+        return self.start(Decoder(self.config.model, policy_key), build_network(self.config, draft_key))
+
+    def state_shardings(self) -> TrainState:
+        """The train layout of everything in the state."""
+        return self.train_layout(jax.eval_shape(self.fresh))
+
+    def train_layout(self, tree: PyTree) -> PyTree:
+        """Shardings of networks and optimizer states for training."""
+        return meshes.shardings(self.mesh, tree, LOGICAL_AXES, meshes.TRAIN_RULES, self.config.mesh.shard_above)
+
+    def nothing_finished(self, rows: int) -> Finished:
+        """Zeros in the shape of a finished rollout, with nothing to learn."""
+        size = self.config.data.max_prompt_length + self.settings.max_new_tokens
+        wide = jnp.float64 if self.config.model.dtype == "float64" else jnp.float32
+        count = jnp.zeros((rows,), jnp.int32)
+        rollout = Rollout(
+            tokens=jnp.zeros((rows, size), jnp.int32),
+            prompt_lengths=count,
+            lengths=count,
+            logprobs=jnp.zeros((rows, size), wide),
+            status=count,
+            rounds=count,
+            accepted=jnp.zeros((rows, self.draft.length if self.draft else 0), jnp.int32),
+        )
+        off = jnp.zeros((rows,), bool)
+        return Finished(rollout=rollout, rewards=jnp.zeros((rows,), jnp.float32), valid=off, learn=jnp.zeros((), bool))
+
+    # ---- phases
+
+    def prepare(self, state: TrainState) -> tuple[Decoder, PyTree]:
+        """Policy and draft in the rollout layout and type."""
+        network = state.draft.network if state.draft else None
+        dtype = jnp.dtype(self.config.model.dtype)
+        return to_rollout((state.policy.network, network), self.mesh, LOGICAL_AXES, dtype)
+
+    def key(self, prompts: Prompts) -> Key[Array, ""]:
+        """All noise of a call comes from here: (seed, stream, batch)."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), prompts.stream), prompts.batch)
+
+    def generate(self, target: Decoder, network: PyTree, prompts: Prompts) -> Rollout:
+        """Answers every prompt."""
+        return engine.generate(target, network, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+
+    def begin(self, target: Decoder, network: PyTree, prompts: Prompts) -> engine.Engine:
+        """Prefills, for generation in slices."""
+        return engine.begin_sharded(target, network, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+
+    def advance(self, target: Decoder, network: PyTree, running: engine.Engine, max_rounds: Int[Array, ""]) -> engine.Engine:
+        """One slice of generation."""
+        return engine.advance_sharded(target, network, self.draft, running, max_rounds, self.settings, self.mesh)
+
+    def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
+        """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
+        policy = cast(state.policy.network, jnp.dtype(self.config.model.dtype))
+        forward = policy(rollout.tokens, positions_of(rollout.tokens), with_taps=state.draft is not None)
+        old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, self.settings.temperature)
+        return Recomputed(old_logprobs, entropy, forward)
+
+    def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
+        """One GRPO update; nothing of the draft enters it."""
+        rollout, grpo = finished.rollout, self.config.grpo
+        mask = response_mask(rollout) & finished.valid[:, None]
+        advantages = group_advantages(finished.rewards, finished.valid, self.settings.group_size)
+
+        def loss_of(network: Decoder) -> Float[Array, ""]:
+            network = cast(network, jnp.dtype(self.config.model.dtype))
+            forward = network(rollout.tokens, positions_of(rollout.tokens))
+            logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, self.settings.temperature)
+            return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask, grpo.clip_low, grpo.clip_high)
+
+        loss, gradients = jax.value_and_grad(loss_of)(policy.network)
+        policy, norm = optim.update(policy, gradients, loss, self.policy_optimizer)
+        gap = jnp.abs(rollout.logprobs - recomputed.old_logprobs)
+        return policy, {
+            "loss/policy": loss,
+            "grad_norm/policy": norm,
+            "entropy": masked_mean(recomputed.entropy, mask),
+            "rollout/logprob_gap_mean": masked_mean(gap, mask),
+            "rollout/logprob_gap_max": jnp.max(jnp.where(mask, gap, 0)),
+            "skipped/policy": policy.skipped,
+            "skipped_in_row/policy": policy.skipped_in_row,
+        }
+
+    def train_draft(self, draft: Learner, policy: Decoder, rollout: Rollout, valid: Array, forward: Forward) -> tuple[Learner, Metrics]:
+        """One update of the draft on the policy's detached hidden states, with its own optimizer and clip."""
+        dtype, options = jnp.dtype(self.config.model.dtype), self.config.rollout.draft
+        mask = response_mask(rollout) & valid[:, None]
+        target = cast(policy, dtype)
+
+        def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " S"]]:
+            result = draft_loss(
+                cast(network, dtype), target, forward, rollout.tokens, mask, options.ttt_steps, options.decay, self.settings.temperature
+            )
+            return result.loss, result.acceptance
+
+        (loss, acceptance), gradients = jax.value_and_grad(loss_of, has_aux=True)(draft.network)
+        draft, norm = optim.update(draft, gradients, loss, self.draft_optimizer)
+        depths = {f"draft/expected_acceptance_{depth}": value for depth, value in enumerate(acceptance, start=1)}
+        skipped = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
+        return draft, {"loss/draft": loss, "grad_norm/draft": norm, **depths, **skipped}
+
+    def train(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[TrainState, Metrics]:
+        """Policy update, then draft update; both from the weights that `recomputed` was made with."""
+        policy, metrics = self.train_policy(state.policy, finished, recomputed)
+        draft, draft_metrics = self.maybe_train_draft(state, finished, recomputed)
+        return state.replace(policy=policy, draft=draft), metrics | draft_metrics
+
+    def maybe_train_draft(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[Learner | None, Metrics]:
+        """The draft update where the draft learns online; its metrics are NaN where it is frozen."""
+        if state.draft is None:
+            return None, {}
+
+        def update(draft: Learner) -> tuple[Learner, Metrics]:
+            return self.train_draft(draft, state.policy.network, finished.rollout, finished.valid, recomputed.forward)
+
+        return jax.lax.cond(state.draft_online, update, lambda draft: (draft, _nothing(update, draft)), state.draft)
+
+    # ---- the whole step
+
+    def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
+        """Logprob recompute and both updates, when there is something to learn."""
+
+        def learn(state: TrainState) -> tuple[TrainState, Metrics]:
+            return self.train(state, finished, self.logprob(state, finished.rollout))
+
+        return jax.lax.cond(finished.learn, learn, lambda state: (state, _nothing(learn, state)), state)
+
+    def train_step(self, state: TrainState, finished: Finished, prompts: Prompts) -> tuple[TrainState, Rollout, Metrics, Metrics]:
+        """Learns from `finished`, syncs, generates the next rollout; returns it with the metrics of both."""
+        with jax.named_scope("learn"):
+            state, learn_metrics = self.learn(state, finished)
+        with jax.named_scope("sync"):
+            target, network = self.prepare(state)
+        with jax.named_scope("generate"):
+            rollout = self.generate(target, network, prompts)
+        return state, rollout, learn_metrics, rollout_metrics(rollout)
+
+
+def rollout_metrics(rollout: Rollout) -> Metrics:
+    """Lengths, endings and acceptance of the rows that were generated."""
+    ran = rollout.status != IDLE
+    rows = jnp.maximum(jnp.sum(ran), 1)
+    tokens, rounds = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0)), jnp.sum(rollout.rounds)
+    drafted = jnp.maximum(rounds * rollout.accepted.shape[1], 1)
+    by_depth = jnp.sum(rollout.accepted, axis=0) / jnp.maximum(rounds, 1)
+    return {
+        "rollout/tokens": tokens,
+        "rollout/rounds": rounds / rows,
+        "rollout/length_mean": tokens / rows,
+        "rollout/acceptance_length": tokens / jnp.maximum(rounds, 1),
+        "rollout/acceptance_rate": jnp.sum(rollout.accepted) / drafted,
+        **{f"rollout/acceptance_rate_{depth}": rate for depth, rate in enumerate(by_depth, start=1)},
+        **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
+    }
+
+
+def _nothing(function, *arguments) -> Metrics:
+    """Metrics of a branch that did not run: NaN, and 0 for counts."""
+    shapes = jax.eval_shape(function, *arguments)[1]
+    return {
+        name: jnp.full(leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype) for name, leaf in shapes.items()
+    }
+
+
+def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...]) -> Step:
+    """Opens the config once and hands its parts to those who use them."""
+    settings = engine.Settings(
+        group_size=config.grpo.group_size,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        coupled=config.rollout.verify == "coupled",
+        stop_ids=stop_ids,
+    )
+    grpo, draft = config.grpo, config.rollout.draft
+    return Step(
+        config=config,
+        mesh=mesh,
+        settings=settings,
+        draft=build_draft(config),
+        policy_optimizer=optim.adamw(optim.warmup(grpo.learning_rate, grpo.warmup_steps), grpo.grad_clip, grpo.weight_decay),
+        draft_optimizer=optim.adamw(draft.learning_rate, draft.grad_clip),
+    )

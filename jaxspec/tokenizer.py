@@ -1,0 +1,175 @@
+"""Text to token ids and back: a Hugging Face tokenizer.json with its chat template, and the small one of the built-in tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from operator import index
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import tokenizers
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from jaxspec.config import ConfigError
+
+CHARACTERS = "0123456789+-=,#;?"
+SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+BASE_END = "<|endoftext|>"  # base models of the Qwen family end with it, whatever the chat's own end token
+
+
+class Tokenizer:
+    """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
+
+    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends known from elsewhere.
+    Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], source: str, end_ids: Iterable[int] = ()) -> None:
+        self._backend, self._settings, self.source = backend, dict(settings), source
+        self.size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        eos = self._id("eos_token")
+        ends = [*([] if eos is None else [eos]), *end_ids]
+        if not ends:
+            raise ConfigError(
+                f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add the key, such as {BASE_END!r}"
+            )
+        if bad := [end for end in ends if not 0 <= end < self.size]:
+            raise ConfigError(
+                f"{source}/generation_config.json: eos_token_id {bad[0]} is beyond the tokenizer's {self.size} tokens; correct the key"
+            )
+        base_end = backend.token_to_id(BASE_END)
+        if base_end is not None:
+            ends.append(base_end)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        pad = self._id("pad_token")
+        self.pad_id: int = pad if pad is not None else self.stop_ids[-1]
+        bos = self._id("bos_token") if self._settings.get("add_bos_token", True) else None
+        self.bos_ids: tuple[int, ...] = () if bos is None else (bos,)
+        self._template = self._compile_template()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens are recognised where they are written out, and none are added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """Return the text of `ids` without special tokens; ids that have no token (padded rows of the embedding) are left out."""
+        dropped = {*self.stop_ids, self.pad_id}
+        kept = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped]
+        return self._backend.decode(kept, skip_special_tokens=True)
+
+    def render(self, problem: str) -> str:
+        """Return `problem` as a prompt: the chat template with one user message, or behind the beginning token if there is no template."""
+        if self._template is None:
+            return self._token("bos_token") + problem if self.bos_ids else problem
+        names = {name: self._token(name) for name in SPECIALS}
+        try:
+            return self._template.render(messages=[{"role": "user", "content": problem}], add_generation_prompt=True, **names)
+        except TemplateError as error:
+            raise ConfigError(f"{self.source}: the chat template refuses a single user message: {error}; correct chat_template") from error
+
+    def chat(self, problem: str) -> list[int]:
+        """Return the ids of `render(problem)`."""
+        return self.encode(self.render(problem))
+
+    def unknown(self, text: str) -> str:
+        """Return the characters of `text` that the vocabulary cannot express, each once."""
+        unk = self._id("unk_token")
+        return "".join(c for c in dict.fromkeys(text) if unk is not None and unk in self.encode(c))
+
+    def check_vocab(self, vocab: int) -> None:
+        """Raise `ConfigError` if a model of `vocab` rows lacks some token; more rows than tokens are fine."""
+        if vocab < self.size:
+            raise ConfigError(
+                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens; set --model.vocab {self.size} or more"
+            )
+
+    def save(self, folder: str) -> None:
+        """Write tokenizer.json and tokenizer_config.json into `folder`, which is made if absent."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(target / "tokenizer.json"))
+        (target / "tokenizer_config.json").write_text(json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _token(self, name: str) -> str:
+        """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
+        token = self._settings.get(name)
+        return (token.get("content") if isinstance(token, Mapping) else token) or ""
+
+    def _id(self, name: str) -> int | None:
+        token = self._token(name)
+        if not token:
+            return None
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise ConfigError(
+                f"{self.source}/tokenizer_config.json: {name} {token!r} is not in tokenizer.json; correct the key or add the token"
+            )
+        return found
+
+    def _compile_template(self) -> Template | None:
+        source = self._settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+        if not source:
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.globals["raise_exception"] = _raise_exception
+        environment.filters["tojson"] = _to_json
+        try:
+            return environment.from_string(source)
+        except TemplateError as error:
+            raise ConfigError(f"{self.source}: the chat template is not valid: {error}; correct chat_template") from error
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder.
+
+    Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends of generation_config.json.
+    Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a Hugging Face tokenizer")
+    if "model" not in _read_json(path):
+        raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
+    settings = _read_json(path.with_name("tokenizer_config.json"))
+    template = path.with_name("chat_template.jinja")
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    ends = _read_json(path.with_name("generation_config.json")).get("eos_token_id")
+    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids)
+
+
+def character_tokenizer() -> Tokenizer:
+    """Return the built-in tokenizer: one token a character of the generated tasks, and four special tokens."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *CHARACTERS])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk_token"]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
+    return Tokenizer(backend, {**SPECIALS, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, "built-in")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); download the file again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: holds a {type(content).__name__} instead of an object; download the file again")
+    return content
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Jinja's own `tojson` escapes HTML, which a prompt must not."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

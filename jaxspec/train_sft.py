@@ -1,0 +1,97 @@
+"""Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft --config rl_think.py`."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxspec import mesh as meshes
+from jaxspec import tasks
+from jaxspec.checkpoint import cached, content_key, save_tree
+from jaxspec.config import ConfigError
+from jaxspec.interrupt import Interrupt
+from jaxspec.metrics import Progress
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import Job, on_this_process, run, sources
+from jaxspec.rl import optim
+from jaxspec.rl.logprob import positions_of, token_logprobs
+from jaxspec.rl.loss import masked_mean
+from jaxspec.state import Learner
+from jaxspec.sync import cast
+
+WEIGHTS = "weights.npz"
+
+
+def document_loss(network: Decoder, batch: tasks.SftBatch, dtype: jax.typing.DTypeLike) -> Float[Array, ""]:
+    """Mean negative log-likelihood, in nats a token, of what follows each document's prompt."""
+    network = cast(network, dtype)
+    positions = positions_of(batch.tokens)
+    logprobs, _ = token_logprobs(network, network(batch.tokens, positions).hidden, batch.tokens, temperature=1.0)
+    first = jax.numpy.maximum(batch.prompt_lengths, 1)  # nothing precedes position 0
+    return -masked_mean(logprobs, (positions >= first[:, None]) & (positions < batch.lengths[:, None]))
+
+
+def warm_start(job: Job, progress: Progress) -> Decoder:
+    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed alone."""
+    config = job.config
+    sft, mesh = config.sft, job.mesh
+    optimizer = optim.adamw(optim.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01)
+    rng = np.random.default_rng([config.seed, 1])
+    length = config.data.max_prompt_length + config.rollout.max_new_tokens
+    rows = meshes.rows_sharding(mesh)
+
+    def fresh() -> Learner:
+        return optim.start(job.step.fresh().policy.network, optimizer)
+
+    def step(learner: Learner, batch: tasks.SftBatch) -> tuple[Learner, Float[Array, ""]]:
+        loss, gradients = jax.value_and_grad(document_loss)(learner.network, batch, config.model.dtype)
+        return optim.update(learner, gradients, loss, optimizer)[0], loss
+
+    layout = job.step.train_layout(jax.eval_shape(fresh))
+    learner = jax.jit(fresh, out_shardings=layout)()
+    update = jax.jit(step, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh)))
+    for number in range(1, sft.steps + 1):
+        batch = tasks.sample_sft_batch(config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length)
+        learner, loss = update(learner, jax.device_put(batch, rows))
+        progress.update(number, loss=float(loss))
+    return learner.network
+
+
+def policy_key(job: Job) -> str:
+    """Names the warm start by all that shapes it."""
+    config = job.config
+    shape = config.data.task, config.data.digits, config.data.format, config.data.max_prompt_length, config.rollout.max_new_tokens
+    code = sources("tasks.py", "tokenizer.py", "train_sft.py", "models/*.py", "rl/logprob.py", "rl/loss.py", "rl/optim.py")
+    return content_key("policy", config.seed, config.model, config.sft, shape, code)
+
+
+def cached_policy(job: Job, interrupt: Interrupt) -> Path:
+    """The file of the warm start's weights, trained first if the cache does not hold it. One process calls this for all.
+
+    Raises:
+      ConfigError: there is nothing to train on: warm starts are for the built-in tasks.
+    """
+    config = job.config
+    if config.data.path or config.data.tokenizer:
+        raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
+
+    def build(folder: Path) -> None:
+        job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
+        with Progress("warm start", config.sft.steps) as progress, interrupt.nothing_unsaved("warm start", progress.stop):
+            save_tree(folder / WEIGHTS, warm_start(on_this_process(job), progress))
+
+    return cached(policy_key(job), build) / WEIGHTS
+
+
+def main(job: Job, interrupt: Interrupt) -> int:
+    """Trains the warm start, or finds it in the cache, and says where it is."""
+    if job.config.sft.steps == 0:
+        raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
+    job.say(f"policy: {cached_policy(job, interrupt)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run("train_sft", "Trains the policy's supervised warm start and keeps it in the cache.", main))

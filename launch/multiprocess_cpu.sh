@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# N processes of the main job on this machine's CPU, joined over loopback: bash launch/multiprocess_cpu.sh 2 --config rl_think.py
+# DEVICES_PER_PROCESS (default 1) virtual devices each. The first failure ends all of them and is the exit code; SIGTERM is passed on.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ ! ${1-} =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: bash launch/multiprocess_cpu.sh N --config NAME.py ... (N processes, 1 or more)" >&2
+  exit 2
+fi
+processes=$1
+shift
+python="$root/.venv/bin/python"
+[[ -x $python ]] || python=python3
+
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || exit
+export JAX_PLATFORMS=cpu JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo
+export JAXSPEC_COORDINATOR=127.0.0.1:$port JAXSPEC_PROCESSES=$processes JAXSPEC_LOCAL_DEVICES=${DEVICES_PER_PROCESS:-1}
+
+running=""
+trap 'kill -TERM $running 2>/dev/null' TERM INT
+for ((id = 0; id < processes; id++)); do
+  JAXSPEC_PROCESS_ID=$id "$python" -m jaxspec.train "$@" &
+  running+=" $!"
+done
+
+failure=0
+while [[ -n $running ]]; do
+  sleep 0.2
+  alive=""
+  for pid in $running; do
+    if kill -0 "$pid" 2>/dev/null; then
+      alive+=" $pid"
+      continue
+    fi
+    wait "$pid"
+    code=$?
+    if ((code != 0 && failure == 0)); then
+      failure=$code
+      deadline=$((SECONDS + 10))
+      kill -TERM $running 2>/dev/null
+    fi
+  done
+  running=$alive
+  # A process that waits for a dead peer does not get to its own SIGTERM.
+  if ((failure != 0 && SECONDS > deadline)); then kill -KILL $running 2>/dev/null; fi
+done
+exit "$failure"

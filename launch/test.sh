@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The tests on this machine, set-up included: bash launch/test.sh [--slow] [pytest arguments]
+# Without --slow: all but the slow ones. With it: the slow ones only.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/venv.sh test
+marks="not slow"
+if [[ ${1-} == --slow ]]; then
+  marks=slow
+  shift
+fi
+workers=0
+if (($(getconf _NPROCESSORS_ONLN) > 1)); then workers=2; fi
+# Fixtures compile programs, so the tests of one file share a worker.
+exec .venv/bin/python -m pytest -m "$marks" -n "$workers" --dist loadfile "$@"

@@ -1,0 +1,152 @@
+"""Eight virtual CPU devices, strict promotion, checked shapes; tiny models, and the plain numpy decoder that they are compared with."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+# Before anything of jaxspec is imported: every shape annotation is checked, also while tracing.
+install_import_hook("jaxspec", "beartype.beartype")
+
+from jax.sharding import Mesh
+
+from jaxspec.config import Config, DraftConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxspec.mesh import make_mesh
+from jaxspec.models.decoder import Decoder
+from jaxspec.state import Prompts
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_debug_key_reuse", True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs under pytest's cache folder, for the next run."""
+    folder = config.cache.mkdir(f"jax-{jax.__version__}")  # pyright: ignore[reportOptionalMemberAccess]
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_compilation_cache_max_size", 2**30)  # with a limit, entries are written and read under a file lock
+
+
+@pytest.fixture(scope="module")
+def x64() -> Iterator[None]:
+    """Float64 for a whole module: identities are tested where no near-tie can flip."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
+def tiny_model(**changes: Any) -> ModelConfig:
+    """A decoder small enough for oracles: 4 layers, grouped queries, untied head, float64."""
+    sizes: dict[str, Any] = {"vocab": 11, "layers": 4, "embed": 16, "heads": 4, "kv_heads": 2, "head_size": 4, "ffn": 24, "rope_theta": 100.0}
+    return ModelConfig(**{**sizes, "tied": False, "dtype": "float64", "remat": False, **changes})
+
+
+def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any) -> Config:
+    """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens."""
+    rollout = RolloutConfig(max_new_tokens=6, verify="coupled", draft=draft or DraftConfig(draft_length=2, ttt_steps=2))
+    parts: dict[str, Any] = {"model": model or tiny_model(), "rollout": rollout, "grpo": GrpoConfig(prompts=8, group_size=2), "mesh": MeshConfig()}
+    return Config(**{**parts, **changes})
+
+
+def sharpen(network: Any, factor: float) -> Any:
+    """Scales every weight matrix, so that fresh networks have opinions: their laws then depend on the context."""
+    return jax.tree.map(lambda leaf: leaf * factor if leaf.ndim > 1 and leaf.shape[-1] > 1 else leaf, network)
+
+
+def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, live: bool = True) -> Prompts:
+    """Random prompts of 2 to `width` tokens, never token 0 or 1; what lies beyond a prompt is junk that nothing may read."""
+    random = np.random.default_rng(seed)
+    return Prompts(
+        tokens=jnp.asarray(random.integers(2, vocab, (count, width)), jnp.int32),
+        lengths=jnp.asarray(random.integers(2, width + 1, count), jnp.int32),
+        live=jnp.full((count,), live),
+        stream=jnp.int32(0),
+        batch=jnp.int32(seed),
+    )
+
+
+def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh over the first devices."""
+    return make_mesh(data, tensor)
+
+
+def numpy_weights(network: Any) -> dict[str, np.ndarray]:
+    """A network's arrays in float64 by dotted attribute path."""
+    leaves = jax.tree_util.tree_flatten_with_path(network)[0]
+    names = [[str(key.name if hasattr(key, "name") else key.key) for key in path if hasattr(key, "name") or hasattr(key, "key")] for path, _ in leaves]
+    return {".".join(name[:-1] if name[-1] == "value" else name): np.asarray(leaf, np.float64) for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def numpy_rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Root-mean-square norm."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def numpy_rotate(head: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """Rotary embedding of one head vector: coordinates i and i + H/2 form a complex number, turned by position * theta^(-2i/H)."""
+    half = len(head) // 2
+    turned = (head[:half] + 1j * head[half:]) * np.exp(1j * position * theta ** (-2 * np.arange(half) / len(head)))
+    return np.concatenate([turned.real, turned.imag])
+
+
+def numpy_softmax(x: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis."""
+    shifted = np.exp(x - x.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def numpy_swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """down(silu(gate(x)) * up(x))."""
+    inner = x @ gate
+    return (inner / (1 + np.exp(-inner)) * (x @ up)) @ down
+
+
+def numpy_decoder(policy: Decoder, tokens: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Qwen3 by loops over positions and heads, for one sequence: logits [T V], final-norm hidden [T D], residual stream at boundaries 0..L."""
+    config, weights, tokens = policy.config, numpy_weights(policy), np.asarray(tokens)
+    x = weights["embedding"][tokens]
+    boundaries = [x]
+    for layer in range(config.layers):
+        part = {name.removeprefix("layers."): value[layer] for name, value in weights.items() if name.startswith("layers.")}
+        normed = numpy_rms_norm(x, part["attention_norm"], config.norm_eps)
+        attended = np.zeros((len(tokens), config.embed))
+        for head in range(config.heads):
+            shared = head * config.kv_heads // config.heads  # the key/value head of this query head
+            query = numpy_rms_norm(normed @ part["query"][:, head], part["query_norm"], config.norm_eps)
+            key = numpy_rms_norm(normed @ part["key"][:, shared], part["key_norm"], config.norm_eps)
+            value = normed @ part["value"][:, shared]
+            for t in range(len(tokens)):
+                at_t = numpy_rotate(query[t], t, config.rope_theta)
+                scores = [at_t @ numpy_rotate(key[s], s, config.rope_theta) / np.sqrt(config.head_size) for s in range(t + 1)]
+                attended[t] += numpy_softmax(np.array(scores)) @ value[: t + 1] @ part["output"][head]
+        x = x + attended
+        x = x + numpy_swiglu(numpy_rms_norm(x, part["ffn_norm"], config.norm_eps), part["gate"], part["up"], part["down"])
+        boundaries.append(x)
+    hidden = numpy_rms_norm(x, weights["norm"], config.norm_eps)
+    head = weights["embedding"].T if config.tied else weights["head"]
+    return hidden @ head, hidden, boundaries
+
+
+def bisect(holds: Callable[[np.ndarray], np.ndarray], low: float, high: float, shape: tuple[int, ...], steps: int = 80) -> np.ndarray:
+    """For each entry, the threshold in [low, high] below which a monotone `holds` is true."""
+    lower, upper = np.full(shape, low), np.full(shape, high)
+    for _ in range(steps):
+        middle = (lower + upper) / 2
+        true = holds(middle)
+        lower, upper = np.where(true, middle, lower), np.where(true, upper, middle)
+    return (lower + upper) / 2

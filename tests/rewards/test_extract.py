@@ -1,0 +1,94 @@
+"""Final answers out of text: each style, nothing where none is stated, and no text that breaks it."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.rewards.extract import WINDOW, extract, normalise
+
+STYLES = ("hash", "boxed", "answer_line")
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "found"),
+    [
+        ("hash", "7+5+0=12,2+8+1=11,#112", "112"),
+        ("hash", "#1\n#### 72\nso there", "72"),
+        ("hash", "#### 1,234 dollars", "1,234"),
+        ("hash", "so 72 it is", None),
+        ("hash", "#72 then #", None),
+        ("hash", "####\n72", None),
+        ("hash", "#5</think> 6", None),
+        ("hash", "#5</think> #6", "6"),
+        ("boxed", r"thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{1} or \boxed{2}", "2"),
+        ("boxed", r"\boxed{\boxed{5}}", "5"),
+        ("boxed", r"\boxed{41} and \boxed{42", "41"),
+        ("boxed", r"\boxed {42}", "42"),
+        ("boxed", r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        ("boxed", r"{ } } \boxed{3}", "3"),
+        ("boxed", r"\boxed{}", None),
+        ("boxed", "just a number 42", None),
+        ("answer_line", "Answer: 42", "42"),
+        ("answer_line", "**Answer:** 42", "42"),
+        ("answer_line", "**Answer: 42**", "42"),
+        ("answer_line", "Answer: 1\nwait\nfinal answer: 42.", "42."),
+        ("answer_line", r"Answer: $\boxed{42}$", "42"),
+        ("answer_line", "Answer:\n42", "42"),
+        ("answer_line", "Answer:", None),
+        ("answer_line", "the answer is 42", None),
+    ],
+)
+def test_extract(style, text, found):
+    assert extract(text, style) == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("042", "42"),
+        ("42.0", "42"),
+        ("+42", "42"),
+        ("-0", "0"),
+        ("-042.50", "-42.5"),
+        (".5", "0.5"),
+        ("42.", "42"),
+        ("$1,234,567.00", "1234567"),
+        ("\\$ 18", "18"),
+        ("$x = 3$", "x=3"),
+        ("1,23", "1,23"),
+        ("11,2", "11,2"),
+        ("-", "-"),
+        ("", ""),
+        ("9" * 5000, "9" * 5000),
+    ],
+)
+def test_normalise(answer, normal):
+    assert normalise(answer) == normal
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text() | st.text(alphabet="\\boxed{}#$.,+-0 answer:*\n</think>"), st.sampled_from(STYLES))
+def test_any_text_is_accepted(text, style):
+    found = extract(text, style)
+    assert found is None or found.strip()
+    assert normalise(normalise(text)) == normalise(text)
+
+
+@given(st.integers())
+def test_integers_are_their_own_normal_form(number):
+    assert normalise(str(number)) == str(number)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("piece", ["#", "{", r"\boxed{", "answer: ", "answer" + "*" * 50, "$" * 9, "</think>"])
+def test_long_text_takes_little_time(style, piece):
+    start = time.perf_counter()
+    extract(piece * 200_000, style)
+    assert time.perf_counter() - start < 0.5
+
+
+def test_answers_before_the_window_do_not_count():
+    assert extract("#5" + " " * WINDOW, "hash") is None

@@ -1,0 +1,169 @@
+"""Problems by number: the same on every reader, every row once an epoch, and files that say what is wrong with them."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec.config import ConfigError, DataConfig
+from jaxspec.data import PromptStream, load_problems, pad_prompts, reference_answer
+from jaxspec.tokenizer import character_tokenizer, load_tokenizer
+
+SHARED = Path(__file__).parents[2] / "shared/data"
+TOKENIZER = character_tokenizer()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_lines(*rows, name="train.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write_lines
+
+
+def rows(n, start=0):
+    return [{"question": f"{i}+1=", "answer": f"so #### {i + 1}"} for i in range(start, start + n)]
+
+
+def load(path, **changes):
+    return load_problems(DataConfig(path=path, **changes), TOKENIZER)
+
+
+def test_generated_problems():
+    train, held_out = load_problems(DataConfig(task="mixed", eval_prompts=20), TOKENIZER)
+    assert len(held_out) == 20
+    assert len({problem.prompt for problem in held_out}) == 20
+    assert not {problem.prompt for problem in held_out} & {problem.prompt for problem in train}
+    problem = train[5]
+    assert problem == train[5]
+    assert problem.index == 5
+    assert list(problem.ids) == TOKENIZER.encode(problem.prompt)
+    assert int(problem.answer) == eval(TOKENIZER.decode(problem.ids)[:-1])
+
+
+def test_small_task_holds_out_what_it_has():
+    train, held_out = load_problems(DataConfig(digits=1, eval_prompts=64), TOKENIZER)
+    assert 0 < len(held_out) < 64
+    assert len(train) + len(held_out) == 55
+
+
+def test_generated_prompts_too_long():
+    with pytest.raises(ConfigError, match=r"max_prompt_length is 6.*set --data.max_prompt_length 11"):
+        load_problems(DataConfig(digits=4, max_prompt_length=6), TOKENIZER)
+
+
+def test_file_holds_out_its_last_rows(write):
+    train, held_out = load(write(*rows(5), "", *rows(5, 5)), eval_prompts=3)
+    assert [problem.answer for problem in train] == [str(i + 1) for i in range(7)]
+    assert [problem.answer for problem in held_out] == ["8", "9", "10"]
+    assert [problem.index for problem in held_out] == [8, 9, 10]
+
+
+def test_held_out_file(write):
+    train, held_out = load(write(*rows(5)), eval_path=write(*rows(9, 100), name="eval.jsonl"), eval_prompts=4)
+    assert (len(train), len(held_out)) == (5, 4)
+    assert held_out[0].answer == "101"
+
+
+def test_long_repeated_and_unanswered_problems_are_counted(write):
+    long, unanswered = {"question": "1" * 40 + "+1=", "answer": "2"}, {"question": "1+1=", "answer": "$"}
+    train, _ = load(write(long, *rows(4), rows(1)[0], unanswered, *rows(4, 4)), eval_prompts=2)
+    assert len(train) == 6
+    assert train.left_out == 3
+
+
+def test_columns_and_instruction(write):
+    path = write(*({"problem": f"{i}-1=", "solution": i - 1} for i in range(2, 9)))
+    train, _ = load(path, prompt_column="problem", answer_column="solution", instruction="?", eval_prompts=1, tokenizer="set")
+    assert train[0].prompt.endswith("2-1=\n?")
+    assert train[0].answer == "1"
+
+
+def test_reads_from_many_threads_agree(write):
+    train, _ = load(write(*rows(300)), eval_prompts=1)
+    order = np.random.default_rng(0).integers(0, len(train), 2000).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        assert [problem.answer for problem in pool.map(train.__getitem__, order)] == [str(i + 1) for i in order]
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes", "message"),
+    [
+        ([], {}, "data.path .*: the file is empty"),
+        (["", " "], {}, "the file is empty"),
+        ([*rows(2), "{oops"], {}, "line 3: not JSON"),
+        (["[1]"], {}, "line 1: a list instead of an object"),
+        (
+            [{"questions": "1+1=", "answer": "2"}],
+            {},
+            "line 1: no column 'question' among 'questions', 'answer'; did you mean --data.prompt_column",
+        ),
+        (rows(2), {"answer_column": "zzz"}, "no column 'zzz' among 'question', 'answer'; set --data.answer_column"),
+        ([{"question": ["1+1="], "answer": "2"}], {}, "column 'question' holds a list"),
+        ([{"question": "1+1=", "answer": "####"}], {}, "column 'answer' states no answer in any of 1 lines"),
+        ([{"question": "What is it?", "answer": "2"}], {}, "built-in tokenizer lacks 'What is'; set data.tokenizer"),
+        (rows(9), {"max_prompt_length": 3}, "none of 9 prompts fits data.max_prompt_length = 3; the shortest takes 5"),
+        (rows(4), {"eval_prompts": 4}, "4 usable problems, of which data.eval_prompts = 4"),
+    ],
+)
+def test_bad_files(write, lines, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write(*lines), **changes)
+
+
+def test_missing_files(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path .*absent\.jsonl: No such file"):
+        load(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.eval_path .*Is a directory"):
+        load(write(*rows(3)), eval_path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 3+4=7\n#### 1,007", "1007"),
+        (r"we get $\boxed{042}$.", "42"),
+        (" 42 ", "42"),
+        (r"\frac{3}{7}", r"\frac{3}{7}"),
+        ("#### 5\nend", "5"),
+    ],
+)
+def test_reference_answers(text, answer):
+    assert reference_answer(text) == answer
+
+
+def test_stream_shuffles_every_epoch_and_depends_on_position_alone():
+    problems, _ = load_problems(DataConfig(digits=1), TOKENIZER)
+    n = len(problems)
+    stream, other = PromptStream(problems, 3), PromptStream(problems, 3)
+    epochs = [[stream[position].index for position in range(k * n, (k + 1) * n)] for k in range(3)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [other[position].index for position in reversed(range(n, 2 * n))] == epochs[1][::-1]
+    assert [PromptStream(problems, 4)[position].index for position in range(n)] != epochs[0]
+
+
+def test_padded_prompts():
+    problems = [load_problems(DataConfig(digits=digits), TOKENIZER)[0][0] for digits in (1, 2)]
+    tokens, lengths = pad_prompts(problems, 9, TOKENIZER.pad_id)
+    assert tokens.dtype == lengths.dtype == np.int32
+    assert lengths.tolist() == [5, 7]
+    assert tokens[0].tolist() == [*problems[0].ids, *[TOKENIZER.pad_id] * 4]
+    with pytest.raises(ValueError, match="7 tokens does not fit rows of 6"):
+        pad_prompts(problems, 6, TOKENIZER.pad_id)
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir() or not (SHARED / "qwen_tokenizer").is_dir(), reason=f"no data in {SHARED}")
+def test_real_text():
+    folder = str(SHARED / "qwen_tokenizer")
+    config = DataConfig(path=str(SHARED / "gsm8k/test_first1119.jsonl"), tokenizer=folder, max_prompt_length=128, eval_prompts=8)
+    train, held_out = load_problems(config, load_tokenizer(folder))
+    assert len(train) + len(held_out) + train.left_out == 1119
+    assert 0 < train.left_out < 200
+    assert train[0].answer == "18"
+    assert train[0].prompt.startswith("<|im_start|>user\nJanet")
+    assert all(problem.answer.lstrip("-").replace(".", "").isdigit() for problem in train)
