@@ -73,7 +73,7 @@ class DraftConfig:
     """Depths of the training-time-test unroll (EAGLE-3): step i trains on the draft's own states."""
     decay: float = 0.8
     """Weight of depth i in the draft loss is `decay**i`."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-4
     """AdamW learning rate of the online draft update."""
     grad_clip: float = 0.5
     """Global-norm clip of the draft's gradient, apart from the policy's."""
@@ -113,7 +113,7 @@ class GrpoConfig:
     """Prompts a batch."""
     group_size: int = 8
     """Responses to each prompt (G); rows = prompts x G."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
     """AdamW learning rate of the policy, after warm-up."""
     warmup_steps: int = 5
     """Linear warm-up of the learning rate, in batches."""
@@ -176,7 +176,7 @@ class MeshConfig:
     tensor: int = 1
     """Shards of heads, ffn and vocabulary."""
     shard_above: int = 2**20
-    """Weights with at least so many elements are stored sharded over `data` as well; smaller ones whole, since gathering costs more than they do."""
+    """Weights with at least so many elements are stored sharded over `data` too; gathering smaller ones costs more than it saves."""
 
     def __post_init__(self) -> None:
         _require(self.data >= 0, f"mesh.data is {self.data}; 0 (automatic) or more")
@@ -187,13 +187,13 @@ class MeshConfig:
 class SftConfig:
     """Supervised warm start of the embedded model (`train_sft`)."""
 
-    steps: int = 200
+    steps: int = 360
     """Updates; 0 starts from random weights."""
     rows: int = 64
     """Sequences a batch."""
     learning_rate: float = 4e-3
     """Peak AdamW learning rate; cosine decay to a tenth."""
-    wrong_steps: float = 0.12
+    wrong_steps: float = 0.25
     """Share of worked steps with a wrong digit, so that the start is imperfect."""
 
     def __post_init__(self) -> None:
@@ -206,9 +206,9 @@ class SftConfig:
 class OfflineConfig:
     """Offline training of the draft on the policy's own responses (`train_draft`)."""
 
-    samples: int = 1024
+    samples: int = 2048
     """Responses sampled from the policy on the training prompts."""
-    steps: int = 200
+    steps: int = 300
     """Updates; 0 keeps random weights."""
     rows: int = 64
     """Sequences a batch."""

@@ -72,11 +72,21 @@ def numbers(metrics: dict[str, Array]) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
+def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
+    """Compiles a function for abstract arguments; returns it with the shapes and shardings of its result, for the next one to be compiled."""
+    program = jax.jit(function, **options).lower(*arguments).compile()
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return program, jax.tree.map(placed, jax.eval_shape(function, *arguments), program.output_shardings)
+
+
 def whole_step(step: Step, prompts: int) -> Runner:
     """Compiles the step as one program, before anything runs."""
     state, finished, wanted = abstract(step, prompts)
-    layout = jax.tree.map(lambda leaf: leaf.sharding, state), meshes.rows_sharding(step.mesh), None, None
-    program = jax.jit(step.train_step, donate_argnums=(0, 1), out_shardings=layout).lower(state, finished, wanted).compile()
+    layout = step.state_shardings(), meshes.rows_sharding(step.mesh), meshes.replicated(step.mesh), meshes.replicated(step.mesh)
+    program, _ = ahead(step.train_step, state, finished, wanted, donate_argnums=(0, 1), out_shardings=layout)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
         began = time.perf_counter()
@@ -96,55 +106,74 @@ class _Clock:
     def __call__(self, phase: str, function: Callable, *arguments: Any) -> Any:
         began = time.perf_counter()
         result = jax.block_until_ready(function(*arguments))
-        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + time.perf_counter() - began
+        self.seconds[f"time/{phase}"] = time.perf_counter() - began
         return result
 
 
-def staged_step(step: Step, prompts: int) -> Runner:
-    """The same phases, jitted one by one: honest seconds for each, and generation in slices of `rollout.slice_rounds`."""
-    layout = step.state_shardings()
-    slice_rounds = np.int32(step.config.rollout.slice_rounds)
-    prepare, logprob = jax.jit(step.prepare), jax.jit(step.logprob)
-    train_policy = jax.jit(step.train_policy, donate_argnums=(0, 1), out_shardings=(layout.policy, None))
-    maybe_train_draft = jax.jit(step.maybe_train_draft, out_shardings=(layout.draft, None))
-    begin, advance = jax.jit(step.begin), jax.jit(step.advance, donate_argnums=2)
-    measure = jax.jit(rollout_metrics)
-    nothing = {name: float("nan") for name in _learn_metrics(step, prompts)}
+class _Phases(NamedTuple):
+    """The phases, each compiled on its own."""
 
-    def unfinished(running: engine.Engine) -> bool:
-        return bool(jnp.any(running.status == RUNNING))
+    prepare: Callable
+    begin: Callable
+    advance: Callable
+    unfinished: Callable
+    measure: Callable
+    logprob: Callable
+    train_draft: Callable
+    train_policy: Callable
+
+
+def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
+    """Compiles each phase for what the one before gives; also returns the shapes of the metrics of learning."""
+    whole, layout = meshes.replicated(step.mesh), step.state_shardings()
+    state, finished, wanted = abstract(step, prompts)
+    prepare, (target, network) = ahead(step.prepare, state)
+    begin, running = ahead(step.begin, target, network, wanted)
+    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    same = jax.tree.map(lambda leaf: leaf.sharding, running)
+    advance, _ = ahead(step.advance, target, network, running, limit, donate_argnums=2, out_shardings=same)
+    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.status, out_shardings=whole)
+    measure, _ = ahead(rollout_metrics, engine.collect(running), out_shardings=whole)
+    logprob, recomputed = ahead(step.logprob, state, finished.rollout)
+    train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
+    train_policy, (_, metrics) = ahead(
+        step.train_policy, state.policy, finished, recomputed, donate_argnums=0, out_shardings=(layout.policy, whole)
+    )
+    return _Phases(prepare, begin, advance, unfinished, measure, logprob, train_draft, train_policy), {**metrics, **draft_metrics}
+
+
+def staged_step(step: Step, prompts: int) -> Runner:
+    """The same phases compiled one by one: honest seconds for each, and generation in slices of `rollout.slice_rounds`."""
+    phases, learn_metrics = _compile_phases(step, prompts)
+    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(step.mesh))
+    slice_rounds = put(step.config.rollout.slice_rounds, limit)
 
     def learn(state: TrainState, finished: Finished, clock: _Clock) -> tuple[TrainState, dict[str, float]]:
-        recomputed = clock("logprob", logprob, state, finished.rollout)
+        recomputed = clock("logprob", phases.logprob, state, finished.rollout)
         # The draft first: it learns from the weights that sampled, which the policy's update consumes.
-        draft, draft_metrics = clock("draft", maybe_train_draft, state, finished, recomputed)
-        policy, metrics = clock("train", train_policy, state.policy, finished, recomputed)
+        draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
+        policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
         clock.seconds["time/train"] += clock.seconds["time/draft"]
         return state.replace(policy=policy, draft=draft), numbers({**metrics, **draft_metrics})
 
     def generate(target: Decoder, network: PyTree, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
-        running = begin(target, network, prompts)
-        while unfinished(running):
+        running = phases.begin(target, network, prompts)
+        while bool(phases.unfinished(running.status)):
             if stop():
                 return None
-            running = advance(target, network, running, slice_rounds)
+            running = phases.advance(target, network, running, slice_rounds)
         return engine.collect(running)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
-        clock, learnt, began = _Clock(), nothing, time.perf_counter()
+        clock, learnt, began = _Clock(), dict.fromkeys(learn_metrics, float("nan")), time.perf_counter()
         if bool(finished.learn):
             state, learnt = learn(state, finished, clock)
-        target, network = clock("prepare", prepare, state)
+        target, network = clock("prepare", phases.prepare, state)
         rollout = clock("generate", generate, target, network, prompts, stop)
-        generated = {} if rollout is None else numbers(measure(rollout))
+        generated = {} if rollout is None else numbers(phases.measure(rollout))
         return Called(state, rollout, learnt, generated, {**clock.seconds, "time/step": time.perf_counter() - began})
 
     return call
-
-
-def _learn_metrics(step: Step, prompts: int) -> dict[str, Any]:
-    state, finished, _ = abstract(step, prompts)
-    return jax.eval_shape(step.learn, state, finished)[1]
 
 
 class Comparison(NamedTuple):

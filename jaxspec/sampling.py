@@ -23,7 +23,7 @@ def offset_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], stream: int
 
     def one(key, position):
         key = jax.random.fold_in(jax.random.fold_in(key, stream), position)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count, dtype=jnp.int32))
 
     return jax.vmap(one)(keys, positions)
 
@@ -33,7 +33,7 @@ def position_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], count: in
 
     def one(key, position):
         key = jax.random.fold_in(key, TARGET)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count))
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count, dtype=jnp.int32))
 
     return jax.vmap(one)(keys, positions)
 

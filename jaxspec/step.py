@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
@@ -28,7 +28,7 @@ from jaxspec.rollout import generate as engine
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Finished, Learner, Prompts, PyTree, Rollout, TrainState
 from jaxspec.sync import cast, to_rollout
 
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Num[Array, ""]]
 
 
 class Recomputed(NamedTuple):
@@ -123,7 +123,7 @@ class Step:
         """One GRPO update; nothing of the draft enters it."""
         rollout, grpo = finished.rollout, self.config.grpo
         mask = response_mask(rollout) & finished.valid[:, None]
-        advantages = group_advantages(finished.rewards, finished.valid, self.settings.group_size)
+        advantages = group_advantages(finished.rewards.astype(recomputed.old_logprobs.dtype), finished.valid, self.settings.group_size)
 
         def loss_of(network: Decoder) -> Float[Array, ""]:
             network = cast(network, jnp.dtype(self.config.model.dtype))

@@ -95,7 +95,7 @@ def open_workdir(job: Job) -> Path:
 
 
 def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
-    """The position before the first batch: warm start and draft from the cache, which trains what it lacks; random weights where steps are 0."""
+    """The position before the first batch: warm start and draft from the cache, trained now if absent; random weights where steps are 0."""
     config, step = job.config, job.step
     offline = config.offline.steps > 0 and step.draft is not None
     if jax.process_index() == 0:  # one process trains and fills the cache, the others then read it

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cached, content_key, load_tree, save_tree
@@ -48,7 +47,7 @@ def sample_responses(job: Job, policy: Decoder, progress: Progress) -> list[Roll
 
 def train(job: Job, policy: Decoder, rollouts: list[Rollout], progress: Progress) -> PyTree:
     """Trains a fresh draft for `offline.steps` updates on batches of `rollouts`, in an order of each pass's own; returns its weights."""
-    config, mesh = job.config, job.mesh
+    config = job.config
     optimizer = optim.adamw(optim.cosine(config.offline.learning_rate, config.offline.steps), config.rollout.draft.grad_clip)
     step = dataclasses.replace(job.step, draft_optimizer=optimizer)
 

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict promotion, checked shapes; tiny models, and the plain numpy decoder that they are compared with."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -27,6 +29,23 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_debug_key_reuse", True)
+
+
+def _lenient(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*arguments, **named)
+
+    return call
+
+
+def _chain(*parts: Any, chain: Callable = optax.chain) -> optax.GradientTransformation:
+    chained = chain(*parts)
+    return optax.GradientTransformation(chained.init, _lenient(chained.update))
+
+
+optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax promotes inside; the strict rule is for jaxspec
 
 
 def pytest_configure(config: pytest.Config) -> None:

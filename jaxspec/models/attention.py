@@ -21,4 +21,4 @@ def attend(
 
 def up_to_position(positions: Int[Array, "B T"], slots: int) -> Bool[Array, "B T S"]:
     """True where slot <= position: causal inside a block, and blind to stale slots above it."""
-    return jnp.arange(slots) <= positions[:, :, None]
+    return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]

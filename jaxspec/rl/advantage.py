@@ -10,7 +10,7 @@ def group_advantages(rewards: Float[Array, " B"], valid: Bool[Array, " B"], grou
     Rows of a group are adjacent. A group whose rewards are all equal gets 0.
     """
     grouped, mask = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
-    count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+    count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True, dtype=rewards.dtype), 1)
     mean = jnp.sum(jnp.where(mask, grouped, 0), axis=1, keepdims=True) / count
     centred = jnp.where(mask, grouped - mean, 0)
     deviation = jnp.sqrt(jnp.sum(centred * centred, axis=1, keepdims=True) / count)

@@ -45,7 +45,7 @@ def positions_of(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
 
 def response_mask(rollout: Rollout) -> Array:
     """True at response tokens, [B S]."""
-    positions = jnp.arange(rollout.tokens.shape[1])
+    positions = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)
     return (positions >= rollout.prompt_lengths[:, None]) & (positions < rollout.lengths[:, None])
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 def masked_mean(values: Float[Array, "*B"], mask: Bool[Array, "*B"]) -> Float[Array, ""]:
     """Mean over True entries; 0 when there are none."""
-    return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
+    return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask, dtype=values.dtype), 1)
 
 
 def grpo_loss(

@@ -34,7 +34,7 @@ def start(network: PyTree, optimizer: optax.GradientTransformation) -> Learner:
 def update(
     learner: Learner, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
 ) -> tuple[Learner, Float[Array, ""]]:
-    """Applies one update and returns the gradient's global norm; a non-finite loss or gradient changes only the count of skipped updates."""
+    """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates."""
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 

@@ -84,7 +84,7 @@ def begin(
             draft_state = draft.repeat(draft.prefill(network, target, prompts.tokens, prompts.lengths, forward.taps, slots), group)
     rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
     lengths = jnp.repeat(prompts.lengths, group)
-    inside = jnp.arange(width) < prompts.lengths[:, None]
+    inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
     return Engine(
         tokens=jnp.repeat(tokens, group, axis=0),
@@ -146,10 +146,7 @@ def one_round(target: Decoder, network: PyTree, draft: Draft | None, engine: Eng
         forward = target(jnp.concatenate([last, drafted], axis=1), positions, engine.cache, with_taps=draft is not None)
         logits = target.logits(forward.hidden)
         target_logprobs = sampling.processed_logprobs(logits, settings.temperature)
-        if coupled:
-            verdict = coupled_rule(target_logprobs, drafted, noise)
-        else:
-            verdict = _token_verdict(engine, target_logprobs, proposal, vocab)
+        verdict = coupled_rule(target_logprobs, drafted, noise) if coupled else _token_verdict(engine, target_logprobs, proposal, vocab)
     with jax.named_scope("commit"):
         finite = jnp.isfinite(logits).all(axis=-1)
         engine, kept_tokens, count = _commit(engine, verdict, drafted, target_logprobs, finite, settings)
@@ -205,17 +202,17 @@ def _commit(
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = engine.tokens.shape[1]
     where = jnp.where(kept, engine.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    row = jnp.arange(block.shape[0])[:, None]
+    row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
     kept_drafts = jnp.minimum(verdict.accepted, count)[:, None]
-    depths = jnp.arange(1, drafted.shape[1] + 1)
+    depths = jnp.arange(1, drafted.shape[1] + 1, dtype=jnp.int32)
     return (
         engine.replace(
             tokens=engine.tokens.at[row, where].set(block, mode="drop"),
             logprobs=engine.logprobs.at[row, where].set(block_logprobs, mode="drop"),
             lengths=engine.lengths + count,
             status=status.astype(jnp.int32),
-            rounds=engine.rounds + running,
-            accepted=engine.accepted + (going[:, None] & (kept_drafts >= depths)),
+            rounds=engine.rounds + running.astype(jnp.int32),
+            accepted=engine.accepted + (going[:, None] & (kept_drafts >= depths)).astype(jnp.int32),
         ),
         block,
         count,
@@ -264,7 +261,7 @@ def advance_sharded(
 
 
 def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
-    by_row = Prompts(tokens=P(DATA), lengths=P(DATA), live=P(DATA), stream=P(), batch=P())  # pyright: ignore[reportArgumentType]
+    by_row = jax.tree.map(lambda leaf: P(DATA) if leaf.ndim else P(), prompts)
     return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
 
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.sampling import categorical
 
@@ -15,9 +15,9 @@ class Verdict(NamedTuple):
     next_token: Int[Array, " B"]
 
 
-def leading(agree: Float[Array, "B K"]) -> Int[Array, " B"]:
+def leading(agree: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Number of leading True entries."""
-    return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def token_rule(
