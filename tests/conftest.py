@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jaxtyping import install_import_hook
+from scipy import stats
 
 # Before anything of jaxspec is imported: every shape annotation is checked, also while tracing.
 install_import_hook("jaxspec", "beartype.beartype")
@@ -82,9 +83,21 @@ def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = No
     return Config(**{**parts, **changes})
 
 
-def sharpen(network: Any, factor: float) -> Any:
-    """Scales every weight matrix, so that fresh networks have opinions: their laws then depend on the context."""
-    return jax.tree.map(lambda leaf: leaf * factor if leaf.ndim > 1 and leaf.shape[-1] > 1 else leaf, network)
+def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0) -> Any:
+    """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale` above 1 makes its laws depend more on context."""
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: kind(config, jax.random.key(0)))
+
+    def fill(path: Any, leaf: Any) -> jax.Array:
+        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+        normal = random.normal(size=leaf.shape)
+        if "norm" in name:
+            return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
+        stacked = leaf.shape[1:] if leaf.ndim > 2 else leaf.shape
+        fan_in = {"embedding": leaf.shape[-1], "output": stacked[0] * stacked[-2]}.get(name, stacked[0])
+        return jnp.asarray(scale * normal / np.sqrt(fan_in), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, live: bool = True) -> Prompts:
@@ -149,10 +162,10 @@ def numpy_decoder(policy: Decoder, tokens: Any) -> tuple[np.ndarray, np.ndarray,
             query = numpy_rms_norm(normed @ part["query"][:, head], part["query_norm"], config.norm_eps)
             key = numpy_rms_norm(normed @ part["key"][:, shared], part["key_norm"], config.norm_eps)
             value = normed @ part["value"][:, shared]
+            turned = np.array([numpy_rotate(key[s], s, config.rope_theta) for s in range(len(tokens))])
             for t in range(len(tokens)):
-                at_t = numpy_rotate(query[t], t, config.rope_theta)
-                scores = [at_t @ numpy_rotate(key[s], s, config.rope_theta) / np.sqrt(config.head_size) for s in range(t + 1)]
-                attended[t] += numpy_softmax(np.array(scores)) @ value[: t + 1] @ part["output"][head]
+                scores = turned[: t + 1] @ numpy_rotate(query[t], t, config.rope_theta) / np.sqrt(config.head_size)
+                attended[t] += numpy_softmax(scores) @ value[: t + 1] @ part["output"][head]
         x = x + attended
         x = x + numpy_swiglu(numpy_rms_norm(x, part["ffn_norm"], config.norm_eps), part["gate"], part["up"], part["down"])
         boundaries.append(x)
@@ -169,3 +182,11 @@ def bisect(holds: Callable[[np.ndarray], np.ndarray], low: float, high: float, s
         true = holds(middle)
         lower, upper = np.where(true, middle, lower), np.where(true, upper, middle)
     return (lower + upper) / 2
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """The p-value of counts against expected numbers; bins below 5 are merged, and a count where nothing is expected is refused."""
+    assert counts[expected == 0].sum() == 0, "an impossible outcome occurred"
+    often, rare = expected >= 5, (expected > 0) & (expected < 5)
+    merged = [np.append(bins[often], bins[rare].sum()) if rare.any() else bins[often] for bins in (counts, expected)]
+    return float(stats.chi2.sf(((merged[0] - merged[1]) ** 2 / merged[1]).sum(), len(merged[0]) - 1))
