@@ -21,7 +21,7 @@ def get_config(scale: str = "tiny") -> Config:
         return _qwen3(QWEN3_0_6B, prompts=4, group_size=8, max_prompt_length=256, max_new_tokens=128)
     if scale == "qwen3_8b":
         return _qwen3(replace(QWEN3_8B, dtype="bfloat16"), prompts=64, group_size=16, max_prompt_length=512, max_new_tokens=2048)
-    return Config(steps=60, model=TINY, grpo=GrpoConfig(prompts=16, group_size=8))
+    return Config(model=TINY)
 
 
 def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_length: int, max_new_tokens: int) -> Config:

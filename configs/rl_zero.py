@@ -10,7 +10,7 @@ Vary: --grpo.group_size (a rare right answer needs a large group to be seen), --
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.config import Config, DataConfig, GrpoConfig, read_config
+from jaxspec.config import Config, DataConfig, DraftConfig, RolloutConfig, SftConfig, read_config
 from jaxspec.models.presets import TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
@@ -18,6 +18,9 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 def get_config(scale: str = "tiny") -> Config:
     if scale == "tiny":
-        return Config(steps=100, model=TINY, grpo=GrpoConfig(prompts=16, group_size=8), data=DataConfig(format="text"))
+        # The policy changes far from where the draft was trained, so the draft follows with a larger step.
+        rollout = RolloutConfig(draft=DraftConfig(learning_rate=1e-3))
+        sft = SftConfig(steps=500, wrong_steps=0.1)
+        return Config(steps=60, model=TINY, rollout=rollout, data=DataConfig(format="text"), sft=sft)
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     return replace(think, grpo=replace(think.grpo, group_size=2 * think.grpo.group_size))

@@ -86,8 +86,10 @@ class Batches:
         if places:
             tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
             live[places] = True
-        number, key = np.asarray(batch, np.int32), np.asarray(stream, np.int32)
-        return put(Prompts(tokens=tokens, lengths=lengths, live=live, stream=key, batch=number), self._like)
+        like = self._like
+        rows = put((tokens, lengths, live), (like.tokens, like.lengths, like.live))
+        stream_number, batch_number = put((stream, batch), (like.stream, like.batch))
+        return Prompts(tokens=rows[0], lengths=rows[1], live=rows[2], stream=stream_number, batch=batch_number)
 
     def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
         job, group = self._job, self._group
@@ -106,16 +108,14 @@ class Batches:
             table[2 + outcome, rows] = has_reward & (scores.outcomes == outcome)
         table = _sum_over_processes(table)
         counted = max(float(table[1].sum()), 1.0)
-        finished = Finished(rollout=rollout, rewards=table[0], valid=table[1] > 0, learn=np.asarray(True))
-        placed = put(
-            (finished.rewards, finished.valid, finished.learn), (self._finished.rewards, self._finished.valid, self._finished.learn)
-        )
+        like = self._finished
+        rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
         samples = [
             {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
             for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)
         ]
         shares = {f"reward/{outcome.name.lower()}": float(table[2 + outcome].sum()) / counted for outcome in Outcome}
-        finished = Finished(rollout=rollout, rewards=placed[0], valid=placed[1], learn=placed[2])
+        finished = Finished(rollout=rollout, rewards=rewards, valid=valid, learn=learn)
         return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
 
 

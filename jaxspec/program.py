@@ -48,7 +48,7 @@ def open_job(config: Config) -> Job:
     """Starts JAX for this config: type width, compilation cache, processes, devices, mesh; must come before any use of a device."""
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    if jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     meshes.prepare_devices(config.mesh.data * config.mesh.tensor)
     meshes.initialize_processes()
@@ -71,6 +71,15 @@ def on_this_process(job: Job) -> Job:
     count = next(n for n in range(jax.local_device_count(), 0, -1) if fits(job.config, n))
     mesh = Mesh(np.asarray(jax.local_devices()[:count]).reshape(count, 1), job.mesh.axis_names, axis_types=job.mesh.axis_types)
     return make_job(job.config, mesh)
+
+
+def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
+    """`build` in process 0; elsewhere a complaint, since what process 0 built should have been found."""
+
+    def refuse(folder: Path) -> None:
+        raise ConfigError(f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder that all processes share")
+
+    return build if jax.process_index() == 0 else refuse
 
 
 def fits(config: Config, data: int) -> bool:

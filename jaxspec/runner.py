@@ -49,12 +49,14 @@ def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
     def by_row(leaf: Any) -> jax.ShapeDtypeStruct:
         return placed(leaf, rows if leaf.ndim else whole)
 
+    def nothing_asked() -> Prompts:
+        tokens, lengths = jnp.zeros((prompts, step.config.data.max_prompt_length), jnp.int32), jnp.zeros((prompts,), jnp.int32)
+        number = jnp.zeros((), jnp.int32)
+        return Prompts(tokens=tokens, lengths=lengths, live=jnp.zeros((prompts,), bool), stream=number, batch=number)
+
     state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
     finished = jax.tree.map(by_row, jax.eval_shape(lambda: step.nothing_finished(prompts * step.settings.group_size)))
-    number, width = jax.ShapeDtypeStruct((), jnp.int32), step.config.data.max_prompt_length
-    tokens, lengths = jax.ShapeDtypeStruct((prompts, width), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
-    live = jax.ShapeDtypeStruct((prompts,), bool)
-    return state, finished, jax.tree.map(by_row, Prompts(tokens=tokens, lengths=lengths, live=live, stream=number, batch=number))  # pyright: ignore[reportArgumentType]
+    return state, finished, jax.tree.map(by_row, jax.eval_shape(nothing_asked))
 
 
 def put(tree: PyTree, like: PyTree) -> PyTree:
@@ -73,7 +75,7 @@ def numbers(metrics: dict[str, Array]) -> dict[str, float]:
 
 
 def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
-    """Compiles a function for abstract arguments; returns it with the shapes and shardings of its result, for the next one to be compiled."""
+    """Compiles a function for abstract arguments; returns it with its result's shapes and shardings, to compile the next one for."""
     program = jax.jit(function, **options).lower(*arguments).compile()
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -186,20 +188,22 @@ class Comparison(NamedTuple):
     spec_seconds: float
 
 
-def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeats: int = 5) -> Comparison:
-    """Times generation of the same prompts with and without the draft, in turn; medians, and target passes a sequence."""
+def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
+    """Times generation of the same prompts with and without the draft, in turn; medians, and target passes a sequence.
+
+    Stops early, after one counted pair at least, when `budget` seconds are spent.
+    """
     target, network = jax.jit(step.prepare)(state)
-    speculative = jax.jit(step.generate)
-    plainly = jax.jit(lambda target, prompts: plain.generate(target, None, prompts))
-    calls = {"spec": lambda: speculative(target, network, prompts), "plain": lambda: plainly(target, prompts)}
+    speculative = jax.jit(step.generate).lower(target, network, prompts).compile()
+    plainly = jax.jit(plain.generate).lower(target, None, prompts).compile()
+    measure = jax.jit(rollout_metrics)
+    calls = {"spec": lambda: speculative(target, network, prompts), "plain": lambda: plainly(target, None, prompts)}
+    passes = {name: numbers(measure(call()))["rollout/rounds"] for name, call in calls.items()}  # also warms up
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    passes: dict[str, float] = {}
-    for repeat in range(repeats + 1):  # the first compiles
+    while len(seconds["plain"]) < repeats and (not seconds["plain"] or sum(map(sum, seconds.values())) < budget):
         for name, call in calls.items():
             began = time.perf_counter()
-            rollout = jax.block_until_ready(call())
-            if repeat:
-                seconds[name].append(time.perf_counter() - began)
-            passes[name] = numbers(rollout_metrics(rollout))["rollout/rounds"]
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - began)
     rows = int(prompts.tokens.shape[0]) * step.settings.group_size
     return Comparison(rows, passes["plain"], passes["spec"], float(np.median(seconds["plain"])), float(np.median(seconds["spec"])))

@@ -1,13 +1,18 @@
 """Every pytree that crosses a file: prompts, rollouts, what the learner gets, and the state of training."""
 
 import dataclasses
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 _T = TypeVar("_T")
+
+if TYPE_CHECKING:
+    AnyArray = Array
+else:
+    AnyArray = Array | np.ndarray  # on the host, before a tree is placed on devices and after it is fetched
 
 PyTree = Any
 """A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
@@ -55,13 +60,13 @@ class Tree:
 class Prompts(Tree):
     """Prompts of one call, right-padded; each is answered `group_size` times."""
 
-    tokens: Int[Array | np.ndarray, "n P"]
-    lengths: Int[Array | np.ndarray, " n"]
-    live: Bool[Array | np.ndarray, " n"]
+    tokens: Int[AnyArray, "n P"]
+    lengths: Int[AnyArray, " n"]
+    live: Bool[AnyArray, " n"]
     """False: no response is generated (padding of an evaluation, or the last call of a run)."""
-    stream: Int[Array | np.ndarray, ""]
+    stream: Int[AnyArray, ""]
     """Key stream: training and evaluation never share noise."""
-    batch: Int[Array | np.ndarray, ""]
+    batch: Int[AnyArray, ""]
     """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
 
 
@@ -69,16 +74,16 @@ class Prompts(Tree):
 class Rollout(Tree):
     """Generated rows. A row's prompt is followed at once by its response; `S` is the longest prompt plus the longest response."""
 
-    tokens: Int[Array | np.ndarray, "B S"]
-    prompt_lengths: Int[Array | np.ndarray, " B"]
-    lengths: Int[Array | np.ndarray, " B"]
+    tokens: Int[AnyArray, "B S"]
+    prompt_lengths: Int[AnyArray, " B"]
+    lengths: Int[AnyArray, " B"]
     """Prompt and response together."""
-    logprobs: Float[Array | np.ndarray, "B S"]
+    logprobs: Float[AnyArray, "B S"]
     """The target's log-probability of each response token under the sampling distribution; 0 elsewhere."""
-    status: Int[Array | np.ndarray, " B"]
-    rounds: Int[Array | np.ndarray, " B"]
+    status: Int[AnyArray, " B"]
+    rounds: Int[AnyArray, " B"]
     """Target passes the row took part in."""
-    accepted: Int[Array | np.ndarray, "B K"]
+    accepted: Int[AnyArray, "B K"]
     """Rounds in which at least 1, 2, ... K drafts were accepted (before the cut at the end of the row)."""
 
 
@@ -87,10 +92,10 @@ class Finished(Tree):
     """A rollout with its rewards, ready to be learnt from."""
 
     rollout: Rollout
-    rewards: Float[Array | np.ndarray, " B"]
-    valid: Bool[Array | np.ndarray, " B"]
+    rewards: Float[AnyArray, " B"]
+    valid: Bool[AnyArray, " B"]
     """False: the row has no reward (generation or checking failed) and takes no part in the loss."""
-    learn: Bool[Array | np.ndarray, ""]
+    learn: Bool[AnyArray, ""]
     """False: nothing to learn in this call (the first one, and evaluations)."""
 
 

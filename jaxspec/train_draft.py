@@ -2,9 +2,11 @@
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
@@ -14,7 +16,7 @@ from jaxspec.data import Problem, PromptStream, load_problems, pad_prompts
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, on_this_process, run, sources
+from jaxspec.program import Job, in_process_0, on_this_process, run, sources
 from jaxspec.rl import optim
 from jaxspec.state import IDLE, Learner, Prompts, PyTree, Rollout
 from jaxspec.step import Metrics, Step, build_step
@@ -87,36 +89,36 @@ def plain_step(job: Job) -> Step:
 def _prompts(job: Job, problems: list[Problem], number: int) -> Prompts:
     tokens, lengths = pad_prompts(problems, job.config.data.max_prompt_length, job.tokenizer.pad_id)
     tokens, lengths, live = jax.device_put((tokens, lengths, np.ones(len(problems), bool)), meshes.rows_sharding(job.mesh))
-    return Prompts(tokens=tokens, lengths=lengths, live=live, stream=np.int32(STREAM), batch=np.int32(number))
+    return Prompts(tokens=tokens, lengths=lengths, live=live, stream=jnp.int32(STREAM), batch=jnp.int32(number))
 
 
 def cached_draft(job: Job, interrupt: Interrupt) -> Path:
-    """The file of the draft's weights, trained first if the cache does not hold it. One process calls this for all."""
+    """The file of the draft's weights, trained first if the cache does not hold it; in process 0, which does it for all.
+
+    Raises:
+      ConfigError: the cache cannot be written, or is not shared with process 0.
+    """
     config = job.config
     code = sources("train_draft.py", "step.py", "drafts/*.py", "rollout/*.py", "rl/draft_loss.py", "rl/logprob.py")
     data = dataclasses.replace(config.data, eval_prompts=1)
-    draft = config.rollout.draft
-    rollout = dataclasses.replace(
-        config.rollout,
-        verify="token",
-        slice_rounds=1,
-        draft=type(draft)(kind=draft.kind, ttt_steps=draft.ttt_steps, decay=draft.decay, grad_clip=draft.grad_clip),
-    )
-    key = content_key("draft", policy_key(job), config.seed, rollout, config.offline, data, code)
+    draft, rollout = config.rollout.draft, config.rollout
+    shape = draft.kind, draft.ttt_steps, draft.decay, draft.grad_clip, rollout.max_new_tokens, rollout.temperature
 
     def build(folder: Path) -> None:
-        job.say(
-            f"no draft in the cache: sampling {config.offline.samples} responses and training {draft.kind} for {config.offline.steps} steps"
-        )
-        local = on_this_process(job)
-        with interrupt.nothing_unsaved("draft training"):
-            policy = load_policy(local, interrupt)
-            with Progress("sampling", config.offline.samples) as progress:
-                rollouts = sample_responses(local, policy, progress)
-            with Progress("draft", config.offline.steps) as progress:
-                save_tree(folder / WEIGHTS, train(local, policy, rollouts, progress))
+        job.say(f"no draft in the cache: sampling {config.offline.samples} responses, then {config.offline.steps} steps of {draft.kind}")
+        began, local = time.perf_counter(), on_this_process(job)
+        policy = load_policy(local, interrupt)
+        with Progress("sampling", config.offline.samples) as progress, interrupt.nothing_unsaved("sampling", progress.stop):
+            rollouts = sample_responses(local, policy, progress)
+        with Progress("draft", config.offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop):
+            save_tree(folder / WEIGHTS, train(local, policy, rollouts, progress))
+        job.say(f"the draft took {time.perf_counter() - began:.0f} s")
 
-    return cached(key, build) / WEIGHTS
+    with interrupt.nothing_unsaved("looking for the draft"):
+        return (
+            cached(content_key("draft", policy_key(job), config.seed, shape, config.offline, data, code), in_process_0(build), job.say)
+            / WEIGHTS
+        )
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:

@@ -1,11 +1,13 @@
 """Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft --config rl_think.py`."""
 
 import sys
+import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec import tasks
@@ -14,23 +16,25 @@ from jaxspec.config import ConfigError
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, on_this_process, run, sources
+from jaxspec.program import Job, in_process_0, on_this_process, run, sources
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of, token_logprobs
 from jaxspec.rl.loss import masked_mean
-from jaxspec.state import Learner
+from jaxspec.state import Learner, PyTree
 from jaxspec.sync import cast
 
 WEIGHTS = "weights.npz"
 
 
-def document_loss(network: Decoder, batch: tasks.SftBatch, dtype: jax.typing.DTypeLike) -> Float[Array, ""]:
+def document_loss(
+    network: Decoder, tokens: Int[Array, "B T"], prompt_lengths: Int[Array, " B"], lengths: Int[Array, " B"], dtype: jax.typing.DTypeLike
+) -> Float[Array, ""]:
     """Mean negative log-likelihood, in nats a token, of what follows each document's prompt."""
     network = cast(network, dtype)
-    positions = positions_of(batch.tokens)
-    logprobs, _ = token_logprobs(network, network(batch.tokens, positions).hidden, batch.tokens, temperature=1.0)
-    first = jax.numpy.maximum(batch.prompt_lengths, 1)  # nothing precedes position 0
-    return -masked_mean(logprobs, (positions >= first[:, None]) & (positions < batch.lengths[:, None]))
+    positions = positions_of(tokens)
+    logprobs, _ = token_logprobs(network, network(tokens, positions).hidden, tokens, temperature=1.0)
+    first = jnp.maximum(prompt_lengths, 1)  # nothing precedes position 0
+    return -masked_mean(logprobs, (positions >= first[:, None]) & (positions < lengths[:, None]))
 
 
 def warm_start(job: Job, progress: Progress) -> Decoder:
@@ -45,8 +49,8 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     def fresh() -> Learner:
         return optim.start(job.step.fresh().policy.network, optimizer)
 
-    def step(learner: Learner, batch: tasks.SftBatch) -> tuple[Learner, Float[Array, ""]]:
-        loss, gradients = jax.value_and_grad(document_loss)(learner.network, batch, config.model.dtype)
+    def step(learner: Learner, batch: PyTree) -> tuple[Learner, Float[Array, ""]]:
+        loss, gradients = jax.value_and_grad(document_loss)(learner.network, *batch, config.model.dtype)
         return optim.update(learner, gradients, loss, optimizer)[0], loss
 
     layout = job.step.train_layout(jax.eval_shape(fresh))
@@ -68,10 +72,10 @@ def policy_key(job: Job) -> str:
 
 
 def cached_policy(job: Job, interrupt: Interrupt) -> Path:
-    """The file of the warm start's weights, trained first if the cache does not hold it. One process calls this for all.
+    """The file of the warm start's weights, trained first if the cache does not hold it; in process 0, which does it for all.
 
     Raises:
-      ConfigError: there is nothing to train on: warm starts are for the built-in tasks.
+      ConfigError: there is nothing to train on (warm starts are for the built-in tasks), or the cache is not shared with process 0.
     """
     config = job.config
     if config.data.path or config.data.tokenizer:
@@ -79,10 +83,13 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
 
     def build(folder: Path) -> None:
         job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
+        began = time.perf_counter()
         with Progress("warm start", config.sft.steps) as progress, interrupt.nothing_unsaved("warm start", progress.stop):
             save_tree(folder / WEIGHTS, warm_start(on_this_process(job), progress))
+        job.say(f"the warm start took {time.perf_counter() - began:.0f} s")
 
-    return cached(policy_key(job), build) / WEIGHTS
+    with interrupt.nothing_unsaved("looking for the warm start"):
+        return cached(policy_key(job), in_process_0(build), job.say) / WEIGHTS
 
 
 def main(job: Job, interrupt: Interrupt) -> int:

@@ -72,14 +72,28 @@ def repository() -> Path:
 
 def tiny_model(**changes: Any) -> ModelConfig:
     """A decoder small enough for oracles: 4 layers, grouped queries, untied head, float64."""
-    sizes: dict[str, Any] = {"vocab": 11, "layers": 4, "embed": 16, "heads": 4, "kv_heads": 2, "head_size": 4, "ffn": 24, "rope_theta": 100.0}
+    sizes: dict[str, Any] = {
+        "vocab": 11,
+        "layers": 4,
+        "embed": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 4,
+        "ffn": 24,
+        "rope_theta": 100.0,
+    }
     return ModelConfig(**{**sizes, "tied": False, "dtype": "float64", "remat": False, **changes})
 
 
 def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any) -> Config:
     """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens."""
     rollout = RolloutConfig(max_new_tokens=6, verify="coupled", draft=draft or DraftConfig(draft_length=2, ttt_steps=2))
-    parts: dict[str, Any] = {"model": model or tiny_model(), "rollout": rollout, "grpo": GrpoConfig(prompts=8, group_size=2), "mesh": MeshConfig()}
+    parts: dict[str, Any] = {
+        "model": model or tiny_model(),
+        "rollout": rollout,
+        "grpo": GrpoConfig(prompts=8, group_size=2),
+        "mesh": MeshConfig(),
+    }
     return Config(**{**parts, **changes})
 
 
@@ -120,8 +134,14 @@ def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
 def numpy_weights(network: Any) -> dict[str, np.ndarray]:
     """A network's arrays in float64 by dotted attribute path."""
     leaves = jax.tree_util.tree_flatten_with_path(network)[0]
-    names = [[str(key.name if hasattr(key, "name") else key.key) for key in path if hasattr(key, "name") or hasattr(key, "key")] for path, _ in leaves]
-    return {".".join(name[:-1] if name[-1] == "value" else name): np.asarray(leaf, np.float64) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    names = [
+        [str(key.name if hasattr(key, "name") else key.key) for key in path if hasattr(key, "name") or hasattr(key, "key")]
+        for path, _ in leaves
+    ]
+    return {
+        ".".join(name[:-1] if name[-1] == "value" else name): np.asarray(leaf, np.float64)
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
 
 
 def numpy_rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -190,3 +210,28 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     often, rare = expected >= 5, (expected > 0) & (expected < 5)
     merged = [np.append(bins[often], bins[rare].sum()) if rare.any() else bins[often] for bins in (counts, expected)]
     return float(stats.chi2.sf(((merged[0] - merged[1]) ** 2 / merged[1]).sum(), len(merged[0]) - 1))
+
+
+def numpy_eagle_slot(
+    network: Any, hidden: np.ndarray, embedded: np.ndarray, position: int, seen: list[Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """One EAGLE-3 slot as inference runs it: appends its key and value to `seen` and attends to all of them.
+
+    Returns the pre-norm output (the next depth's hidden state) and the logits.
+    """
+    config, weights = network.config, numpy_weights(network)
+    normed = [
+        numpy_rms_norm(part, weights[name], config.norm_eps) for part, name in ((embedded, "embedding_norm"), (hidden, "hidden_norm"))
+    ]
+    joined = np.concatenate(normed)
+    query, key, value = (np.einsum("c,cnh->nh", joined, weights[name][0]) for name in ("query", "key", "value"))
+    seen.append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
+    out = hidden.copy()
+    for head in range(config.heads):
+        shared = head * config.kv_heads // config.heads
+        turned = numpy_rotate(query[head], position, config.rope_theta)
+        scores = np.array([keys[shared] @ turned for keys, _ in seen]) / np.sqrt(config.head_size)
+        out += numpy_softmax(scores) @ np.array([values[shared] for _, values in seen]) @ weights["output"][0, head]
+    normed = numpy_rms_norm(out, weights["ffn_norm"], config.norm_eps)
+    out = out + numpy_swiglu(normed, weights["gate"][0], weights["up"][0], weights["down"][0])
+    return out, numpy_rms_norm(out, weights["norm"], config.norm_eps) @ weights["head"]

@@ -21,14 +21,14 @@ class Proposal(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a round committed: the verified block, of which each row keeps the first `count` positions."""
+    """What a round committed: the verified block, of which each row keeps the first `length` positions."""
 
     tokens: Int[Array, "B K1"]
     """Token following each block position (the drafts kept, then next_token)."""
     taps: Float[Array, "B K1 C"]
     """The target's own taps at each block position."""
     positions: Int[Array, "B K1"]
-    count: Int[Array, " B"]
+    length: Int[Array, " B"]
 
 
 class Draft(NamedTuple):

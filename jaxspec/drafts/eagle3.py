@@ -78,12 +78,12 @@ def eagle3(length: int) -> Draft:
 
     def commit(state: Eagle3State, kept: Kept) -> Eagle3State:
         # A row that kept nothing (it had ended) keeps its pending block too.
-        went_on = kept.count > 0
+        went_on = kept.length > 0
         return state.replace(
             taps=jnp.where(went_on[:, None, None], kept.taps, state.taps),
             tokens=jnp.where(went_on[:, None], kept.tokens, state.tokens),
             first=jnp.where(went_on, kept.positions[:, 0], state.first),
-            count=jnp.where(went_on, kept.count, state.count),
+            count=jnp.where(went_on, kept.length, state.count),
         )
 
     return Draft(length, prefill, repeat, propose, commit)

@@ -35,7 +35,7 @@ def update(
     learner: Learner, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
 ) -> tuple[Learner, Float[Array, ""]]:
     """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates."""
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def apply(learner: Learner) -> Learner:

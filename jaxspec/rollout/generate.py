@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec import sampling
-from jaxspec.drafts.base import Draft, Kept, Proposal, block_positions
+from jaxspec.drafts.base import Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.mesh import DATA
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.kv import KVCache, empty_cache, repeat_rows
@@ -79,6 +79,7 @@ def begin(
     cache = empty_cache(config.layers, count, slots, config.kv_heads, config.head_size, target.embedding[...].dtype)
     with jax.named_scope("prefill"):
         forward = target(prompts.tokens, positions, cache, with_taps=draft is not None)
+        assert forward.cache is not None, "a cache that goes in comes back"
         draft_state = None
         if draft is not None:
             draft_state = draft.repeat(draft.prefill(network, target, prompts.tokens, prompts.lengths, forward.taps, slots), group)
@@ -129,52 +130,60 @@ def collect(engine: Engine) -> Rollout:
 
 def one_round(target: Decoder, network: PyTree, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
     """Draft K, verify once, commit; rows that have ended stay as they are."""
-    length, vocab = draft.length if draft else 0, target.config.vocab
-    dtype = engine.logprobs.dtype
-    coupled = settings.coupled or draft is None
-    noise = sampling.gumbel(sampling.position_keys(engine.keys, engine.lengths, length + 1), vocab, dtype) if coupled else None
-    draft_state, proposal = engine.draft, None
-    drafted = jnp.zeros((engine.tokens.shape[0], 0), jnp.int32)
+    length, rows, vocab = draft.length if draft else 0, engine.tokens.shape[0], target.config.vocab
+    rule = _coupled if settings.coupled or draft is None else _token
+    sample, verify = rule(engine, length, vocab, settings.temperature)
+    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, vocab), engine.logprobs.dtype))
     if draft is not None:
         with jax.named_scope("draft"):
-            sample = _draft_sampler(engine, noise, length, settings, vocab)
             draft_state, proposal = draft.propose(network, target, engine.draft, sample)
-            drafted = proposal.tokens
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(engine.tokens, engine.lengths[:, None] - 1, axis=1)
         positions = block_positions(engine.lengths - 1, length + 1)
-        forward = target(jnp.concatenate([last, drafted], axis=1), positions, engine.cache, with_taps=draft is not None)
+        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=draft is not None)
         logits = target.logits(forward.hidden)
         target_logprobs = sampling.processed_logprobs(logits, settings.temperature)
-        verdict = coupled_rule(target_logprobs, drafted, noise) if coupled else _token_verdict(engine, target_logprobs, proposal, vocab)
+        verdict = verify(target_logprobs, proposal)
     with jax.named_scope("commit"):
         finite = jnp.isfinite(logits).all(axis=-1)
-        engine, kept_tokens, count = _commit(engine, verdict, drafted, target_logprobs, finite, settings)
+        engine, block, count = _commit(engine, verdict, proposal.tokens, target_logprobs, finite, settings)
         if draft is not None:
-            kept = Kept(tokens=kept_tokens, taps=forward.taps, positions=positions, count=count)
-            draft_state = draft.commit(draft_state, kept)
+            assert forward.taps is not None, "the pass above was asked for taps"
+            draft_state = draft.commit(draft_state, Kept(tokens=block, taps=forward.taps, positions=positions, length=count))
     return engine.replace(cache=forward.cache, draft=draft_state)
 
 
-def _draft_sampler(engine: Engine, noise: Float[Array, "B K1 V"] | None, length: int, settings: Settings, vocab: int) -> Callable:
-    """How drafts are drawn: with the target's own noise when coupled, else with noise of this round."""
-    if noise is None:
-        keys = sampling.offset_keys(engine.keys, engine.lengths, sampling.DRAFT, length)
-        noise = sampling.gumbel(keys, vocab, engine.logprobs.dtype)
+Rule = tuple[Sampler, Callable[[Float[Array, "B K1 V"], Proposal], Verdict]]
+"""How drafts are drawn, and how they are verified."""
 
+
+def _coupled(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
+    """Draft and target add the same noise, keyed by absolute position."""
+    noise = sampling.gumbel(sampling.position_keys(engine.keys, engine.lengths, length + 1), vocab, engine.logprobs.dtype)
+    return _sampler(noise, temperature), lambda target_logprobs, proposal: coupled_rule(target_logprobs, proposal.tokens, noise)
+
+
+def _token(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
+    """Noise keyed by the committed length at the start of the round: what lies beyond the cut must not come back in the next one."""
+    dtype = engine.logprobs.dtype
+
+    def keys(stream: int, count: int) -> Key[Array, "B count"]:
+        return sampling.offset_keys(engine.keys, engine.lengths, stream, count)
+
+    def verify(target_logprobs: Float[Array, "B K1 V"], proposal: Proposal) -> Verdict:
+        coins = sampling.uniform(keys(sampling.COIN, length), dtype)
+        next_noise = sampling.gumbel(keys(sampling.NEXT, 1), vocab, dtype)[:, 0]
+        return token_rule(target_logprobs, proposal.logprobs, proposal.tokens, coins, next_noise)
+
+    return _sampler(sampling.gumbel(keys(sampling.DRAFT, length), vocab, dtype), temperature), verify
+
+
+def _sampler(noise: Float[Array, "B T V"], temperature: float) -> Sampler:
     def sample(logits: Float[Array, "B V"], offset: int) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-        logprobs = sampling.processed_logprobs(logits, settings.temperature)
+        logprobs = sampling.processed_logprobs(logits, temperature)
         return sampling.categorical(logprobs, noise[:, offset]), logprobs
 
     return sample
-
-
-def _token_verdict(engine: Engine, target_logprobs: Float[Array, "B K1 V"], proposal: Proposal, vocab: int) -> Verdict:
-    length, dtype = proposal.tokens.shape[1], target_logprobs.dtype
-    # Keyed by the committed length at the start of the round: coins beyond the cut must not come back in the next round.
-    coins = sampling.uniform(sampling.offset_keys(engine.keys, engine.lengths, sampling.COIN, length), dtype)
-    next_noise = sampling.gumbel(sampling.offset_keys(engine.keys, engine.lengths, sampling.NEXT, 1), vocab, dtype)[:, 0]
-    return token_rule(target_logprobs, proposal.logprobs, proposal.tokens, coins, next_noise)
 
 
 def _commit(

@@ -101,7 +101,7 @@ def test_plain_rows_end_as_they_should() -> None:
     assert len({tuple(tokens) for tokens in rollout.tokens[:GROUP].tolist()}) > 1
 
 
-@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
     length, chosen = 3, settings(coupled)
     target, network = networks()
@@ -164,7 +164,7 @@ def sequence_law(target: Decoder, prompt: list[int], temperature: float, new: in
     [(0, True, 1.0, 3), (2, False, 1.0, 4), (3, False, 0.7, 4)],
 )
 def test_sequences_have_exactly_the_law_of_plain_decoding(length: int, coupled: bool, temperature: float, new: int) -> None:
-    vocab, stop, rows = 5, 1, 40_000
+    vocab, stop, rows = 5, 1, 25_000
     pair = networks(2.0, vocab=vocab, dtype="float32")
     made = Prompts(
         tokens=jnp.array([[2, 0, 4], [3, 3, 0]], jnp.int32),

@@ -1,0 +1,79 @@
+"""Logprobs and entropies against plain numpy, in one chunk or many, with the same gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.rl import logprob
+from jaxspec.rl.logprob import in_chunks, positions_of, response_mask, token_logprobs
+from jaxspec.state import Rollout
+from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
+
+
+def policy_of(tied: bool) -> Decoder:
+    return tiny_network(Decoder, tiny_model(tied=tied), 1, 1.5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_match_plain_numpy(tied: bool, temperature: float) -> None:
+    policy, tokens = policy_of(tied), jnp.asarray(TOKENS)
+    found, entropy = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, temperature)
+    assert found.shape == entropy.shape == TOKENS.shape
+    np.testing.assert_array_equal(found[:, 0], 0)
+    np.testing.assert_array_equal(entropy[:, 0], 0)
+    for row in range(2):
+        laws = numpy_softmax(numpy_decoder(policy, TOKENS[row])[0] / temperature)
+        for t in range(1, 8):
+            assert float(found[row, t]) == pytest.approx(np.log(laws[t - 1, TOKENS[row, t]]), abs=1e-11)
+            assert float(entropy[row, t]) == pytest.approx(-(laws[t - 1] * np.log(laws[t - 1])).sum(), abs=1e-11)
+
+
+@pytest.mark.parametrize("positions_per_chunk", [1, 2, 3, 7])
+def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
+    policy, tokens = policy_of(tied=False), jnp.asarray(TOKENS)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))
+
+    def total(policy: Decoder) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        both = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, 0.8)
+        return jnp.sum(weights[0] * both[0] + weights[1] * both[1]), both
+
+    (_, wanted), wanted_slope = jax.value_and_grad(total, has_aux=True)(policy)
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 2 * 11 * positions_per_chunk)
+    loops = str(jax.make_jaxpr(total)(policy)).count("scan[")
+    (_, found), found_slope = jax.value_and_grad(total, has_aux=True)(policy)
+    assert loops == (1 if positions_per_chunk == 7 else 2)  # the layers' own, and the chunks'
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    for name, slope in numpy_weights(wanted_slope).items():
+        np.testing.assert_allclose(numpy_weights(found_slope)[name], slope, rtol=0, atol=1e-12, err_msg=name)
+        assert slope.any(), name
+
+
+def test_in_chunks_pads_and_joins_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = jnp.arange(10.0).reshape(2, 5)
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 4)
+    doubled, deep = in_chunks(lambda left, right: (left * 2, right + 1), 2, values, jnp.stack([values] * 3, -1))
+    np.testing.assert_array_equal(doubled, values * 2)
+    np.testing.assert_array_equal(deep, np.stack([values + 1] * 3, -1))
+    huge = in_chunks(lambda part: part + 1, 10**9, values)  # at least one position at a time
+    np.testing.assert_array_equal(huge, values + 1)
+
+
+def test_response_mask_covers_responses_only() -> None:
+    rollout = Rollout(
+        tokens=np.zeros((3, 6), np.int32),
+        prompt_lengths=np.array([2, 1, 4], np.int32),
+        lengths=np.array([5, 1, 6], np.int32),
+        logprobs=np.zeros((3, 6)),
+        status=np.zeros(3, np.int32),
+        rounds=np.zeros(3, np.int32),
+        accepted=np.zeros((3, 1), np.int32),
+    )
+    assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]

@@ -1,0 +1,148 @@
+"""Meshes, the rules that place weights on them, and how a job finds its processes and devices."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxspec import mesh as meshes
+from jaxspec.config import ConfigError
+from tests.conftest import small_mesh
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
+def test_meshes_have_auto_axes_in_order(data: int, tensor: int) -> None:
+    mesh = small_mesh(data, tensor)
+    assert dict(mesh.shape) == {"data": data, "tensor": tensor}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    # Tensor peers are neighbours: they talk in every layer.
+    assert [[device.id for device in row] for row in mesh.devices] == [
+        [tensor * row + place for place in range(tensor)] for row in range(data)
+    ]
+
+
+def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: meshes.Rules, **options: Any) -> P:
+    placed = meshes.shardings(small_mesh(4, 2), _One(jnp.zeros(shape)), {"weight": axes}, rules, **options)
+    return placed.weight.spec
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _One:
+    """A tree with a single attribute, `weight`."""
+
+    def __init__(self, weight: Any):
+        self.weight = weight
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        return [(jax.tree_util.GetAttrKey("weight"), self.weight)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "_One":
+        return cls(*children)
+
+
+def trimmed(spec: P) -> tuple[Any, ...]:
+    axes = list(spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return tuple(axes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "rules", "wanted"),
+    [
+        ((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, ("data", "tensor")),
+        ((8, 6), ("embed", "ffn"), meshes.ROLLOUT_RULES, (None, "tensor")),
+        ((6, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (None, "tensor")),  # 4 shards do not divide 6
+        ((8, 5), ("embed", "vocab"), meshes.TRAIN_RULES, ("data",)),
+        ((3, 8, 2, 5), (None, "embed", "kv_heads", None), meshes.TRAIN_RULES, (None, "data", "tensor")),
+        ((8,), ("embed", "ffn"), meshes.TRAIN_RULES, ()),  # not the rank its entry describes
+        ((8, 6), (), meshes.TRAIN_RULES, ()),
+    ],
+)
+def test_logical_axes_become_mesh_axes_where_they_fit(shape: Any, axes: Any, rules: meshes.Rules, wanted: Any) -> None:
+    assert trimmed(spec_of(shape, axes, rules)) == wanted
+
+
+@pytest.mark.parametrize(("above", "wanted"), [(48, ("data", "tensor")), (49, (None, "tensor"))])
+def test_small_weights_are_not_sharded_over_data(above: int, wanted: Any) -> None:
+    assert trimmed(spec_of((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, shard_above=above)) == wanted
+
+
+def test_rows_and_replicas() -> None:
+    mesh = small_mesh(4, 2)
+    rows = jax.device_put(jnp.arange(16).reshape(8, 2), meshes.rows_sharding(mesh))
+    assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 2)}
+    assert meshes.replicated(mesh).is_fully_replicated
+
+
+# ---- processes
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `jax.distributed.initialize` was called with; the environment is that of a lone process."""
+    for name in list(os.environ):
+        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION")):
+            monkeypatch.delenv(name)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
+    return calls
+
+
+def test_a_lone_process_starts_nothing(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes.initialize_processes()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    meshes.initialize_processes()
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.delenv("SLURM_STEP_ID")  # inside an allocation, but not started by srun
+    meshes.initialize_processes()
+    assert started == []
+
+
+def test_explicit_processes(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSPEC_COORDINATOR", "host:1234")
+    monkeypatch.setenv("JAXSPEC_PROCESSES", "4")
+    with pytest.raises(ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"):
+        meshes.initialize_processes()
+    monkeypatch.setenv("JAXSPEC_PROCESS_ID", "2")
+    meshes.initialize_processes()
+    assert started == [("host:1234", 4, 2)]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"JOB_COMPLETION_INDEX": "0"}]
+)
+def test_schedulers_are_left_to_jax(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    meshes.initialize_processes()
+    assert started == [()]
+
+
+# ---- devices
+
+
+def devices_with(**environment: str) -> tuple[int, str | None]:
+    """Devices and NPROC after `prepare_devices(3)` in a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")}
+    program = "import json, os, jax; from jaxspec.mesh import prepare_devices; prepare_devices(3); print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
+    found = subprocess.run([sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, check=True)
+    count, threads = json.loads(found.stdout)
+    return count, threads
+
+
+def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert devices_with() == (3, str(max(1, cores // 3)))
+    assert devices_with(JAXSPEC_LOCAL_DEVICES="2") == (2, str(max(1, cores // 2)))
+    assert devices_with(XLA_FLAGS="--xla_force_host_platform_device_count=5") == (5, None)
+    assert devices_with(JAX_NUM_CPU_DEVICES="4") == (4, None)

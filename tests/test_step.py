@@ -1,0 +1,396 @@
+"""The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft; and what its program may not do."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxspec.config import DataConfig, DraftConfig, GrpoConfig, MeshConfig, RolloutConfig
+from jaxspec.mesh import replicated, rows_sharding
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
+from jaxspec.state import Finished, Prompts, Rollout, TrainState
+from jaxspec.step import Step, build_step
+from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+PROMPTS, GROUP, WIDTH, NEW, LENGTH = 8, 2, 5, 6, 2
+ROWS = PROMPTS * GROUP
+MODEL = tiny_model(vocab=16, kv_heads=4)
+STOP = (1,)
+
+
+def config_of(verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0) -> Any:
+    draft = DraftConfig(kind=kind, draft_length=LENGTH, ttt_steps=2, learning_rate=5e-3)
+    return tiny_config(
+        MODEL,
+        rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, temperature=temperature),
+        grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
+        data=DataConfig(max_prompt_length=WIDTH),
+        mesh=MeshConfig(shard_above=shard_above),
+    )
+
+
+class Program(NamedTuple):
+    step: Step
+    call: Any
+    traces: list[int]
+    """Grows by one entry with each trace."""
+
+
+@functools.cache
+def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
+    step = build_step(config_of(**options), small_mesh(data, tensor), STOP)
+    traces: list[int] = []
+
+    def train_step(state: TrainState, finished: Finished, prompts: Prompts) -> Any:
+        traces.append(len(traces))
+        return step.train_step(state, finished, prompts)
+
+    return Program(step, jax.jit(train_step, out_shardings=(step.state_shardings(), rows_sharding(step.mesh), None, None)), traces)
+
+
+def start(step: Step, online: bool = True) -> TrainState:
+    network = None if step.draft is None else tiny_network(Eagle3, MODEL, 2)
+    state = jax.jit(step.start, out_shardings=step.state_shardings())(tiny_network(Decoder, MODEL, 1), network)
+    return state.replace(draft_online=jax.device_put(jnp.asarray(online), replicated(step.mesh)))
+
+
+def place(step: Step, tree: Any) -> Any:
+    def one(leaf: Any) -> jax.Array:
+        sharding: NamedSharding = rows_sharding(step.mesh) if np.ndim(leaf) else replicated(step.mesh)
+        return jax.device_put(np.asarray(leaf), sharding)
+
+    return jax.tree.map(one, tree)
+
+
+def prompts_of(step: Step, batch: int) -> Prompts:
+    return place(step, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab, seed=batch))
+
+
+def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
+    """A reward anyone can recompute: the share of response tokens divisible by 3; one row of each batch has none."""
+    host = jax.tree.map(np.asarray, rollout)
+    at = np.arange(host.tokens.shape[1])
+    inside = (at >= host.prompt_lengths[:, None]) & (at < host.lengths[:, None])
+    rewards = ((host.tokens % 3 == 0) & inside).sum(1) / np.maximum(inside.sum(1), 1)
+    valid = np.arange(ROWS) != batch % ROWS
+    return place(step, Finished(rollout=host, rewards=rewards.astype(np.float32), valid=valid, learn=np.asarray(True)))
+
+
+class Run(NamedTuple):
+    states: list[TrainState]
+    """After each call; the first call learns nothing."""
+    rollouts: list[Rollout]
+    rewards: list[np.ndarray]
+    learnt: list[dict[str, float]]
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def drive(made: Program, calls: int, online: bool = True) -> Run:
+    step, run = made.step, Run([], [], [], [])
+    state, finished = start(step, online), place(step, step.nothing_finished(ROWS))
+    for batch in range(calls):
+        state, rollout, learnt, _ = made.call(state, finished, prompts_of(step, batch))
+        finished = score(step, rollout, batch)
+        run.states.append(host(state))
+        run.rollouts.append(host(rollout))
+        run.rewards.append(np.asarray(finished.rewards))
+        run.learnt.append({name: float(value) for name, value in learnt.items()})
+    return run
+
+
+@functools.cache
+def twenty(online: bool) -> Run:
+    return drive(program(), 20, online)
+
+
+def assert_bitwise(found: Any, wanted: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def assert_close(found: Any, wanted: Any, relative: float) -> None:
+    def one(left: np.ndarray, right: np.ndarray) -> None:
+        np.testing.assert_allclose(left, right, rtol=0, atol=relative * max(np.abs(right).max(initial=0), 1e-30))
+
+    jax.tree.map(one, found, wanted)
+
+
+def moved(after: Any, before: Any) -> bool:
+    return any(np.any(left != right) for left, right in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))
+
+
+# ---- identities
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="coupled"), pytest.param({"verify": "token", "temperature": 0.7}, id="token", marks=pytest.mark.slow)]
+)
+def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> None:
+    made = program(**options)
+    step = made.step
+    logprob, train, prepare = jax.jit(step.logprob), jax.jit(step.train), jax.jit(step.prepare)
+    begin, advance = jax.jit(step.begin), jax.jit(step.advance)
+    whole = drive(made, 3)
+    state, finished = start(step), None
+    for batch in range(3):
+        if finished is not None:
+            state, learnt = train(state, finished, logprob(state, finished.rollout))
+            for name, value in learnt.items():
+                assert float(value) == pytest.approx(whole.learnt[batch][name], rel=1e-11, abs=1e-12), name
+        target, network = prepare(state)
+        running = begin(target, network, prompts_of(step, batch))
+        for _ in range(NEW):
+            running = advance(target, network, running, jnp.int32(1))
+        rollout = Rollout(**{field.name: getattr(running, field.name) for field in dataclasses.fields(Rollout)})
+        for name in ("tokens", "lengths", "status", "rounds", "accepted"):
+            np.testing.assert_array_equal(getattr(rollout, name), getattr(whole.rollouts[batch], name), err_msg=name)
+        np.testing.assert_allclose(rollout.logprobs, whole.rollouts[batch].logprobs, rtol=0, atol=1e-12)
+        assert_close(host(state), whole.states[batch], 1e-12)
+        finished = score(step, rollout, batch)
+    assert moved(whole.states[2].policy.network, whole.states[0].policy.network)
+    # The learner's own logprobs are those that the verify pass recorded.
+    assert 0 < whole.learnt[1]["rollout/logprob_gap_max"] < 1e-9
+
+
+MESHES = [
+    (4, 2, 0),
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in [(8, 1, 0), (2, 4, 0), (8, 1, 2**20), (4, 2, 2**20), (2, 4, 2**20), (1, 1, 0)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "tensor", "shard_above"), MESHES)
+def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(data: int, tensor: int, shard_above: int) -> None:
+    spread = drive(program(data, tensor, shard_above=shard_above), 4)
+    for batch in range(4):
+        one = twenty(online=True)
+        for name in ("tokens", "lengths", "status", "rounds", "accepted"):
+            np.testing.assert_array_equal(getattr(spread.rollouts[batch], name), getattr(one.rollouts[batch], name), err_msg=name)
+        np.testing.assert_array_equal(spread.rewards[batch], one.rewards[batch])
+        assert_close(spread.states[batch], one.states[batch], 1e-9)
+    assert moved(spread.states[3].policy.network, spread.states[0].policy.network)
+
+
+def test_twenty_steps_are_one_trace_and_one_compile() -> None:
+    made = program()
+    runs = [twenty(online) for online in (True, False)]
+    assert made.traces == [0]
+    assert made.call._cache_size() == 1
+    assert len({run.rollouts[batch].tokens.tobytes() for run in runs for batch in range(20)}) == 20  # the data did change
+
+
+def test_the_draft_never_touches_the_policy_over_twenty_steps() -> None:
+    online, frozen = twenty(True), twenty(False)
+    plain = drive(program(kind="none"), 20)
+    for batch in range(20):
+        assert_bitwise(online.states[batch].policy, frozen.states[batch].policy)
+        assert_bitwise(frozen.states[batch].draft, frozen.states[0].draft)
+        np.testing.assert_array_equal(online.rollouts[batch].tokens, frozen.rollouts[batch].tokens)
+        np.testing.assert_array_equal(online.rollouts[batch].tokens, plain.rollouts[batch].tokens)
+        np.testing.assert_array_equal(online.rewards[batch], plain.rewards[batch])
+        assert_close(plain.states[batch].policy.network, online.states[batch].policy.network, 1e-9)
+        assert np.isnan(frozen.learnt[batch]["loss/draft"])
+    assert moved(online.states[19].policy.network, online.states[0].policy.network)
+    assert moved(online.states[19].draft.network, online.states[0].draft.network)
+    losses = [learnt["loss/draft"] for learnt in online.learnt[1:]]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@pytest.mark.slow
+def test_the_policy_update_is_bitwise_the_same_with_and_without_draft_training() -> None:
+    """For the same rollouts, under the token rule, where a different draft would give different rollouts later."""
+    made = program(verify="token", temperature=0.7)
+    run = drive(made, 2)
+    finished, prompts = score(made.step, run.rollouts[0]), prompts_of(made.step, 1)
+    states = [host(made.call(start(made.step, online), finished, prompts)[0]) for online in (True, False)]
+    assert_bitwise(states[0].policy, states[1].policy)
+    assert moved(states[0].draft.network, states[1].draft.network)
+    assert moved(states[0].policy.network, host(start(made.step)).policy.network)
+
+
+# ---- what does not learn
+
+
+def test_nothing_to_learn_leaves_the_state_untouched() -> None:
+    made = program()
+    state, run = start(made.step), twenty(online=True)
+    before = host(state)
+    finished = score(made.step, run.rollouts[0]).replace(learn=place(made.step, np.asarray(False)))
+    after, rollout, learnt, generated = made.call(state, finished, prompts_of(made.step, 0))
+    assert_bitwise(host(after), before)
+    np.testing.assert_array_equal(rollout.tokens, run.rollouts[0].tokens)
+    assert np.isnan(float(learnt["loss/policy"]))
+    assert float(generated["rollout/tokens"]) == (run.rollouts[0].lengths - run.rollouts[0].prompt_lengths).sum()
+
+
+def with_reward(finished: Finished, step: Step, row: int, reward: float, valid: bool) -> Finished:
+    rewards, mask = np.array(finished.rewards), np.array(finished.valid)
+    rewards[row], mask[row] = reward, valid
+    return finished.replace(rewards=place(step, rewards), valid=place(step, mask))
+
+
+def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
+    made = program()
+    step, run = made.step, twenty(online=True)
+    good = score(step, run.rollouts[0])
+    bad = with_reward(good, step, 3, np.nan, True)
+    state = start(step)
+    before = host(state)
+    for times in (1, 2):
+        state, _, learnt, _ = made.call(state, bad, prompts_of(step, 1))
+        assert_bitwise(host(state.policy.network), before.policy.network)
+        assert_bitwise(host(state.policy.optimizer), before.policy.optimizer)
+        assert (int(state.policy.skipped), int(state.policy.skipped_in_row)) == (times, times)
+        assert (learnt["skipped/policy"], learnt["skipped_in_row/policy"]) == (times, times)
+        assert np.isnan(float(learnt["loss/policy"]))
+        assert int(state.draft.skipped) == 0
+    # The draft learns from the weights that sampled, so it does not notice whether the policy's update went through.
+    assert_bitwise(
+        host(made.call(start(step), bad, prompts_of(step, 1))[0].draft), host(made.call(start(step), good, prompts_of(step, 1))[0].draft)
+    )
+    state, _, learnt, _ = made.call(state, good, prompts_of(step, 1))
+    assert (int(state.policy.skipped), int(state.policy.skipped_in_row)) == (2, 0)
+    assert moved(host(state.policy.network), before.policy.network)
+    assert np.isfinite(float(learnt["loss/policy"]))
+
+
+def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
+    made = program()
+    step, run = made.step, twenty(online=True)
+    state = start(step)
+    broken = state.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.draft.network))
+    after, rollout, learnt, _ = made.call(state.replace(draft=broken), score(step, run.rollouts[0]), prompts_of(step, 1))
+    assert_bitwise(host(after.policy), run.states[1].policy)
+    np.testing.assert_array_equal(rollout.tokens, run.rollouts[1].tokens)
+    assert (int(after.draft.skipped), float(learnt["skipped_in_row/draft"])) == (1, 1)
+
+
+def test_rows_without_a_reward_have_no_influence() -> None:
+    made = program()
+    step, run = made.step, twenty(online=True)
+    finished = score(step, run.rollouts[0])
+    policies = []
+    for reward, valid in ((0.25, False), (1e6, False), (np.nan, False), (0.25, True)):
+        state, *_ = made.call(start(step), with_reward(finished, step, 5, reward, valid), prompts_of(step, 1))
+        policies.append(host(state.policy))
+    assert_bitwise(policies[1], policies[0])
+    assert_bitwise(policies[2], policies[0])
+    assert moved(policies[3], policies[0])
+
+
+def test_metrics_are_those_of_the_rollout() -> None:
+    made = program()
+    run = twenty(online=True)
+    _, rollout, _, generated = made.call(start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0))
+    rows = host(rollout)
+    assert_bitwise(rows.tokens, run.rollouts[0].tokens)
+    tokens, rounds = (rows.lengths - rows.prompt_lengths).sum(), rows.rounds.sum()
+    expected = {
+        "rollout/tokens": tokens,
+        "rollout/rounds": rounds / ROWS,
+        "rollout/length_mean": tokens / ROWS,
+        "rollout/acceptance_length": tokens / rounds,
+        "rollout/acceptance_rate": rows.accepted.sum() / (rounds * LENGTH),
+        "rollout/acceptance_rate_1": rows.accepted[:, 0].sum() / rounds,
+        "rollout/acceptance_rate_2": rows.accepted[:, 1].sum() / rounds,
+        "status/eos": (rows.tokens[np.arange(ROWS), rows.lengths - 1] == STOP[0]).sum(),
+        "status/length": (rows.tokens[np.arange(ROWS), rows.lengths - 1] != STOP[0]).sum(),
+        "status/failed": 0,
+    }
+    assert set(generated) == set(expected)
+    for name, value in expected.items():
+        assert float(generated[name]) == pytest.approx(float(value)), name
+
+
+# ---- what the compiled program may not do
+
+
+class Hlo:
+    """The text of a compiled program, by computation."""
+
+    def __init__(self, text: str):
+        self.lines: dict[str, list[str]] = {}
+        name = ""
+        for line in text.splitlines():
+            head = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+            if head:
+                name = head.group(1)
+                self.lines[name] = []
+            elif name:
+                self.lines[name].append(line)
+
+    def reached_from(self, is_root: Callable[[str], bool]) -> list[str]:
+        """All lines of the computations that the chosen instructions call, however deep."""
+        waiting = [name for lines in self.lines.values() for line in lines if is_root(line) for name in self._called(line)]
+        seen: set[str] = set()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += [called for line in self.lines[name] for called in self._called(line)]
+        return [line for name in sorted(seen) for line in self.lines[name]]
+
+    def _called(self, line: str) -> list[str]:
+        return [name for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0]) if name in self.lines]
+
+
+def groups(line: str) -> list[tuple[int, ...]]:
+    """The device groups of a collective, whichever way they are written."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
+    if listed:
+        return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        inner = re.findall(r"'(\w+)'", named.group(2))
+        assert set(inner) <= set(sizes), line
+        order = [place for place, name in enumerate(sizes) if name not in inner] + [list(sizes).index(name) for name in inner]
+        devices = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
+        return [tuple(row) for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert iota, line
+    shape, dims = ([int(number) for number in iota.group(place).split(",")] for place in (1, 2))
+    order = [int(number) for number in iota.group(3).split(",")] if iota.group(3) else list(range(len(dims)))
+    return [tuple(row) for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()]
+
+
+@pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
+def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
+    data, tensor = 4, 2
+    made = program(data, tensor, shard_above=0, verify=verify)
+    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
+    hlo = Hlo(made.call.lower(*arguments).compile().as_text())
+
+    def is_loop(line: str) -> bool:
+        return " while(" in line and "generate" in line
+
+    loop = hlo.reached_from(is_loop)
+    peers = {tuple(range(first, first + tensor)) for first in range(0, data * tensor, tensor)}
+    collectives = [line for line in loop if re.search(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(", line)]
+    assert collectives, "tensor shards must talk"
+    for line in collectives:
+        assert "collective-permute" not in line, line
+        assert set(groups(line)) <= peers, line
+    # Weights are whole over `data` before the loop starts, though the train layout shards them.
+    outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
+    assert any(not set(groups(line)) <= peers for line in outside)
+    rows, slots = ROWS // data, WIDTH + NEW + LENGTH
+    for layers in (MODEL.layers, 1):
+        shape = f"f64[{layers},{rows},{slots},{MODEL.kv_heads // tensor},{MODEL.head_size}]"
+        assert any(shape in line for line in loop), "the caches are not where they are expected"
+        copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
+        assert not copies, copies
