@@ -1,4 +1,4 @@
-"""RL from a model that only learnt to continue text ("zero": no worked solutions to imitate), with speculative rollouts.
+"""RL from a model that only learnt to continue text ("zero": nobody taught it to answer), with speculative rollouts.
 
   python -m jaxspec.train --config rl_zero.py
   python -m jaxspec.train --config rl_zero.py:qwen3_0.6b --data.path train.jsonl --data.tokenizer FOLDER    (JSON lines: question, answer)

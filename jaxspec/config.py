@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -100,9 +101,9 @@ class RolloutConfig:
     draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"rollout.max_new_tokens is {self.max_new_tokens}; at least 1")
+        for name in ("max_new_tokens", "slice_rounds"):
+            _require(getattr(self, name) >= 1, f"rollout.{name} is {getattr(self, name)}; at least 1")
         _require(self.temperature > 0, f"rollout.temperature is {self.temperature}; it must be above 0")
-        _require(self.slice_rounds >= 1, f"rollout.slice_rounds is {self.slice_rounds}; at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,8 @@ class MeshConfig:
     """Weights with at least so many elements are stored sharded over `data` too; gathering smaller ones costs more than it saves."""
 
     def __post_init__(self) -> None:
-        _require(self.data >= 0, f"mesh.data is {self.data}; 0 (automatic) or more")
-        _require(self.tensor >= 1, f"mesh.tensor is {self.tensor}; at least 1")
+        for name, least in (("data", 0), ("tensor", 1), ("shard_above", 0)):
+            _require(getattr(self, name) >= least, f"mesh.{name} is {getattr(self, name)}; at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,16 +246,16 @@ class Config:
     offline: OfflineConfig = field(default_factory=OfflineConfig)
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, f"steps is {self.steps}; at least 1")
-        _require(self.save_every >= 1, f"save_every is {self.save_every}; at least 1")
-        _require(self.eval_every >= 1, f"eval_every is {self.eval_every}; at least 1")
+        for name in ("steps", "save_every", "eval_every"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; at least 1")
 
 
 _PACKAGE = Path(__file__).resolve().parent
 _SHIPPED = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE / "configs")
 """The configs that come with jaxspec: inside an installed package, beside the package in a checkout."""
 
-FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "mesh.data", "mesh.tensor", "rollout.slice_rounds"})
+_MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
+FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "rollout.slice_rounds", *_MESH})
 """Keys that may differ when a run is resumed: they change where and how long it runs, not what it computes."""
 
 
@@ -281,8 +282,8 @@ def load_config(argv: Sequence[str], program: str, description: str) -> tuple[Co
     prog = f"{command} --config {known.config or 'NAME.py[:SCALE]'}"
     about, flat = f"{description}\n\n{_guide(command)}", (tyro.conf.AvoidSubcommands,)
     config = tyro.cli(Config, prog=prog, description=about, args=overrides, default=default, config=flat, use_underscores=True)
-    drafting = {word.partition("=")[0] for word in overrides if word.startswith("--rollout.draft.")}
-    foreign = ", ".join(sorted(drafting - {"--rollout.draft.kind"}))
+    named = {word.partition("=")[0] for word in overrides} - {"--rollout.draft.kind"}
+    foreign = ", ".join(sorted(word for word in named if word.startswith("--rollout.draft.")))
     idle = config.rollout.draft.kind == "none" and foreign
     _require(not idle, f"rollout.draft.kind is none, which has no use for {foreign}; leave it out, or choose --rollout.draft.kind eagle3")
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
@@ -326,10 +327,7 @@ def _nearest(word: str, words: Sequence[str]) -> str:
 def _guide(command: str) -> str:
     return f"""A config file names every setting for some scales (the first is the default); options after it change single settings.
 NAME.py is looked up as given, then in configs/, then in {_SHIPPED}.
-Configs found: {", ".join(_found())}
-
-Examples:
-  {command} --config rl_think.py
+Configs found: {", ".join(_found())}. Examples:
   {command} --config rl_think.py --rollout.draft.draft_length 5 --grpo.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
   {command} --config rl_think.py:qwen3_0.6b --data.path train.jsonl --data.tokenizer FOLDER
@@ -339,8 +337,7 @@ Examples:
 def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`.
 
-    Returns the shape (data, tensor) of the mesh. `mesh.data` 0 becomes the largest number of shards that fits the devices and divides
-    grpo.prompts; several processes must use every device.
+    Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices and every batch.
 
     Raises:
       ConfigError: names the numbers that do not go together, and some that do.
@@ -354,28 +351,32 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
         size = getattr(config.model, name)
         _require(size % tensor == 0, f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two")
     shards = devices // tensor
-    automatic = shards if processes > 1 else max(size for size in _divisors(config.grpo.prompts) if size <= shards)
+    rows, prompts = _rows(config), config.grpo.prompts
+    automatic = shards if processes > 1 else max(size for size in _divisors(math.gcd(*rows.values())) if size <= shards)
     data = config.mesh.data or automatic
     asked = f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are {devices}"
     _require(config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself")
-    _check_rows(config, data)
-    rollout, source = config.rollout, config.data
-    useful = rollout.draft.kind == "none" or rollout.draft.draft_length < rollout.max_new_tokens
-    lengths = f"rollout.draft.draft_length {rollout.draft.draft_length} and rollout.max_new_tokens {rollout.max_new_tokens}"
-    _require(useful, f"{lengths}: a draft must be shorter than a response; lower the first or raise the second")
+    groups = "a group lives whole on one shard"
+    _require(
+        prompts >= data, f"grpo.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data} or use fewer devices"
+    )
+    for key, count in rows.items():
+        near = max(count // data, 1) * data
+        _require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
+    rollout, draft, source = config.rollout, config.rollout.draft, config.data
+    lengths = f"rollout.draft.draft_length {draft.draft_length} and rollout.max_new_tokens {rollout.max_new_tokens}"
+    shorter = draft.kind == "none" or draft.draft_length < rollout.max_new_tokens
+    _require(shorter, f"{lengths}: a draft must be shorter than a response; lower the first or raise the second")
     remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
     _require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
     return data, tensor
 
 
-def _check_rows(config: Config, data: int) -> None:
-    prompts, whole = config.grpo.prompts, "a group lives whole on one shard"
-    _require(prompts >= data, f"grpo.prompts {prompts} is fewer than {data} data shards ({whole}); raise it to {data} or use fewer devices")
+def _rows(config: Config) -> dict[str, int]:
+    """What every batch of the run divides over the data shards; 0 where nothing is trained."""
     trained = config.offline.steps and config.rollout.draft.kind != "none"
-    rows = {"grpo.prompts": prompts, "sft.rows": config.sft.steps and config.sft.rows, "offline.rows": trained and config.offline.rows}
-    for key, count in rows.items():
-        near = max(count // data, 1) * data
-        _require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
+    sft, offline = config.sft.steps and config.sft.rows, trained and config.offline.rows
+    return {"grpo.prompts": config.grpo.prompts, "sft.rows": sft, "offline.rows": offline}
 
 
 def _divisors(number: int) -> list[int]:
@@ -395,7 +396,5 @@ def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    nested = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
+    return {key: value for part in nested for key, value in part.items()}

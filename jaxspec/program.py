@@ -36,7 +36,7 @@ class Job:
 def run(program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None) -> int:
     """Runs `body` with what the command line asks for, and returns the exit status: 2 for a `ConfigError`, whose message is printed."""
     try:
-        config, _ = load_config(sys.argv[1:] if argv is None else argv, f"python -m jaxspec.{program}", description)
+        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description)
         with Interrupt() as interrupt:
             return body(open_job(config), interrupt)
     except ConfigError as error:
@@ -68,9 +68,10 @@ def make_job(config: Config, mesh: Mesh) -> Job:
 
 def on_this_process(job: Job) -> Job:
     """The same job on a mesh of this process's devices only, for work that one process does for all."""
-    count = next(n for n in range(jax.local_device_count(), 0, -1) if fits(job.config, n))
-    mesh = Mesh(np.asarray(jax.local_devices()[:count]).reshape(count, 1), job.mesh.axis_names, axis_types=job.mesh.axis_types)
-    return make_job(job.config, mesh)
+    config = dataclasses.replace(job.config, mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1))
+    data, _ = check(config, jax.local_device_count())
+    devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1)
+    return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
 
 
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -80,11 +81,6 @@ def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
         raise ConfigError(f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder that all processes share")
 
     return build if jax.process_index() == 0 else refuse
-
-
-def fits(config: Config, data: int) -> bool:
-    """Whether `data` shards divide every batch of the run."""
-    return all(rows % data == 0 for rows in (config.grpo.prompts, config.sft.rows, config.offline.rows))
 
 
 def sources(*names: str) -> str:

@@ -1,5 +1,6 @@
 """The RL run, top to bottom: `python -m jaxspec.train --config rl_think.py`."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -51,10 +52,10 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains, or resumes; returns the exit status."""
     config = job.config
     workdir = open_workdir(job)
-    problems, held_out = load_problems(config.data, job.tokenizer)
-    if problems.left_out:
-        job.say(f"{problems.left_out} problems left out (too long, repeated or without an answer); {len(problems)} to train on")
     with interrupt.nothing_unsaved("starting"):
+        problems, held_out = load_problems(config.data, job.tokenizer)
+        if problems.left_out:
+            job.say(f"{problems.left_out} problems left out (too long, repeated or without an answer); {len(problems)} to train on")
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / "checkpoints")
         position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
@@ -63,13 +64,13 @@ def main(job: Job, interrupt: Interrupt) -> int:
         began = time.perf_counter()
         runner = (staged_step if config.staged else whole_step)(job.step, config.grpo.prompts)
         job.say(f"compiled in {time.perf_counter() - began:.1f} s; batch {position.batch} of {config.steps} is next")
-    with MetricsWriter(workdir, jax.process_index()) as writer:
+    with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
         writer.cut_back(position.batch if position.line is None else position.line["step"])
         with Progress("rl", config.steps, jax.process_index()) as progress:
             done = Loop(job, interrupt, batches, checkpoints, writer, progress, runner).go(position)
-    checkpoints.close()
     if done:
-        close(job, batches, position, workdir)
+        with interrupt.nothing_unsaved("comparing with plain decoding"):
+            close(job, batches, position, workdir)
     else:
         job.say(f"stopped before batch {position.batch}; the same command goes on from there")
     return 0

@@ -19,12 +19,12 @@ from scipy import stats
 # Before anything of jaxspec is imported: every shape annotation is checked, also while tracing.
 install_import_hook("jaxspec", "beartype.beartype")
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh  # noqa: E402
 
-from jaxspec.config import Config, DraftConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig
-from jaxspec.mesh import make_mesh
-from jaxspec.models.decoder import Decoder
-from jaxspec.state import Prompts
+from jaxspec.config import Config, DraftConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig  # noqa: E402
+from jaxspec.mesh import make_mesh  # noqa: E402
+from jaxspec.models.decoder import Decoder  # noqa: E402
+from jaxspec.state import Prompts  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -98,7 +98,7 @@ def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = No
 
 
 def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0) -> Any:
-    """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale` above 1 makes its laws depend more on context."""
+    """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale` above 1 sharpens its laws."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: kind(config, jax.random.key(0)))
 
@@ -112,6 +112,16 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
         return jnp.asarray(scale * normal / np.sqrt(fan_in), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def with_weights(network: Any, **changes: Any) -> Any:
+    """The network with some weights, by attribute name, replaced by arrays or filled with numbers."""
+
+    def one(path: Any, leaf: Any) -> jax.Array:
+        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+        return jnp.broadcast_to(jnp.asarray(changes[name], leaf.dtype), leaf.shape) if name in changes else leaf
+
+    return jax.tree_util.tree_map_with_path(one, network)
 
 
 def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, live: bool = True) -> Prompts:
@@ -169,7 +179,7 @@ def numpy_swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarr
 
 
 def numpy_decoder(policy: Decoder, tokens: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Qwen3 by loops over positions and heads, for one sequence: logits [T V], final-norm hidden [T D], residual stream at boundaries 0..L."""
+    """Qwen3 by loops over positions and heads, for one sequence: logits [T V], final-norm hidden [T D], residual stream at 0..L layers."""
     config, weights, tokens = policy.config, numpy_weights(policy), np.asarray(tokens)
     x = weights["embedding"][tokens]
     boundaries = [x]

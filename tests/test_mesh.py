@@ -134,7 +134,8 @@ def test_schedulers_are_left_to_jax(started: list[tuple[Any, ...]], monkeypatch:
 def devices_with(**environment: str) -> tuple[int, str | None]:
     """Devices and NPROC after `prepare_devices(3)` in a process of its own."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")}
-    program = "import json, os, jax; from jaxspec.mesh import prepare_devices; prepare_devices(3); print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
+    program = "import json, os, jax; from jaxspec.mesh import prepare_devices; prepare_devices(3); "
+    program += "print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
     found = subprocess.run([sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, check=True)
     count, threads = json.loads(found.stdout)
     return count, threads

@@ -83,11 +83,11 @@ def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
     inside = (at >= host.prompt_lengths[:, None]) & (at < host.lengths[:, None])
     rewards = ((host.tokens % 3 == 0) & inside).sum(1) / np.maximum(inside.sum(1), 1)
     valid = np.arange(ROWS) != batch % ROWS
-    return place(step, Finished(rollout=host, rewards=rewards.astype(np.float32), valid=valid, learn=np.asarray(True)))
+    return place(step, Finished(rollout=host, rewards=rewards.astype(np.float32), valid=valid, learn=jnp.asarray(True)))
 
 
 class Run(NamedTuple):
-    states: list[TrainState]
+    states: list[Any]
     """After each call; the first call learns nothing."""
     rollouts: list[Rollout]
     rewards: list[np.ndarray]
@@ -272,6 +272,7 @@ def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
     made = program()
     step, run = made.step, twenty(online=True)
     state = start(step)
+    assert state.draft is not None
     broken = state.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.draft.network))
     after, rollout, learnt, _ = made.call(state.replace(draft=broken), score(step, run.rollouts[0]), prompts_of(step, 1))
     assert_bitwise(host(after.policy), run.states[1].policy)

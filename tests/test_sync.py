@@ -87,7 +87,7 @@ def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, ten
     for name, spec in placements(synced).items():
         assert spec == (wanted(name, rollout=True) if tensor > 1 else ()), name  # an axis of one device shards nothing
     jax.tree.map(np.testing.assert_array_equal, synced, networks())
-    text = program.as_text()
+    text = str(program.as_text())
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 9 + 9
     assert not re.findall(r" (?:all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
 

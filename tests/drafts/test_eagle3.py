@@ -118,6 +118,7 @@ def test_proposals_match_plain_numpy(networks: tuple[Decoder, Eagle3]) -> None:
         stream = numpy_decoder(target, prompt[row, :length])[2]
         taps = np.concatenate([stream[1], stream[2], stream[3]], axis=-1)
         seen: list[Any] = []
+        hidden = logits = np.zeros(0)
         for t in range(length - 1):
             hidden, logits = numpy_eagle_slot(network, taps[t] @ fuse, embedding[prompt[row, t + 1]], t, seen)
         for offset in range(LENGTH):

@@ -55,8 +55,9 @@ def test_shapes_are_those_of_a_llama_layer_over_twice_the_width() -> None:
     """Embedding and hidden state side by side; no norms of queries and keys even under a Qwen3 target; a head of its own."""
     shapes = {name: weight.shape for name, weight in numpy_weights(network()).items()}
     assert shapes == {
-        "fuse": (48, 16), "embedding_norm": (16,), "hidden_norm": (16,), "query": (1, 32, 4, 4), "key": (1, 32, 2, 4), "value": (1, 32, 2, 4),
-        "output": (1, 4, 4, 16), "ffn_norm": (16,), "gate": (1, 16, 24), "up": (1, 16, 24), "down": (1, 24, 16), "norm": (16,), "head": (16, 11),
+        "fuse": (48, 16), "embedding_norm": (16,), "hidden_norm": (16,),
+        "query": (1, 32, 4, 4), "key": (1, 32, 2, 4), "value": (1, 32, 2, 4), "output": (1, 4, 4, 16),
+        "ffn_norm": (16,), "gate": (1, 16, 24), "up": (1, 16, 24), "down": (1, 24, 16), "norm": (16,), "head": (16, 11),
     }  # fmt: skip
 
 

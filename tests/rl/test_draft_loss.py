@@ -12,7 +12,7 @@ from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rl import logprob
 from jaxspec.rl.draft_loss import DraftLoss, draft_loss
 from jaxspec.rl.logprob import positions_of
-from tests.conftest import numpy_decoder, numpy_eagle_slot, numpy_softmax, numpy_weights, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, numpy_eagle_slot, numpy_softmax, numpy_weights, tiny_model, tiny_network, with_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -51,6 +51,7 @@ def run_as_inference_does(network: Eagle3, target: Decoder, steps: int, temperat
         taps = np.concatenate([stream[1], stream[2], stream[3]], axis=-1)
         for t in range(LENGTH - 2):
             seen: list[Any] = []
+            hidden = draft_logits = np.zeros(0)
             for slot in range(t + 1):  # a fresh draft reads the text up to t ...
                 hidden, draft_logits = numpy_eagle_slot(network, taps[slot] @ fuse, embedding[TOKENS[row, slot + 1]], slot, seen)
             for depth in range(steps):  # ... and goes on from its own outputs
@@ -58,7 +59,7 @@ def run_as_inference_does(network: Eagle3, target: Decoder, steps: int, temperat
                 if predicted >= LENGTH:
                     break
                 if MASK[row, predicted]:
-                    law, drafted = laws[predicted - 1], numpy_softmax(draft_logits / temperature)
+                    law, drafted = laws[predicted - 1], numpy_softmax(np.asarray(draft_logits / temperature))
                     losses[depth].append(-(law * np.log(drafted)).sum())
                     overlaps[depth].append(np.minimum(law, drafted).sum())
                 hidden, draft_logits = numpy_eagle_slot(network, hidden, embedding[TOKENS[row, predicted]], t + 1 + depth, seen)
@@ -129,8 +130,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_ch
 def test_a_draft_that_equals_the_target_is_accepted_for_certain() -> None:
     """Both heads zero: uniform laws, overlap 1, cross-entropy log V; an empty mask gives 0 and no NaN."""
     network, target = networks()
-    for flat in (network, target):
-        flat.head = type(flat.head)(jnp.zeros_like(flat.head[...]))
+    network, target = (with_weights(flat, head=np.zeros((16, 11))) for flat in (network, target))
     forward = forward_of(target)
     found = loss_of(network, target, forward)
     np.testing.assert_allclose(found.acceptance, 1, atol=1e-12)

@@ -68,12 +68,12 @@ def test_in_chunks_pads_and_joins_trees(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_response_mask_covers_responses_only() -> None:
     rollout = Rollout(
-        tokens=np.zeros((3, 6), np.int32),
-        prompt_lengths=np.array([2, 1, 4], np.int32),
-        lengths=np.array([5, 1, 6], np.int32),
-        logprobs=np.zeros((3, 6)),
-        status=np.zeros(3, np.int32),
-        rounds=np.zeros(3, np.int32),
-        accepted=np.zeros((3, 1), np.int32),
+        tokens=jnp.zeros((3, 6), jnp.int32),
+        prompt_lengths=jnp.array([2, 1, 4], jnp.int32),
+        lengths=jnp.array([5, 1, 6], jnp.int32),
+        logprobs=jnp.zeros((3, 6)),
+        status=jnp.zeros(3, jnp.int32),
+        rounds=jnp.zeros(3, jnp.int32),
+        accepted=jnp.zeros((3, 1), jnp.int32),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxspec.rl import optim
@@ -67,10 +68,11 @@ def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) ->
 
 
 def test_schedules() -> None:
-    rise = optim.warmup(0.4, 4)
-    np.testing.assert_allclose([rise(jnp.int32(count)) for count in (0, 1, 3, 4, 100)], [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
-    assert float(optim.warmup(0.4, 0)(jnp.int32(0))) == pytest.approx(0.4)
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes inside
-        fall = [float(optim.cosine(1.0, 200)(jnp.int32(count))) for count in (0, 10, 105, 200, 500)]
-        np.testing.assert_allclose(fall, [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
-        assert np.isfinite(float(optim.cosine(1.0, 1)(jnp.int32(1))))
+    def at(schedule: optax.Schedule, *counts: int) -> np.ndarray:
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes inside
+            return np.array([np.asarray(schedule(jnp.int32(count))) for count in counts])
+
+    np.testing.assert_allclose(at(optim.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(at(optim.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
+    np.testing.assert_allclose(at(optim.cosine(1.0, 200), 0, 10, 105, 200, 500), [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
+    assert np.isfinite(at(optim.cosine(1.0, 1), 0, 1, 2)).all()

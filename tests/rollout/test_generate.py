@@ -16,7 +16,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import Settings, advance, begin, collect, generate
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, Rollout
-from tests.conftest import chi_square, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import chi_square, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, tiny_prompts, with_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -36,19 +36,19 @@ def settings(coupled: bool, temperature: float = 1.0, new: int = NEW, stop: tupl
     return Settings(group_size=group, max_new_tokens=new, temperature=temperature, coupled=coupled, stop_ids=stop)
 
 
-def compiled(draft: Draft | None, chosen: Settings, data: int = 1, tensor: int = 1) -> Callable[..., Rollout]:
+def compiled(draft: Draft | None, chosen: Settings, data: int = 1, tensor: int = 1) -> Callable[..., Any]:
     """Prompts in, numpy rollout out."""
     mesh = small_mesh(data, tensor)
     run = jax.jit(lambda target, network, prompts, key: generate(target, network, draft, prompts, key, chosen, mesh))
 
-    def call(pair: tuple[Decoder, Any], prompts: Prompts, seed: int = KEY) -> Rollout:
+    def call(pair: tuple[Decoder, Any], prompts: Prompts, seed: int = KEY) -> Any:
         return jax.tree.map(np.asarray, run(*pair, prompts, jax.random.key(seed)))
 
     return call
 
 
 @functools.cache
-def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Rollout]:
+def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Any]:
     return compiled(eagle3(length) if length else None, settings(coupled, temperature))
 
 
@@ -64,7 +64,7 @@ def assert_same_rows(found: Rollout, wanted: Rollout, rows: Any = slice(None), o
     np.testing.assert_allclose(found.logprobs[rows], wanted.logprobs[of], rtol=0, atol=1e-9)
 
 
-def cut_inside_drafts(rollout: Rollout) -> np.ndarray:
+def cut_inside_drafts(rollout: Any) -> np.ndarray:
     """Rows whose last round kept no token of its own: it was cut among its accepted drafts."""
     return rollout.rounds + rollout.accepted.sum(1) - (rollout.lengths - rollout.prompt_lengths) == 1
 
@@ -248,8 +248,7 @@ def test_a_failing_row_keeps_what_it_had_and_leaves_others_alone() -> None:
     made = made.replace(tokens=jnp.where(made.tokens == 7, 8, made.tokens).at[2, 0].set(7))
     target, network = networks()
     clean = program(0, True)((target, network), made)
-    poisoned = jax.tree.map(lambda leaf: leaf, target)
-    poisoned.embedding = type(target.embedding)(target.embedding[...].at[7].set(jnp.nan))
+    poisoned = with_weights(target, embedding=target.embedding[...].at[7].set(jnp.nan))
     rollout = program(0, True)((poisoned, network), made)
     hit = 0
     for row in range(len(clean.status)):
@@ -303,8 +302,8 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         return state, Proposal(jnp.stack(drafted, 1), jnp.stack(laws, 1))
 
     def commit(state: jax.Array, kept: Kept) -> jax.Array:
-        last = jnp.take_along_axis(kept.tokens, jnp.maximum(kept.count - 1, 0)[:, None], axis=1)[:, 0]
-        return jnp.where(kept.count > 0, last, state)
+        last = jnp.take_along_axis(kept.tokens, jnp.maximum(kept.length - 1, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(kept.length > 0, last, state)
 
     return Draft(length, prefill, lambda state, times: jnp.repeat(state, times), propose, commit)
 
@@ -313,12 +312,7 @@ def bigram_target(head: np.ndarray) -> tuple[Decoder, np.ndarray]:
     """A decoder that sees only the last token, and its logits by last token."""
     vocab = head.shape[1]
     target = tiny_network(Decoder, tiny_model(vocab=vocab, embed=vocab), 3)
-    zero = {"output": jnp.zeros_like(target.layers.output[...]), "down": jnp.zeros_like(target.layers.down[...])}
-    for name, value in zero.items():
-        setattr(target.layers, name, type(target.embedding)(value))
-    target.embedding = type(target.embedding)(jnp.eye(vocab))
-    target.norm = type(target.embedding)(jnp.ones(vocab))
-    target.head = type(target.embedding)(jnp.asarray(head))
+    target = with_weights(target, output=0.0, down=0.0, embedding=np.eye(vocab), norm=1.0, head=head)
     return target, np.sqrt(vocab) / np.sqrt(1 + vocab * 1e-6) * head
 
 

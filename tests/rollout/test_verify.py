@@ -177,7 +177,7 @@ def test_acceptance_of_the_published_vector() -> None:
             laws = [defaultdict(lambda law=law: np.array(law)) for law in (target, draft)]
             for law in laws:
                 law[()]
-            measured = Measured(*laws, [()], length)
+            measured = Measured(laws[0], laws[1], [()], length)
             mean = sum((len(block) - 1) * probability for block, probability in measured.blocks(laws[1], ()).items())
             assert mean == pytest.approx(kept, abs=1e-12)
 
@@ -203,6 +203,18 @@ def test_equal_laws_accept_everything_and_never_draw_from_an_empty_residual() ->
     verdict = rule(log(law), log(law[:, :2]), drafts, np.full((64, 2), BELOW_ONE), noise)
     np.testing.assert_array_equal(verdict.accepted, 2)
     assert 0 not in np.asarray(verdict.next_token)
+
+
+def test_a_residual_that_rounding_emptied_falls_back_to_the_target() -> None:
+    """The draft exceeds the target by a rounding error at the drafted token, and nowhere else do they differ."""
+    draft = np.array([0.0, 0.4, 0.6])
+    target = np.array([0.0, 0.4, np.nextafter(0.6, 0.0)])
+    coins = np.full((1, 1), BELOW_ONE)
+    for favoured in (1, 2):
+        noise = np.zeros((1, 3))
+        noise[:, 0], noise[:, favoured] = 2e5, 1e5
+        verdict = rule(log(np.tile(target, (1, 2, 1))), log(draft)[None, None] + 1e-9, np.array([[2]], np.int32), coins, noise)
+        assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([0], [favoured])
 
 
 def sampled(vocab: int, case: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
