@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,9 @@ class Called(NamedTuple):
     seconds: Seconds
 
 
-class Runner(Protocol):
-    """Makes one step: learn, sync, generate."""
-
-    def __call__(self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
-        """Consumes `state` and `finished` (their buffers are donated); `stop` is asked between slices, where there are any."""
-        ...
+Runner = Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
+"""Makes one step: learn, sync, generate. Consumes state and finished (their buffers are donated); the last argument is asked between
+slices of generation, where there are any, whether to stop."""
 
 
 def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:

@@ -1,0 +1,98 @@
+"""Prompts to devices and rewards back, on a mesh of eight devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.batches import Batches
+from jaxspec.config import Config, DataConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxspec.data import load_problems
+from jaxspec.mesh import rows_here
+from jaxspec.program import Job, make_job
+from jaxspec.state import EOS, FAILED, Rollout
+from tests.conftest import small_mesh
+
+PROMPTS, GROUP, NEW = 8, 2, 12
+CONFIG = Config(
+    model=ModelConfig(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
+    rollout=RolloutConfig(max_new_tokens=NEW),
+    grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
+    data=DataConfig(digits=1, eval_prompts=6),
+    mesh=MeshConfig(tensor=2),
+)
+
+
+@pytest.fixture
+def job() -> Job:
+    return make_job(CONFIG, small_mesh(4, 2))
+
+
+@pytest.fixture
+def batches(job: Job) -> Batches:
+    return Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+
+
+def answered(job: Job, batches: Batches, responses: list[str], status: list[int]) -> Rollout:
+    """A rollout of the first training batch in which row i says `responses[i]`."""
+    prompts = batches.train(0)
+    like = job.step.nothing_finished(PROMPTS * GROUP).rollout
+    tokens, starts, ends = np.zeros(like.tokens.shape, np.int32), np.repeat(np.asarray(prompts.lengths), GROUP), []
+    for row, response in enumerate(responses):
+        ids = [*np.asarray(prompts.tokens)[row // GROUP, : starts[row]], *job.tokenizer.encode(response), job.tokenizer.stop_ids[0]]
+        tokens[row, : len(ids)] = ids
+        ends.append(len(ids))
+    return dataclasses.replace(
+        like,
+        tokens=jnp.asarray(tokens),
+        prompt_lengths=jnp.asarray(starts, jnp.int32),
+        lengths=jnp.asarray(ends, jnp.int32),
+        status=jnp.asarray(status, jnp.int32),
+    )
+
+
+def questions(job: Job, batches: Batches) -> list[str]:
+    prompts = batches.train(0)
+    return [job.tokenizer.decode(row[:length]) for row, length in zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), strict=True)]
+
+
+def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Batches) -> None:
+    sums = [sum(map(int, text.rstrip("=").split("+"))) for text in questions(job, batches)]
+    responses = [f"#{total}" if row == 0 else "no #" for total in sums for row in range(GROUP)]
+    responses[1] = "12"  # no mark: no answer
+    status = [EOS] * len(responses)
+    status[2] = FAILED  # would have been right
+    scored = batches.score_training(0, answered(job, batches, responses, status))
+    wanted = np.array([response.startswith("#") for response in responses], np.float32)
+    wanted[2] = 0
+    np.testing.assert_array_equal(scored.finished.rewards, wanted)
+    np.testing.assert_array_equal(scored.finished.valid, np.array(status) != FAILED)
+    assert scored.reward == pytest.approx(7 / 15)
+    assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
+    assert sum(scored.outcomes.values()) == pytest.approx(1)
+    assert bool(scored.finished.learn)
+
+
+def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
+    again = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    first, second = batches.train(0), batches.train(1)
+    np.testing.assert_array_equal(first.tokens, again.train(0).tokens)
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+    assert (int(first.stream), int(first.batch), int(second.batch)) == (0, 0, 1)
+
+
+def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Batches) -> None:
+    assert batches.evaluations == 1
+    prompts = batches.evaluate(0)
+    assert np.asarray(prompts.live).tolist() == [True] * 6 + [False] * 2
+    assert int(prompts.stream) == 1
+    assert not np.asarray(batches.nothing(3).live).any()
+
+
+def test_every_row_is_owned_once() -> None:
+    here, owned = rows_here(small_mesh(4, 2), 16)
+    assert here.all()
+    assert owned.all()
+    assert jax.process_count() == 1
