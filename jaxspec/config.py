@@ -74,7 +74,7 @@ class DraftConfig:
     """Depths of the training-time-test unroll (EAGLE-3): step i trains on the draft's own states."""
     decay: float = 0.8
     """Weight of depth i in the draft loss is `decay**i`."""
-    learning_rate: float = 2e-4
+    learning_rate: float = 4e-4
     """AdamW learning rate of the online draft update."""
     grad_clip: float = 0.5
     """Global-norm clip of the draft's gradient, apart from the policy's."""
@@ -114,18 +114,14 @@ class GrpoConfig:
     """Prompts a batch."""
     group_size: int = 8
     """Responses to each prompt (G); rows = prompts x G."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     """AdamW learning rate of the policy, after warm-up."""
-    warmup_steps: int = 5
+    warmup_steps: int = 10
     """Linear warm-up of the learning rate, in batches."""
     weight_decay: float = 0.0
     """AdamW weight decay."""
     grad_clip: float = 1.0
     """Global-norm clip of the policy's gradient."""
-    clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher)."""
 
     def __post_init__(self) -> None:
         _require(self.prompts >= 1, f"grpo.prompts is {self.prompts}; at least 1")
@@ -194,7 +190,7 @@ class SftConfig:
     """Sequences a batch."""
     learning_rate: float = 4e-3
     """Peak AdamW learning rate; cosine decay to a tenth."""
-    wrong_steps: float = 0.25
+    wrong_steps: float = 0.3
     """Share of worked steps with a wrong digit, so that the start is imperfect."""
 
     def __post_init__(self) -> None:
@@ -217,15 +213,15 @@ class OfflineConfig:
     """Peak AdamW learning rate; cosine decay to a tenth."""
 
     def __post_init__(self) -> None:
-        _require(self.samples >= 1, f"offline.samples is {self.samples}; at least 1")
-        _require(self.steps >= 0, f"offline.steps is {self.steps}; 0 or more")
+        for name, least in (("samples", 1), ("steps", 0), ("rows", 1)):
+            _require(getattr(self, name) >= least, f"offline.{name} is {getattr(self, name)}; at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One run."""
 
-    steps: int = 60
+    steps: int = 80
     """Batches to generate and learn from."""
     seed: int = 0
     """Seed of weights, data order and sampling."""

@@ -45,8 +45,8 @@ def initialize_processes() -> None:
         jax.distributed.initialize()
 
 
-def prepare_devices(data: int = 0) -> None:
-    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `data` asks for.
+def prepare_devices(wanted: int = 0) -> None:
+    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `wanted`.
 
     Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as it is.
     """
@@ -54,14 +54,14 @@ def prepare_devices(data: int = 0) -> None:
         return
     local = os.environ.get("JAXSPEC_LOCAL_DEVICES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = int(local) if local else data or cores
+    count = int(local) if local else wanted or cores
     os.environ.setdefault("NPROC", str(max(1, cores // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:
-    """Builds the `data` x `tensor` mesh over all devices of all processes; axes are Auto."""
-    return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+    """Builds the `data` x `tensor` mesh over the first devices of all processes; axes are Auto."""
+    return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: data * tensor])
 
 
 def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, tuple[str | None, ...]], rules: Rules, shard_above: int = 0) -> Any:

@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
@@ -16,6 +18,8 @@ from jaxspec.config import Config, ConfigError, check, load_config
 from jaxspec.interrupt import Interrupt
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,26 +56,45 @@ def open_job(config: Config) -> Job:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     meshes.prepare_devices(config.mesh.data * config.mesh.tensor)
     meshes.initialize_processes()
-    return make_job(config, meshes.make_mesh(*check(config, jax.device_count(), jax.process_count())))
+    data, tensor = check(config, jax.device_count(), jax.process_count())
+    job = make_job(config, meshes.make_mesh(data, tensor))
+    if data * tensor < jax.device_count():
+        job.say(
+            f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"
+        )
+    return job
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:
     """Reads the tokenizer and builds the step for a mesh.
 
     Raises:
-      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows.
+      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; a warm start is asked
+        for where there is nothing to train it on.
     """
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else character_tokenizer()
     tokenizer.check_vocab(config.model.vocab)
+    if config.sft.steps and (config.data.path or config.data.tokenizer):
+        raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
     return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids))
 
 
 def on_this_process(job: Job) -> Job:
-    """The same job on a mesh of this process's devices only, for work that one process does for all."""
+    """The same job on a mesh of this process's devices only, for work that one process does for all; a lone process keeps its mesh."""
+    if jax.process_count() == 1:
+        return job
     config = dataclasses.replace(job.config, mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1))
     data, _ = check(config, jax.local_device_count())
     devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1)
     return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
+
+
+def process_0_first(work: Callable[[], _T]) -> _T:
+    """Does `work` in process 0, then in the others, which find what it left."""
+    result = work() if jax.process_index() == 0 else None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("process 0 is done")
+    return work() if result is None else result
 
 
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
@@ -26,9 +26,10 @@ class Called(NamedTuple):
     rollout: Rollout | None
     """None: asked to stop between two slices of generation; the state has already learnt."""
     learnt: dict[str, float]
-    """Metrics of the batch learnt from; NaN where there was none."""
+    """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where there was none."""
     generated: dict[str, float]
     seconds: Seconds
+    """Of this batch; what `learnt` counts is not in them."""
 
 
 Runner = Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
@@ -36,12 +37,14 @@ Runner = Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
 slices of generation, where there are any, whether to stop."""
 
 
+def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array that is not there, with a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
     """Shapes, types and shardings of the step's arguments: nothing is allocated."""
     rows, whole = meshes.rows_sharding(step.mesh), meshes.replicated(step.mesh)
-
-    def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def by_row(leaf: Any) -> jax.ShapeDtypeStruct:
         return placed(leaf, rows if leaf.ndim else whole)
@@ -73,12 +76,9 @@ def numbers(metrics: dict[str, Array]) -> dict[str, float]:
 
 def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
     """Compiles a function for abstract arguments; returns it with its result's shapes and shardings, to compile the next one for."""
-    program = jax.jit(function, **options).lower(*arguments).compile()
-
-    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return program, jax.tree.map(placed, jax.eval_shape(function, *arguments), program.output_shardings)
+    lowered = jax.jit(function, **options).lower(*arguments)
+    program = lowered.compile()
+    return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
 
 
 def whole_step(step: Step, prompts: int) -> Runner:
@@ -147,13 +147,14 @@ def staged_step(step: Step, prompts: int) -> Runner:
     limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(step.mesh))
     slice_rounds = put(step.config.rollout.slice_rounds, limit)
 
-    def learn(state: TrainState, finished: Finished, clock: _Clock) -> tuple[TrainState, dict[str, float]]:
+    def learn(state: TrainState, finished: Finished) -> tuple[TrainState, dict[str, float]]:
+        clock = _Clock()
         recomputed = clock("logprob", phases.logprob, state, finished.rollout)
         # The draft first: it learns from the weights that sampled, which the policy's update consumes.
         draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
         policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
         clock.seconds["time/train"] += clock.seconds["time/draft"]
-        return state.replace(policy=policy, draft=draft), numbers({**metrics, **draft_metrics})
+        return state.replace(policy=policy, draft=draft), numbers({**metrics, **draft_metrics}) | clock.seconds
 
     def generate(target: Decoder, network: PyTree, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
         running = phases.begin(target, network, prompts)
@@ -164,9 +165,10 @@ def staged_step(step: Step, prompts: int) -> Runner:
         return engine.collect(running)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
-        clock, learnt, began = _Clock(), dict.fromkeys(learn_metrics, float("nan")), time.perf_counter()
+        learnt = dict.fromkeys(learn_metrics, float("nan"))
         if bool(finished.learn):
-            state, learnt = learn(state, finished, clock)
+            state, learnt = learn(state, finished)
+        clock, began = _Clock(), time.perf_counter()
         target, network = clock("prepare", phases.prepare, state)
         rollout = clock("generate", generate, target, network, prompts, stop)
         generated = {} if rollout is None else numbers(phases.measure(rollout))
@@ -188,16 +190,20 @@ class Comparison(NamedTuple):
 def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
     """Times generation of the same prompts with and without the draft, in turn; medians, and target passes a sequence.
 
-    Stops early, after one counted pair at least, when `budget` seconds are spent.
+    Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
     target, network = jax.jit(step.prepare)(state)
     speculative = jax.jit(step.generate).lower(target, network, prompts).compile()
     plainly = jax.jit(plain.generate).lower(target, None, prompts).compile()
     measure = jax.jit(rollout_metrics)
     calls = {"spec": lambda: speculative(target, network, prompts), "plain": lambda: plainly(target, None, prompts)}
+    began = time.perf_counter()
     passes = {name: numbers(measure(call()))["rollout/rounds"] for name, call in calls.items()}  # also warms up
+    pair = np.float32(time.perf_counter() - began)
+    if jax.process_count() > 1:  # all must make the same number of calls
+        pair = multihost_utils.broadcast_one_to_all(pair)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    while len(seconds["plain"]) < repeats and (not seconds["plain"] or sum(map(sum, seconds.values())) < budget):
+    for _ in range(max(1, min(repeats, int(budget / pair)))):
         for name, call in calls.items():
             began = time.perf_counter()
             jax.block_until_ready(call())

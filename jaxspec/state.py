@@ -84,7 +84,7 @@ class Rollout(Tree):
     rounds: Int[AnyArray, " B"]
     """Target passes the row took part in."""
     accepted: Int[AnyArray, "B K"]
-    """Rounds in which at least 1, 2, ... K drafts were accepted (before the cut at the end of the row)."""
+    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do not count."""
 
 
 @pytree

@@ -121,7 +121,7 @@ class Step:
 
     def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
         """One GRPO update; nothing of the draft enters it."""
-        rollout, grpo = finished.rollout, self.config.grpo
+        rollout = finished.rollout
         mask = response_mask(rollout) & finished.valid[:, None]
         advantages = group_advantages(finished.rewards.astype(recomputed.old_logprobs.dtype), finished.valid, self.settings.group_size)
 
@@ -129,7 +129,7 @@ class Step:
             network = cast(network, jnp.dtype(self.config.model.dtype))
             forward = network(rollout.tokens, positions_of(rollout.tokens))
             logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, self.settings.temperature)
-            return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask, grpo.clip_low, grpo.clip_high)
+            return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask)
 
         loss, gradients = jax.value_and_grad(loss_of)(policy.network)
         policy, norm = optim.update(policy, gradients, loss, self.policy_optimizer)

@@ -1,16 +1,21 @@
 """The RL run, top to bottom: `python -m jaxspec.train --config rl_think.py`."""
 
+import signal
+import sys
+
+if __name__ == "__main__":  # while JAX is imported, which takes seconds, a stop has nothing to save
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
 import contextlib
 import dataclasses
 import json
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jaxspec import metrics as measures
@@ -20,7 +25,7 @@ from jaxspec.config import ConfigError, differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import MetricsWriter, Progress
-from jaxspec.program import Job, run
+from jaxspec.program import Job, process_0_first, run
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, PyTree, TrainState
 from jaxspec.train_draft import cached_draft, load_policy, plain_step
@@ -44,8 +49,15 @@ class Position:
     finished: Finished
     batch: int
     """The next batch to generate."""
-    line: dict[str, Any] | None
+    line: dict[str, Any] | None = None
     """Metrics so far of the batch in `finished`, which the next call completes; None when there is none."""
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Responses of that batch that are kept for reading."""
+
+    @property
+    def number(self) -> int:
+        """Name of its checkpoint: twice the batches generated, and one more once all of them are learnt from."""
+        return 2 * self.batch + (self.line is None)
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
@@ -59,25 +71,28 @@ def main(job: Job, interrupt: Interrupt) -> int:
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / "checkpoints")
         position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
+        if position.batch >= config.steps and position.line is None:
+            job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
+            return close(job, batches, position, workdir)
         how = "phase by phase" if config.staged else "as one program"
         job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
         began = time.perf_counter()
         runner = (staged_step if config.staged else whole_step)(job.step, config.grpo.prompts)
         job.say(f"compiled in {time.perf_counter() - began:.1f} s; batch {position.batch} of {config.steps} is next")
+        claim_workdir(job, workdir)
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
         writer.cut_back(position.batch if position.line is None else position.line["step"])
         with Progress("rl", config.steps, jax.process_index()) as progress:
             done = Loop(job, interrupt, batches, checkpoints, writer, progress, runner).go(position)
-    if done:
-        with interrupt.nothing_unsaved("comparing with plain decoding"):
-            close(job, batches, position, workdir)
-    else:
+    if not done:
         job.say(f"stopped before batch {position.batch}; the same command goes on from there")
-    return 0
+        return 0
+    with interrupt.nothing_unsaved("comparing with plain decoding"):
+        return close(job, batches, position, workdir)
 
 
 def open_workdir(job: Job) -> Path:
-    """Makes the run's folder and its config.json, or checks that they belong to this config.
+    """Makes the run's folder, or checks that it belongs to this config.
 
     Raises:
       ConfigError: the folder cannot be written, or belongs to another config; the differing keys are named.
@@ -90,30 +105,31 @@ def open_workdir(job: Job) -> Path:
             raise ConfigError(
                 f"{workdir} belongs to another config: {'; '.join(differing)}. Choose another --workdir, or set these keys back"
             )
-    if jax.process_index() == 0:
-        file.write_text(json.dumps(to_json(job.config), indent=2) + "\n", encoding="utf-8")
     return workdir
+
+
+def claim_workdir(job: Job, workdir: Path) -> None:
+    """Writes config.json, whole or not at all; only once the config has proved to be good."""
+    if jax.process_index() == 0:
+        fresh = workdir / "config.json.tmp"
+        fresh.write_text(json.dumps(to_json(job.config), indent=2) + "\n", encoding="utf-8")
+        fresh.replace(workdir / "config.json")
 
 
 def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     """The position before the first batch: warm start and draft from the cache, trained now if absent; random weights where steps are 0."""
     config, step = job.config, job.step
-    offline = config.offline.steps > 0 and step.draft is not None
-    if jax.process_index() == 0:  # one process trains and fills the cache, the others then read it
-        if config.sft.steps:
-            cached_policy(job, interrupt)
-        if offline:
-            cached_draft(job, interrupt)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("starting weights")
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
+    offline = config.offline.steps > 0 and shapes.draft is not None
+    if config.sft.steps:
+        process_0_first(lambda: cached_policy(job, interrupt))
     policy = load_policy(job, interrupt)
-    if offline and shapes.draft is not None:
-        network = load_tree(cached_draft(job, interrupt), shapes.draft.network)
+    if offline:
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt)), _network(shapes))
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    return Position(state=state, finished=batches.nothing_finished(), batch=0, line=None)
+    return Position(state=state, finished=batches.nothing_finished(), batch=0)
 
 
 def _network(state: TrainState) -> PyTree:
@@ -128,7 +144,7 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> Position | N
     state, finished, _ = abstract(job.step, job.config.grpo.prompts)
     (state, finished), host = checkpoints.restore(newest, (state, finished))
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
-    return Position(state=state, finished=finished, batch=host["batch"], line=host["line"])
+    return Position(state=state, finished=finished, **host)
 
 
 class Loop:
@@ -151,37 +167,39 @@ class Loop:
     def go(self, position: Position) -> bool:
         """Runs from `position`, which it moves, to the end; False when asked to stop before."""
         config = self.job.config
-        if position.batch >= config.steps and position.line is None:
-            self.job.say(f"{config.workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
-            return True
         while True:
-            evaluation = self.evaluate(position) if position.batch % config.eval_every == 0 and position.batch < config.steps else {}
-            if not self.call(position, evaluation):
+            # Also right after a resume: a run that was stopped before its evaluation makes up for it, with the same weights.
+            if position.line is not None and self.due(position.line):
+                position.line |= self.evaluate(position, self.stop)
+            if self.interrupt.requested or self.stop():
+                self.save(position)
+                return False
+            if position.line is not None and position.batch % config.save_every == 0:
+                self.save(position)
+            if not self.call(position):
                 return False
             if position.line is None:
-                break
-            if self.stop():
                 self.save(position)
-                return False
-            if position.batch % config.save_every == 0:
-                self.save(position)
-        self.save(position)
-        return True
+                return True
 
-    def call(self, position: Position, evaluation: dict[str, float]) -> bool:
+    def due(self, line: dict[str, Any]) -> bool:
+        """Whether a batch's line lacks an evaluation of the weights that sampled it; the last batch's evaluation comes after its update."""
+        last = line["step"] == self.job.config.steps - 1
+        return line["step"] % self.job.config.eval_every == 0 and not last and "eval/exact_match" not in line
+
+    def call(self, position: Position) -> bool:
         """One call: learns what is pending and, unless all batches are done, generates and scores the next; False when interrupted."""
         batch, last = position.batch, position.batch >= self.job.config.steps
         began = time.perf_counter()
         prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
         data_seconds = time.perf_counter() - began
         called = self.runner(position.state, position.finished, prompts, self.stop)
-        position.state, line, position.line = called.state, position.line, None
-        position.finished = self.batches.nothing_finished()
-        if line is not None:
-            line |= called.learnt
-            if last:
-                line |= self.evaluate(position)
-            self.report(line)
+        learnt, samples, position.state, position.line = position.line, position.samples, called.state, None
+        if last or called.rollout is None:
+            position.finished, position.samples = self.batches.nothing_finished(), []
+        if learnt is not None:
+            after = self.evaluate(position, _never) if last else {}
+            self.report(learnt | called.learnt | after, samples)
         if called.rollout is None:
             self.save(position)
             return False
@@ -191,18 +209,18 @@ class Loop:
             seconds = {"time/data": data_seconds, "time/reward": time.perf_counter() - began} | called.seconds
             seconds["time/step"] += data_seconds + seconds["time/reward"]
             position.finished, position.batch = scored.finished, batch + 1
-            position.line = _line(batch, scored, seconds, called.generated) | evaluation
-            if evaluation:
-                self.writer.write_samples(batch, scored.samples[:KEPT_SAMPLES])
+            position.line = _line(batch, scored, seconds, called.generated)
+            position.samples = scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
         return True
 
-    def report(self, line: dict[str, Any]) -> None:
+    def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
+        line["time/step"] += line.get("time/logprob", 0.0) + line.get("time/train", 0.0)
         self.writer.write(line)
+        self.writer.write_samples(line["step"], samples)
         shown = {"reward": "reward/mean", "acceptance_length": "rollout/acceptance_length", "tokens_per_s": "rollout/tokens_per_s"}
-        skipped = {name: line[f"skipped/{name}"] for name in ("policy", "draft") if line.get(f"skipped/{name}")}
-        numbers = {name: line[key] for name, key in shown.items()}
-        self.progress.update(line["step"] + 1, **numbers, **{f"skipped_{name}": count for name, count in skipped.items()})
+        skipped = {f"skipped_{name}": line[f"skipped/{name}"] for name in ("policy", "draft") if line.get(f"skipped/{name}")}
+        self.progress.update(line["step"] + 1, **{name: line[key] for name, key in shown.items()}, **skipped)
         for name in ("policy", "draft"):
             if line.get(f"skipped_in_row/{name}", 0) >= PATIENCE:
                 raise Diverged(
@@ -211,23 +229,24 @@ class Loop:
                     f"samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier checkpoints are intact."
                 )
 
-    def evaluate(self, position: Position) -> dict[str, float]:
-        """Exact match on the held-out problems, by the same program and with a key stream of its own."""
+    def evaluate(self, position: Position, stop: Callable[[], bool]) -> dict[str, float]:
+        """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop."""
         rewards, weights = [], []
         for number in range(self.batches.evaluations):
+            if stop():
+                return {}
             called = self.runner(position.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never)
             position.state = called.state
-            assert called.rollout is not None, "an evaluation is never interrupted"
+            assert called.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, called.rollout)
             rewards.append(scored.reward)
             weights.append(called.generated["status/eos"] + called.generated["status/length"])
         return {"eval/exact_match": float(np.average(rewards, weights=weights)) if sum(weights) else float("nan")}
 
     def save(self, position: Position) -> None:
-        """Starts a checkpoint of everything the next call needs; named by the calls made, so that each is saved once."""
-        calls = position.batch + (position.line is None and position.batch >= self.job.config.steps)
-        host = {"batch": position.batch, "line": position.line}
-        self.checkpoints.save(calls, (position.state, position.finished), host)
+        """Starts a checkpoint of everything the next call needs."""
+        host = {"batch": position.batch, "line": position.line, "samples": position.samples}
+        self.checkpoints.save(position.number, (position.state, position.finished), host)
 
     def stop(self) -> bool:
         """Whether to stop now, the same in every process."""
@@ -246,8 +265,8 @@ def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict
     return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated, **rate}
 
 
-def close(job: Job, batches: Batches, position: Position, workdir: Path) -> None:
-    """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch."""
+def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
+    """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch; returns the exit status."""
     summary: dict[str, float] = {}
     if job.step.draft is not None:
         job.say("comparing with plain decoding of the last batch")
@@ -256,6 +275,7 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path) -> None
         summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds}
     if jax.process_index() == 0:
         Console().print(measures.closing_table(measures.read(workdir), summary))
+    return 0
 
 
 def _main() -> int:

@@ -1,6 +1,7 @@
 """Offline training of the draft on the policy's own responses: `python -m jaxspec.train_draft --config draft_offline.py`."""
 
 import dataclasses
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ from jaxspec.data import Problem, PromptStream, load_problems, pad_prompts
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, in_process_0, on_this_process, run, sources
+from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
+from jaxspec.runner import abstract
 from jaxspec.state import IDLE, Learner, Prompts, PyTree, Rollout
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.train_sft import WEIGHTS, cached_policy, policy_key
@@ -99,8 +101,10 @@ def cached_draft(job: Job, interrupt: Interrupt) -> Path:
       ConfigError: the cache cannot be written, or is not shared with process 0.
     """
     config = job.config
-    code = sources("train_draft.py", "step.py", "drafts/*.py", "rollout/*.py", "rl/draft_loss.py", "rl/logprob.py")
-    data = dataclasses.replace(config.data, eval_prompts=1)
+    code = sources(
+        "train_draft.py", "step.py", "data.py", "sampling.py", "drafts/*.py", "rollout/*.py", "rl/draft_loss.py", "rl/logprob.py"
+    )
+    data = dataclasses.replace(config.data, path=_digest(config.data.path), tokenizer=_digest(config.data.tokenizer, "tokenizer.json"))
     draft, rollout = config.rollout.draft, config.rollout
     shape = draft.kind, draft.ttt_steps, draft.decay, draft.grad_clip, rollout.max_new_tokens, rollout.temperature
 
@@ -121,18 +125,16 @@ def cached_draft(job: Job, interrupt: Interrupt) -> Path:
         )
 
 
+def _digest(*path: str) -> str:
+    """The content of a file, as far as a cache key goes; empty where no file is set."""
+    return hashlib.sha256(Path(*path).read_bytes()).hexdigest() if path[0] else ""
+
+
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     """The starting policy on the job's mesh: the warm start, or random weights where `sft.steps` is 0."""
-    layout = job.step.state_shardings().policy.network
-
-    def fresh() -> Decoder:
-        return job.step.fresh().policy.network
-
+    shapes = abstract(job.step, job.config.grpo.prompts)[0].policy.network
     if job.config.sft.steps == 0:
-        return jax.jit(fresh, out_shardings=layout)()
-    shapes = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(fresh), layout
-    )
+        return jax.jit(lambda: job.step.fresh().policy.network, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
     return load_tree(cached_policy(job, interrupt), shapes)
 
 
@@ -140,7 +142,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the draft, or finds it in the cache, and says where it is."""
     if job.config.offline.steps == 0 or job.config.rollout.draft.kind == "none":
         raise ConfigError("offline.steps is 0 or rollout.draft.kind is none, so there is nothing to train; set --offline.steps and a draft")
-    job.say(f"draft: {cached_draft(job, interrupt)}")
+    job.say(f"draft: {process_0_first(lambda: cached_draft(job, interrupt))}")
     return 0
 
 

@@ -16,7 +16,7 @@ from jaxspec.config import ConfigError
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, in_process_0, on_this_process, run, sources
+from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of, token_logprobs
 from jaxspec.rl.loss import masked_mean
@@ -75,11 +75,9 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
     """The file of the warm start's weights, trained first if the cache does not hold it; in process 0, which does it for all.
 
     Raises:
-      ConfigError: there is nothing to train on (warm starts are for the built-in tasks), or the cache is not shared with process 0.
+      ConfigError: the cache cannot be written, or is not shared with process 0.
     """
     config = job.config
-    if config.data.path or config.data.tokenizer:
-        raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
 
     def build(folder: Path) -> None:
         job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
@@ -96,7 +94,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the warm start, or finds it in the cache, and says where it is."""
     if job.config.sft.steps == 0:
         raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
-    job.say(f"policy: {cached_policy(job, interrupt)}")
+    job.say(f"policy: {process_0_first(lambda: cached_policy(job, interrupt))}")
     return 0
 
 

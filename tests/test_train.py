@@ -256,8 +256,9 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     ("changes", "devices", "words"),
     [
         ({"rollout__draft__draft_lenght": 2}, 2, ["draft_length"]),
-        ({"data__path": "nowhere.jsonl"}, 2, ["nowhere.jsonl"]),
-        ({"data__tokenizer": "nowhere"}, 2, ["nowhere", "tokenizer.json"]),
+        ({"data__path": "nowhere.jsonl", "sft__steps": 0}, 2, ["nowhere.jsonl"]),
+        ({"data__path": "nowhere.jsonl"}, 2, ["--sft.steps 0"]),
+        ({"data__tokenizer": "nowhere", "sft__steps": 0}, 2, ["nowhere", "tokenizer.json"]),
         ({"model__vocab": 12, "mesh__tensor": 1}, 2, ["model.vocab", "12", "21"]),
         ({"mesh__tensor": 3}, 8, ["mesh.tensor 3", "8 devices"]),
         ({"mesh__data": 8, "grpo__prompts": 4}, 8, ["grpo.prompts 4", "8 data shards"]),

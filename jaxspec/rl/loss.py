@@ -14,10 +14,12 @@ def grpo_loss(
     old_logprobs: Float[Array, "B S"],
     advantages: Float[Array, " B"],
     mask: Bool[Array, "B S"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
 ) -> Float[Array, ""]:
     """Token mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
+
+    The first update of a batch has ratio 1 everywhere, so the clip binds only where a batch is used more than once.
 
     Source: arXiv 2402.03300, equation 3 without the KL term; token mean and asymmetric clip as in DAPO, arXiv 2503.14476.
     """

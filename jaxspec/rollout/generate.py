@@ -1,6 +1,6 @@
 """The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`; `generate` composes them.
 
-All three work on the rows of one `data` shard; `sharded` runs them on every shard of a mesh, each with a loop of its own.
+All three work on the rows of one `data` shard; `generate`, `begin_sharded` and `advance_sharded` run them on every shard of a mesh.
 """
 
 from collections.abc import Callable
