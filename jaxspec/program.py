@@ -14,12 +14,16 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cache_folder
-from jaxspec.config import Config, ConfigError, check, load_config
+from jaxspec.config import Config, ConfigError, ModelConfig, check, load_config
 from jaxspec.interrupt import Interrupt
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
 _T = TypeVar("_T")
+
+
+SHARED_WEIGHTS = 2**24
+"""A CPU runs one data shard a core, each reading all weights, up to so many elements; beyond, when they come from memory, one shard for all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,8 @@ def open_job(config: Config) -> Job:
         jax.config.update("jax_enable_x64", True)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    meshes.prepare_devices(config.mesh.data * config.mesh.tensor)
+    large = weights(config.model) > SHARED_WEIGHTS
+    meshes.prepare_devices(config.mesh.data * config.mesh.tensor or int(large))
     meshes.initialize_processes()
     data, tensor = check(config, jax.device_count(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
@@ -63,6 +68,12 @@ def open_job(config: Config) -> Job:
             f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"
         )
     return job
+
+
+def weights(model: ModelConfig) -> int:
+    """Elements of the policy's large weights."""
+    attention = model.embed * model.head_size * 2 * (model.heads + model.kv_heads)
+    return model.vocab * model.embed + model.layers * (attention + 3 * model.embed * model.ffn)
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:

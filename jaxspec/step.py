@@ -165,7 +165,10 @@ class Step:
     def train(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[TrainState, Metrics]:
         """Policy update, then draft update; both from the weights that `recomputed` was made with."""
         policy, metrics = self.train_policy(state.policy, finished, recomputed)
-        draft, draft_metrics = self.maybe_train_draft(state, finished, recomputed)
+        # Always true, but it makes the draft wait for the policy's gradients: two collectives at once can starve a CPU's few threads.
+        gradients_done = ~(metrics["grad_norm/policy"] < -1)
+        waiting = state.replace(draft_online=state.draft_online & gradients_done)
+        draft, draft_metrics = self.maybe_train_draft(waiting, finished, recomputed)
         return state.replace(policy=policy, draft=draft), metrics | draft_metrics
 
     def maybe_train_draft(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[Learner | None, Metrics]:

@@ -283,3 +283,28 @@ def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(cache: Pat
     assert "seed: 0 -> 7" in output
     assert "grpo.group_size: 4 -> 2" in output
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(), reason="needs GSM8K and Qwen3's tokenizer beside the checkout"
+)
+def test_real_text_with_a_real_tokenizer_runs_and_resumes(cache: Path, tmp_path: Path) -> None:
+    data = ROOT.parent / "shared/data"
+    narrow = {"model.layers": 4, "model.embed": 32, "model.heads": 2, "model.kv_heads": 2, "model.head_size": 16, "model.ffn": 64}
+    batch = {"grpo.prompts": 2, "grpo.group_size": 2, "rollout.max_new_tokens": 16, "data.max_prompt_length": 160, "data.eval_prompts": 2}
+    where = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer", "workdir": tmp_path / "text"}
+
+    def run(steps: int) -> str:
+        flags = [part for name, value in (narrow | batch | where | {"steps": steps}).items() for part in (f"--{name}", str(value))]
+        arguments = [sys.executable, "-m", "jaxspec.train", "--config", str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b", *flags]
+        return Process(arguments, environment(cache, 1), cache / f"text{steps}.log").finish()
+
+    assert "problems left out" in run(1)
+    assert "resuming" in run(2)
+    assert [line["step"] for line in lines(tmp_path / "text")] == [0, 1]
+    assert all(line["status/eos"] + line["status/length"] == 4 for line in lines(tmp_path / "text"))
+    sample = json.loads((tmp_path / "text/samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("<|im_start|>user\n")
+    assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert "\\boxed{}" in sample["prompt"]
