@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 SHARED_WEIGHTS = 2**24
-"""A CPU runs one data shard a core, each reading all weights, up to so many elements; beyond, when they come from memory, one shard for all."""
+"""A CPU runs a data shard a core, each reading all weights, up to so many elements; beyond, when memory feeds them, one shard for all."""
 
 
 @dataclasses.dataclass(frozen=True)
