@@ -142,6 +142,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the draft, or finds it in the cache, and says where it is."""
     if job.config.offline.steps == 0 or job.config.rollout.draft.kind == "none":
         raise ConfigError("offline.steps is 0 or rollout.draft.kind is none, so there is nothing to train; set --offline.steps and a draft")
+    load_problems(job.config.data, job.tokenizer)  # bad data is named before any work
     job.say(f"draft: {process_0_first(lambda: cached_draft(job, interrupt))}")
     return 0
 

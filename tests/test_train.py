@@ -273,6 +273,15 @@ def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, ch
         assert word in output
 
 
+@pytest.mark.slow
+def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(cache: Path, tmp_path: Path) -> None:
+    output = finish(launch(cache, tmp_path / "diverged", grpo__learning_rate=1e200, grpo__warmup_steps=0), status=1)
+    assert "not finite in 3 updates in a row" in output
+    assert "grad_norm/policy" in output
+    assert "Traceback" not in output
+    assert [line["skipped_in_row/policy"] for line in lines(tmp_path / "diverged")][-3:] == [1, 2, 3]
+
+
 def test_a_folder_that_cannot_be_written_is_named(cache: Path) -> None:
     assert "/proc/jaxspec" in finish(launch(cache, Path("/proc/jaxspec")), status=2)
 
