@@ -187,7 +187,7 @@ def test_config_files(name: str) -> None:
         head = (CONFIGS / name).read_text().split('"""')[1]
         assert "python -m jaxspec.train" in head
         assert "Vary:" in head
-        assert "# Expect:" in head
+        assert "Expect (" in head
 
 
 class TestCheck:
