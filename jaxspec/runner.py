@@ -124,14 +124,17 @@ class _Phases(NamedTuple):
 
 def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
     """Compiles each phase for what the one before gives; also returns the shapes of the metrics of learning."""
+
+    def one_slice(target: Decoder, network: PyTree, running: engine.Engine) -> engine.Engine:
+        return step.advance(target, network, running, jnp.int32(step.config.rollout.slice_rounds))
+
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
     prepare, (target, network) = ahead(step.prepare, state)
     begin, running = ahead(step.begin, target, network, wanted)
-    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
-    advance, _ = ahead(step.advance, target, network, running, limit, donate_argnums=2, out_shardings=same)
-    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.status, out_shardings=whole)
+    advance, _ = ahead(one_slice, target, network, running, donate_argnums=2, out_shardings=same)
+    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
     measure, _ = ahead(rollout_metrics, engine.collect(running), out_shardings=whole)
     logprob, recomputed = ahead(step.logprob, state, finished.rollout)
     train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
@@ -144,8 +147,6 @@ def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
 def staged_step(step: Step, prompts: int) -> Runner:
     """The same phases compiled one by one: honest seconds for each, and generation in slices of `rollout.slice_rounds`."""
     phases, learn_metrics = _compile_phases(step, prompts)
-    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(step.mesh))
-    slice_rounds = put(step.config.rollout.slice_rounds, limit)
 
     def learn(state: TrainState, finished: Finished) -> tuple[TrainState, dict[str, float]]:
         clock = _Clock()
@@ -158,10 +159,10 @@ def staged_step(step: Step, prompts: int) -> Runner:
 
     def generate(target: Decoder, network: PyTree, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
         running = phases.begin(target, network, prompts)
-        while bool(phases.unfinished(running.status)):
+        while bool(phases.unfinished(running.rollout.status)):
             if stop():
                 return None
-            running = phases.advance(target, network, running, slice_rounds)
+            running = phases.advance(target, network, running)
         return engine.collect(running)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:

@@ -1,6 +1,5 @@
 """The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft; and what its program may not do."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from jaxspec.config import DataConfig, DraftConfig, GrpoConfig, MeshConfig, Roll
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
+from jaxspec.rollout.generate import collect
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
@@ -152,7 +152,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
         running = begin(target, network, prompts_of(step, batch))
         for _ in range(NEW):
             running = advance(target, network, running, jnp.int32(1))
-        rollout = Rollout(**{field.name: getattr(running, field.name) for field in dataclasses.fields(Rollout)})
+        rollout = collect(running)
         for name in ("tokens", "lengths", "status", "rounds", "accepted"):
             np.testing.assert_array_equal(getattr(rollout, name), getattr(whole.rollouts[batch], name), err_msg=name)
         np.testing.assert_allclose(rollout.logprobs, whole.rollouts[batch].logprobs, rtol=0, atol=1e-12)

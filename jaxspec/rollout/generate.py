@@ -37,13 +37,8 @@ class Settings(NamedTuple):
 class Engine(Tree):
     """Everything a rollout carries between rounds."""
 
-    tokens: Int[Array, "B S"]
-    prompt_lengths: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    logprobs: Float[Array, "B S"]
-    status: Int[Array, " B"]
-    rounds: Int[Array, " B"]
-    accepted: Int[Array, "B K"]
+    rollout: Rollout
+    """The rows so far."""
     keys: Key[Array, " B"]
     cache: KVCache
     """The target's, valid below the last committed token, which the next round reads."""
@@ -87,7 +82,7 @@ def begin(
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
-    return Engine(
+    rollout = Rollout(
         tokens=jnp.repeat(tokens, group, axis=0),
         prompt_lengths=lengths,
         lengths=lengths,
@@ -95,10 +90,9 @@ def begin(
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
         rounds=jnp.zeros_like(lengths),
         accepted=jnp.zeros((count * group, length), jnp.int32),
-        keys=sampling.row_keys(key, rows.reshape(-1)),
-        cache=repeat_rows(forward.cache, group),
-        draft=draft_state,
     )
+    keys = sampling.row_keys(key, rows.reshape(-1))
+    return Engine(rollout=rollout, keys=keys, cache=repeat_rows(forward.cache, group), draft=draft_state)
 
 
 def advance(
@@ -107,7 +101,7 @@ def advance(
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as one long call."""
 
     def unfinished(carry: tuple[Engine, Int[Array, ""]]) -> Any:
-        return jnp.any(carry[0].status == RUNNING) & (carry[1] < max_rounds)
+        return jnp.any(carry[0].rollout.status == RUNNING) & (carry[1] < max_rounds)
 
     def body(carry: tuple[Engine, Int[Array, ""]]) -> tuple[Engine, Int[Array, ""]]:
         return one_round(target, network, draft, carry[0], settings), carry[1] + 1
@@ -117,40 +111,33 @@ def advance(
 
 def collect(engine: Engine) -> Rollout:
     """The rows as they stand, without the engine's caches."""
-    return Rollout(
-        tokens=engine.tokens,
-        prompt_lengths=engine.prompt_lengths,
-        lengths=engine.lengths,
-        logprobs=engine.logprobs,
-        status=engine.status,
-        rounds=engine.rounds,
-        accepted=engine.accepted,
-    )
+    return engine.rollout
 
 
 def one_round(target: Decoder, network: PyTree, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
     """Draft K, verify once, commit; rows that have ended stay as they are."""
-    length, rows, vocab = draft.length if draft else 0, engine.tokens.shape[0], target.config.vocab
+    rollout = engine.rollout
+    length, rows, vocab = draft.length if draft else 0, rollout.tokens.shape[0], target.config.vocab
     rule = _coupled if settings.coupled or draft is None else _token
     sample, verify = rule(engine, length, vocab, settings.temperature)
-    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, vocab), engine.logprobs.dtype))
+    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, vocab), rollout.logprobs.dtype))
     if draft is not None:
         with jax.named_scope("draft"):
             draft_state, proposal = draft.propose(network, target, engine.draft, sample)
     with jax.named_scope("verify"):
-        last = jnp.take_along_axis(engine.tokens, engine.lengths[:, None] - 1, axis=1)
-        positions = block_positions(engine.lengths - 1, length + 1)
+        last = jnp.take_along_axis(rollout.tokens, rollout.lengths[:, None] - 1, axis=1)
+        positions = block_positions(rollout.lengths - 1, length + 1)
         forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=draft is not None)
         logits = target.logits(forward.hidden)
         target_logprobs = sampling.processed_logprobs(logits, settings.temperature)
         verdict = verify(target_logprobs, proposal)
     with jax.named_scope("commit"):
         finite = jnp.isfinite(logits).all(axis=-1)
-        engine, block, count = _commit(engine, verdict, proposal.tokens, target_logprobs, finite, settings)
+        rollout, block, count = _commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)
         if draft is not None:
             assert forward.taps is not None, "the pass above was asked for taps"
             draft_state = draft.commit(draft_state, Kept(tokens=block, taps=forward.taps, positions=positions, length=count))
-    return engine.replace(cache=forward.cache, draft=draft_state)
+    return engine.replace(rollout=rollout, cache=forward.cache, draft=draft_state)
 
 
 Rule = tuple[Sampler, Callable[[Float[Array, "B K1 V"], Proposal], Verdict]]
@@ -159,16 +146,16 @@ Rule = tuple[Sampler, Callable[[Float[Array, "B K1 V"], Proposal], Verdict]]
 
 def _coupled(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
     """Draft and target add the same noise, keyed by absolute position."""
-    noise = sampling.gumbel(sampling.position_keys(engine.keys, engine.lengths, length + 1), vocab, engine.logprobs.dtype)
+    noise = sampling.gumbel(sampling.position_keys(engine.keys, engine.rollout.lengths, length + 1), vocab, engine.rollout.logprobs.dtype)
     return _sampler(noise, temperature), lambda target_logprobs, proposal: coupled_rule(target_logprobs, proposal.tokens, noise)
 
 
 def _token(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
     """Noise keyed by the committed length at the start of the round: what lies beyond the cut must not come back in the next one."""
-    dtype = engine.logprobs.dtype
+    dtype = engine.rollout.logprobs.dtype
 
     def keys(stream: int, count: int) -> Key[Array, "B count"]:
-        return sampling.offset_keys(engine.keys, engine.lengths, stream, count)
+        return sampling.offset_keys(engine.keys, engine.rollout.lengths, stream, count)
 
     def verify(target_logprobs: Float[Array, "B K1 V"], proposal: Proposal) -> Verdict:
         coins = sampling.uniform(keys(sampling.COIN, length), dtype)
@@ -187,41 +174,41 @@ def _sampler(noise: Float[Array, "B T V"], temperature: float) -> Sampler:
 
 
 def _commit(
-    engine: Engine,
+    rollout: Rollout,
     verdict: Verdict,
     drafted: Int[Array, "B K"],
     target_logprobs: Float[Array, "B K1 V"],
     finite: Bool[Array, "B K1"],
     settings: Settings,
-) -> tuple[Engine, Int[Array, "B K1"], Int[Array, " B"]]:
+) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"]]:
     """Cuts the block at the first end token, the length limit or a failure, and writes what is left of it."""
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(offsets < verdict.accepted[:, None], jnp.pad(drafted, ((0, 0), (0, 1))), verdict.next_token[:, None])
-    running = engine.status == RUNNING
+    running = rollout.status == RUNNING
     failed = running & jnp.any(within & ~finite, axis=1)
     going = running & ~failed
     ends = jnp.isin(block, jnp.asarray(settings.stop_ids, jnp.int32)) & within
     until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, verdict.accepted + 1)
-    room = engine.prompt_lengths + settings.max_new_tokens - engine.lengths
+    room = rollout.prompt_lengths + settings.max_new_tokens - rollout.lengths
     count = jnp.where(going, jnp.minimum(until_end, room), 0)
     kept = offsets < count[:, None]
     at_end = going & jnp.any(ends & kept, axis=1)
-    status = jnp.where(failed, FAILED, jnp.where(at_end, EOS, jnp.where(going & (count == room), LENGTH, engine.status)))
+    status = jnp.where(failed, FAILED, jnp.where(at_end, EOS, jnp.where(going & (count == room), LENGTH, rollout.status)))
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
-    size = engine.tokens.shape[1]
-    where = jnp.where(kept, engine.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
+    size = rollout.tokens.shape[1]
+    where = jnp.where(kept, rollout.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
     row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
     kept_drafts = jnp.minimum(verdict.accepted, count)[:, None]
     depths = jnp.arange(1, drafted.shape[1] + 1, dtype=jnp.int32)
     return (
-        engine.replace(
-            tokens=engine.tokens.at[row, where].set(block, mode="drop"),
-            logprobs=engine.logprobs.at[row, where].set(block_logprobs, mode="drop"),
-            lengths=engine.lengths + count,
+        rollout.replace(
+            tokens=rollout.tokens.at[row, where].set(block, mode="drop"),
+            logprobs=rollout.logprobs.at[row, where].set(block_logprobs, mode="drop"),
+            lengths=rollout.lengths + count,
             status=status.astype(jnp.int32),
-            rounds=engine.rounds + running.astype(jnp.int32),
-            accepted=engine.accepted + (going[:, None] & (kept_drafts >= depths)).astype(jnp.int32),
+            rounds=rollout.rounds + running.astype(jnp.int32),
+            accepted=rollout.accepted + (going[:, None] & (kept_drafts >= depths)).astype(jnp.int32),
         ),
         block,
         count,
