@@ -97,13 +97,18 @@ def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = No
     return Config(**{**parts, **changes})
 
 
+def _weight_name(path: Any) -> str:
+    """The attribute that holds a leaf: `query` for `.layers.query.value`."""
+    return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+
+
 def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0) -> Any:
     """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale` above 1 sharpens its laws."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: kind(config, jax.random.key(0)))
 
     def fill(path: Any, leaf: Any) -> jax.Array:
-        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+        name = _weight_name(path)
         normal = random.normal(size=leaf.shape)
         if "norm" in name:
             return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
@@ -118,7 +123,7 @@ def with_weights(network: Any, **changes: Any) -> Any:
     """The network with some weights, by attribute name, replaced by arrays or filled with numbers."""
 
     def one(path: Any, leaf: Any) -> jax.Array:
-        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+        name = _weight_name(path)
         return jnp.broadcast_to(jnp.asarray(changes[name], leaf.dtype), leaf.shape) if name in changes else leaf
 
     return jax.tree_util.tree_map_with_path(one, network)
@@ -139,6 +144,14 @@ def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, liv
 def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
     """A mesh over the first devices."""
     return make_mesh(data, tensor)
+
+
+def trimmed(spec: Any) -> tuple[Any, ...]:
+    """A partition without trailing Nones."""
+    axes = list(spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return tuple(axes)
 
 
 def numpy_weights(network: Any) -> dict[str, np.ndarray]:
@@ -245,3 +258,17 @@ def numpy_eagle_slot(
     normed = numpy_rms_norm(out, weights["ffn_norm"], config.norm_eps)
     out = out + numpy_swiglu(normed, weights["gate"][0], weights["up"][0], weights["down"][0])
     return out, numpy_rms_norm(out, weights["norm"], config.norm_eps) @ weights["head"]
+
+
+def numpy_taps(boundaries: list[np.ndarray]) -> np.ndarray:
+    """The taps of a decoder of 4 layers, [T 3D], from its residual stream at 0..4 layers."""
+    return np.concatenate(boundaries[1:4], axis=-1)
+
+
+def numpy_eagle_read(network: Any, embedding: np.ndarray, taps: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    """A fresh draft reads `tokens`, slot t with the taps of t and token t+1: last pre-norm output and logits, and what it has seen."""
+    fuse, seen = numpy_weights(network)["fuse"], []
+    hidden = logits = np.zeros(0)
+    for t in range(len(tokens) - 1):
+        hidden, logits = numpy_eagle_slot(network, taps[t] @ fuse, embedding[tokens[t + 1]], t, seen)
+    return hidden, logits, seen

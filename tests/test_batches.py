@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from jaxspec.batches import Batches
 from jaxspec.config import Config, DataConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig
 from jaxspec.data import load_problems
-from jaxspec.mesh import rows_here
 from jaxspec.program import Job, make_job
-from jaxspec.state import EOS, FAILED, Rollout
+from jaxspec.state import EOS, FAILED, Prompts, Rollout
 from tests.conftest import small_mesh
 
 PROMPTS, GROUP, NEW = 8, 2, 12
@@ -20,7 +18,7 @@ CONFIG = Config(
     model=ModelConfig(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
     rollout=RolloutConfig(max_new_tokens=NEW),
     grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
-    data=DataConfig(digits=1, eval_prompts=6),
+    data=DataConfig(digits=2, eval_prompts=10),
     mesh=MeshConfig(tensor=2),
 )
 
@@ -53,13 +51,13 @@ def answered(job: Job, batches: Batches, responses: list[str], status: list[int]
     )
 
 
-def questions(job: Job, batches: Batches) -> list[str]:
-    prompts = batches.train(0)
-    return [job.tokenizer.decode(row[:length]) for row, length in zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), strict=True)]
+def questions(job: Job, prompts: Prompts) -> list[str]:
+    rows = zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), np.asarray(prompts.live), strict=True)
+    return [job.tokenizer.decode(row[:length]) for row, length, live in rows if live]
 
 
 def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Batches) -> None:
-    sums = [sum(map(int, text.rstrip("=").split("+"))) for text in questions(job, batches)]
+    sums = [sum(map(int, text.rstrip("=").split("+"))) for text in questions(job, batches.train(0))]
     responses = [f"#{total}" if row == 0 else "no #" for total in sums for row in range(GROUP)]
     responses[1] = "12"  # no mark: no answer
     status = [EOS] * len(responses)
@@ -84,15 +82,12 @@ def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
 
 
 def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Batches) -> None:
-    assert batches.evaluations == 1
-    prompts = batches.evaluate(0)
-    assert np.asarray(prompts.live).tolist() == [True] * 6 + [False] * 2
-    assert int(prompts.stream) == 1
+    assert batches.evaluations == 2
+    calls = [batches.evaluate(call) for call in range(2)]
+    assert [int(prompts.stream) for prompts in calls] == [1, 1]
+    assert np.asarray(calls[1].live).tolist() == [True] * 2 + [False] * 6
+    _, held_out = load_problems(CONFIG.data, job.tokenizer)
+    asked = [text for prompts in calls for text in questions(job, prompts)]
+    assert asked == [job.tokenizer.decode(held_out[place].ids) for place in range(10)]
+    assert len(set(asked)) == 10
     assert not np.asarray(batches.nothing(3).live).any()
-
-
-def test_every_row_is_owned_once() -> None:
-    here, owned = rows_here(small_mesh(4, 2), 16)
-    assert here.all()
-    assert owned.all()
-    assert jax.process_count() == 1

@@ -4,17 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import mesh as meshes
 from jaxspec.config import ConfigError
-from tests.conftest import small_mesh
+from tests.conftest import small_mesh, trimmed
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
@@ -48,13 +50,6 @@ class _One:
         return cls(*children)
 
 
-def trimmed(spec: P) -> tuple[Any, ...]:
-    axes = list(spec)
-    while axes and axes[-1] is None:
-        axes.pop()
-    return tuple(axes)
-
-
 @pytest.mark.parametrize(
     ("shape", "axes", "rules", "wanted"),
     [
@@ -84,6 +79,30 @@ def test_rows_and_replicas() -> None:
 
 
 # ---- processes
+
+
+class Device(NamedTuple):
+    """What `rows_here` asks of a device."""
+
+    id: int
+    process_index: int
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_every_row_is_owned_once_also_where_tensor_spans_processes(monkeypatch: pytest.MonkeyPatch, tensor: int) -> None:
+    """Four processes of two devices each, as one of them sees the mesh."""
+    rows, shards = 16, 8 // tensor
+    width = rows // shards
+    indices = {Device(number, number // 2): (slice(number // tensor * width, (number // tensor + 1) * width),) for number in range(8)}
+    monkeypatch.setattr(meshes, "rows_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices))
+    held, owners = np.zeros(rows, int), np.zeros(rows, int)
+    for process in range(4):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        here, owned = meshes.rows_here(small_mesh(8 // tensor, tensor), rows)
+        held += here
+        owners += owned
+    np.testing.assert_array_equal(owners, 1)
+    np.testing.assert_array_equal(held, max(1, tensor // 2))
 
 
 @pytest.fixture

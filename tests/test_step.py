@@ -1,6 +1,7 @@
 """The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft; and what its program may not do."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -112,7 +113,7 @@ def drive(made: Program, calls: int, online: bool = True) -> Run:
 
 
 @functools.cache
-def twenty(online: bool) -> Run:
+def twenty(online: bool, /) -> Run:
     return drive(program(), 20, online)
 
 
@@ -158,6 +159,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
         np.testing.assert_allclose(rollout.logprobs, whole.rollouts[batch].logprobs, rtol=0, atol=1e-12)
         assert_close(host(state), whole.states[batch], 1e-12)
         finished = score(step, rollout, batch)
+    assert max(learnt["rollout/logprob_gap_max"] for learnt in whole.learnt[1:]) < 1e-9  # also at another temperature
     assert moved(whole.states[2].policy.network, whole.states[0].policy.network)
 
 
@@ -174,7 +176,7 @@ MESHES = [
 def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(data: int, tensor: int, shard_above: int) -> None:
     spread = drive(program(data, tensor, shard_above=shard_above), 4)
     for batch in range(4):
-        one = twenty(online=True)
+        one = twenty(True)
         for name in ("tokens", "lengths", "status", "rounds", "accepted"):
             np.testing.assert_array_equal(getattr(spread.rollouts[batch], name), getattr(one.rollouts[batch], name), err_msg=name)
         np.testing.assert_array_equal(spread.rewards[batch], one.rewards[batch])
@@ -221,12 +223,21 @@ def test_the_policy_update_is_bitwise_the_same_with_and_without_draft_training()
     assert moved(states[0].policy.network, host(start(made.step)).policy.network)
 
 
+def test_every_call_has_noise_of_its_own() -> None:
+    step = program().step
+    like = prompts_of(step, 0)
+    keys = [
+        step.key(like.replace(stream=jnp.int32(stream), batch=jnp.int32(batch))) for stream, batch in itertools.product(range(3), range(3))
+    ]
+    assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 9
+
+
 # ---- what does not learn
 
 
 def test_nothing_to_learn_leaves_the_state_untouched() -> None:
     made = program()
-    state, run = start(made.step), twenty(online=True)
+    state, run = start(made.step), twenty(True)
     before = host(state)
     finished = score(made.step, run.rollouts[0]).replace(learn=place(made.step, np.asarray(False)))
     after, rollout, learnt, generated = made.call(state, finished, prompts_of(made.step, 0))
@@ -244,7 +255,7 @@ def with_reward(finished: Finished, step: Step, row: int, reward: float, valid: 
 
 def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
     made = program()
-    step, run = made.step, twenty(online=True)
+    step, run = made.step, twenty(True)
     good = score(step, run.rollouts[0])
     bad = with_reward(good, step, 3, np.nan, True)
     state = start(step)
@@ -269,7 +280,7 @@ def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
 
 def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
     made = program()
-    step, run = made.step, twenty(online=True)
+    step, run = made.step, twenty(True)
     state = start(step)
     assert state.draft is not None
     broken = state.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.draft.network))
@@ -281,20 +292,32 @@ def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
 
 def test_rows_without_a_reward_have_no_influence() -> None:
     made = program()
-    step, run = made.step, twenty(online=True)
-    finished = score(step, run.rollouts[0])
-    policies = []
-    for reward, valid in ((0.25, False), (1e6, False), (np.nan, False), (0.25, True)):
-        state, *_ = made.call(start(step), with_reward(finished, step, 5, reward, valid), prompts_of(step, 1))
-        policies.append(host(state.policy))
-    assert_bitwise(policies[1], policies[0])
-    assert_bitwise(policies[2], policies[0])
-    assert moved(policies[3], policies[0])
+    step, run = made.step, twenty(True)
+    row, rollout = 5, run.rollouts[0]
+    tokens, lengths = rollout.tokens.copy(), rollout.lengths.copy()
+    tokens[row], lengths[row] = (tokens[row] + 1) % MODEL.vocab, rollout.prompt_lengths[row] + 1
+    assert lengths[row] != rollout.lengths[row]
+    other_text = score(step, rollout.replace(tokens=tokens, lengths=lengths))
+    same_text = score(step, rollout)
+    states = []
+    for finished, reward, valid in (
+        (same_text, 0.25, False),
+        (same_text, 1e6, False),
+        (same_text, np.nan, False),
+        (other_text, 0.25, False),
+        (same_text, 0.25, True),
+    ):
+        state, *_ = made.call(start(step), with_reward(finished, step, row, reward, valid), prompts_of(step, 1))
+        states.append(host(state))
+    for state in states[1:4]:
+        assert_bitwise(state, states[0])
+    assert moved(states[4].policy, states[0].policy)
+    assert moved(states[4].draft, states[0].draft)
 
 
 def test_metrics_are_those_of_the_rollout() -> None:
     made = program()
-    run = twenty(online=True)
+    run = twenty(True)
     _, rollout, _, generated = made.call(start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0))
     rows = host(rollout)
     assert_bitwise(rows.tokens, run.rollouts[0].tokens)

@@ -15,7 +15,7 @@ from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.step import build_step
 from jaxspec.sync import cast, to_rollout
-from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
+from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
 MODEL = tiny_model(vocab=16, kv_heads=4, dtype="float32")
 
@@ -42,11 +42,8 @@ def placements(tree: Any) -> dict[str, tuple[Any, ...]]:
     """The partition of every leaf (an array or a sharding) by dotted path, without trailing Nones."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        spec = list(getattr(leaf, "sharding", leaf).spec)
-        while spec and spec[-1] is None:
-            spec.pop()
         names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
-        found[".".join(names[:-1] if names[-1] == "value" else names)] = tuple(spec)
+        found[".".join(names[:-1] if names[-1] == "value" else names)] = trimmed(getattr(leaf, "sharding", leaf).spec)
     return found
 
 

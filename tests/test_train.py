@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -117,10 +118,6 @@ def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> P
     return Process(arguments, environment(cache, devices), cache / f"{time.monotonic_ns()}.log")
 
 
-def finish(process: Process, status: int = 0) -> str:
-    return process.finish(status)
-
-
 def lines(workdir: Path) -> list[dict]:
     file = workdir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
@@ -155,7 +152,7 @@ def comparable(line: dict) -> dict:
 @pytest.fixture(scope="module")
 def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("run")
-    output = finish(launch(cache, workdir))
+    output = launch(cache, workdir).finish()
     for row in ("reward", "acceptance_length", "held-out exact match", "tokens/s", "seconds by phase", "target passes a sequence"):
         assert row in output
     return workdir
@@ -179,16 +176,16 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
 
 def test_a_finished_run_says_so_and_can_be_extended(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
     before = (undisturbed / "metrics.jsonl").read_text()
-    assert "has all 8 batches already" in finish(launch(cache, undisturbed))
+    assert "has all 8 batches already" in launch(cache, undisturbed).finish()
     assert (undisturbed / "metrics.jsonl").read_text() == before
     short = tmp_path / "short"
-    finish(launch(cache, short, steps=3))
-    finish(launch(cache, short))
+    launch(cache, short, steps=3).finish()
+    assert f"resuming {short} at batch 3" in launch(cache, short).finish()
     assert_same(final_arrays(short), final_arrays(undisturbed))
 
 
 def test_staged_gives_the_same_numbers_and_times_each_phase(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
-    finish(launch(cache, tmp_path / "staged", staged=True))
+    launch(cache, tmp_path / "staged", staged=True).finish()
     for line, expected in zip(lines(tmp_path / "staged"), lines(undisturbed), strict=True):
         assert line.keys() >= PHASES or line["step"] == 0
         for name, value in comparable(expected).items():
@@ -203,14 +200,15 @@ def test_staged_gives_the_same_numbers_and_times_each_phase(cache: Path, undistu
 def test_sigkill_at_a_random_moment_changes_nothing(cache: Path, undisturbed: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     workdir = tmp_path / "killed"
-    for _ in range(2):
+    file = workdir / "metrics.jsonl"
+    for count in (rng.randint(1, 3), rng.randint(4, 6)):  # at four lines the first checkpoint exists: the second has waited for it
+        began = time.time()
         process = launch(cache, workdir)
-        count = rng.randint(1, 6)
-        process.wait_until(lambda count=count: len(lines(workdir)) >= count)
+        process.wait_until(lambda count=count, began=began: len(lines(workdir)) >= count and file.stat().st_mtime > began)
         time.sleep(rng.random() * 0.3)
         process.signal(signal.SIGKILL)
         process.handle.wait()
-    finish(launch(cache, workdir))
+    assert "resuming" in launch(cache, workdir).finish()
     assert_same(final_arrays(workdir), final_arrays(undisturbed))
     assert [comparable(line) for line in lines(workdir)] == [comparable(line) for line in lines(undisturbed)]
 
@@ -220,6 +218,7 @@ def test_sigkill_at_a_random_moment_changes_nothing(cache: Path, undisturbed: Pa
 def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: Path, tmp_path: Path, staged: bool) -> None:
     workdir = tmp_path / "stopped"
     changes = {"staged": True, "rollout__slice_rounds": 1} if staged else {}
+    output = ""
     for moment in ("while it compiles", "in its second batch"):
         process = launch(cache, workdir, **changes)
         if moment == "while it compiles":
@@ -228,9 +227,13 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: P
             process.wait_until(lambda: len(lines(workdir)) >= 1)
         began = time.monotonic()
         process.signal(signal.SIGTERM)
-        assert "the same command" in finish(process)
+        output = process.finish()
+        assert "the same command" in output
         assert time.monotonic() - began < 10
-    finish(launch(cache, workdir, **changes))
+    stopped = re.search(r"stopped before batch (\d)", output)
+    assert stopped, output
+    assert int(stopped.group(1)) >= 1
+    assert f"resuming {workdir} at batch {stopped.group(1)}" in launch(cache, workdir, **changes).finish()
     assert [comparable(line) for line in lines(workdir)] == [comparable(line) for line in lines(undisturbed)]
     assert_same(weights(final_arrays(workdir)), weights(final_arrays(undisturbed)))
 
@@ -238,7 +241,7 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: P
 @pytest.mark.slow
 def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path: Path) -> None:
     changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3}
-    finish(launch(cache, tmp_path / "one", devices=8, **changes))
+    launch(cache, tmp_path / "one", devices=8, **changes).finish()
     script = ["bash", str(ROOT / "launch" / "multiprocess_cpu.sh"), "2", *command(tmp_path / "two", **changes)]
     variables = environment(cache, 4) | {"DEVICES_PER_PROCESS": "4", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
@@ -267,7 +270,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     ],
 )
 def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, changes: dict, devices: int, words: list[str]) -> None:
-    output = finish(launch(cache, tmp_path / "refused", devices=devices, **changes), status=2)
+    output = launch(cache, tmp_path / "refused", devices=devices, **changes).finish(status=2)
     assert "Traceback" not in output
     for word in words:
         assert word in output
@@ -275,7 +278,7 @@ def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, ch
 
 @pytest.mark.slow
 def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(cache: Path, tmp_path: Path) -> None:
-    output = finish(launch(cache, tmp_path / "diverged", grpo__learning_rate=1e200, grpo__warmup_steps=0), status=1)
+    output = launch(cache, tmp_path / "diverged", grpo__learning_rate=1e200, grpo__warmup_steps=0).finish(status=1)
     assert "not finite in 3 updates in a row" in output
     assert "grad_norm/policy" in output
     assert "Traceback" not in output
@@ -283,12 +286,12 @@ def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(cach
 
 
 def test_a_folder_that_cannot_be_written_is_named(cache: Path) -> None:
-    assert "/proc/jaxspec" in finish(launch(cache, Path("/proc/jaxspec")), status=2)
+    assert "/proc/jaxspec" in launch(cache, Path("/proc/jaxspec")).finish(status=2)
 
 
 def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(cache: Path, undisturbed: Path) -> None:
     before = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
-    output = finish(launch(cache, undisturbed, seed=7, grpo__group_size=2), status=2)
+    output = launch(cache, undisturbed, seed=7, grpo__group_size=2).finish(status=2)
     assert "seed: 0 -> 7" in output
     assert "grpo.group_size: 4 -> 2" in output
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == before

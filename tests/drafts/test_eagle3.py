@@ -11,7 +11,7 @@ from jaxspec.drafts.base import Kept, Proposal
 from jaxspec.drafts.eagle3 import Eagle3State, eagle3
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from tests.conftest import numpy_decoder, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, numpy_eagle_read, numpy_eagle_slot, numpy_taps, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -113,14 +113,10 @@ def test_proposals_match_plain_numpy(networks: tuple[Decoder, Eagle3]) -> None:
     drafted = random.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
     state = prefill(networks, prompt, lengths, taps_of(target, prompt))
     _, proposal = propose(networks, state, drafted)
-    embedding, fuse = numpy_weights(target)["embedding"], numpy_weights(network)["fuse"]
+    embedding = numpy_weights(target)["embedding"]
     for row, length in enumerate(lengths):
-        stream = numpy_decoder(target, prompt[row, :length])[2]
-        taps = np.concatenate([stream[1], stream[2], stream[3]], axis=-1)
-        seen: list[Any] = []
-        hidden = logits = np.zeros(0)
-        for t in range(length - 1):
-            hidden, logits = numpy_eagle_slot(network, taps[t] @ fuse, embedding[prompt[row, t + 1]], t, seen)
+        text = prompt[row, :length]
+        hidden, logits, seen = numpy_eagle_read(network, embedding, numpy_taps(numpy_decoder(target, text)[2]), text)
         for offset in range(LENGTH):
             law = np.exp(logits - logits.max())
             np.testing.assert_allclose(np.exp(proposal.logprobs[row, offset]), law / law.sum(), rtol=0, atol=1e-12)

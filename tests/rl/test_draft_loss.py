@@ -12,7 +12,17 @@ from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rl import logprob
 from jaxspec.rl.draft_loss import DraftLoss, draft_loss
 from jaxspec.rl.logprob import positions_of
-from tests.conftest import numpy_decoder, numpy_eagle_slot, numpy_softmax, numpy_weights, tiny_model, tiny_network, with_weights
+from tests.conftest import (
+    numpy_decoder,
+    numpy_eagle_read,
+    numpy_eagle_slot,
+    numpy_softmax,
+    numpy_taps,
+    numpy_weights,
+    tiny_model,
+    tiny_network,
+    with_weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -42,19 +52,16 @@ def loss_of(network: Eagle3, target: Decoder, forward: Forward, steps: int = 3, 
 
 def run_as_inference_does(network: Eagle3, target: Decoder, steps: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean cross-entropy and mean overlap by depth, over the predicted tokens in the mask."""
-    embedding, fuse = numpy_weights(target)["embedding"], numpy_weights(network)["fuse"]
+    embedding = numpy_weights(target)["embedding"]
     losses: list[list[float]] = [[] for _ in range(steps)]
     overlaps: list[list[float]] = [[] for _ in range(steps)]
     for row in range(ROWS):
         logits, _, stream = numpy_decoder(target, TOKENS[row])
         laws = numpy_softmax(logits / temperature)
-        taps = np.concatenate([stream[1], stream[2], stream[3]], axis=-1)
+        taps = numpy_taps(stream)
         for t in range(LENGTH - 2):
-            seen: list[Any] = []
-            hidden = draft_logits = np.zeros(0)
-            for slot in range(t + 1):  # a fresh draft reads the text up to t ...
-                hidden, draft_logits = numpy_eagle_slot(network, taps[slot] @ fuse, embedding[TOKENS[row, slot + 1]], slot, seen)
-            for depth in range(steps):  # ... and goes on from its own outputs
+            hidden, draft_logits, seen = numpy_eagle_read(network, embedding, taps, TOKENS[row, : t + 2])
+            for depth in range(steps):  # from here on it reads its own outputs
                 predicted = t + 2 + depth
                 if predicted >= LENGTH:
                     break

@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Draft, Kept, Proposal, Sampler
-from jaxspec.drafts.eagle3 import eagle3
+from jaxspec.drafts.eagle3 import Eagle3State, eagle3
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import Settings, advance, begin, collect, generate
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, Rollout
-from tests.conftest import chi_square, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, tiny_prompts, with_weights
+from tests.conftest import (
+    chi_square,
+    numpy_decoder,
+    numpy_softmax,
+    numpy_taps,
+    small_mesh,
+    tiny_model,
+    tiny_network,
+    tiny_prompts,
+    with_weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -101,6 +111,17 @@ def test_plain_rows_end_as_they_should() -> None:
     assert len({tuple(tokens) for tokens in rollout.tokens[:GROUP].tolist()}) > 1
 
 
+def assert_pending_block_is_the_text(target: Decoder, draft: Eagle3State, rows: Rollout) -> None:
+    """What a draft will read next is the text just committed, with the target's own taps: a wrong one would only cost acceptance."""
+    for row in np.flatnonzero(rows.status == RUNNING)[:3]:
+        text = rows.tokens[row, : rows.lengths[row]]
+        first, count = int(draft.first[row]), int(draft.count[row])
+        assert first + count == len(text) - 1
+        np.testing.assert_array_equal(draft.tokens[row, :count], text[first + 1 :])
+        taps = numpy_taps(numpy_decoder(target, text[:-1])[2])
+        np.testing.assert_allclose(draft.taps[row, :count], taps[first:], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
     length, chosen = 3, settings(coupled)
@@ -124,6 +145,7 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
         before = np.arange(seen.tokens.shape[1]) < seen.lengths[:, None]
         np.testing.assert_array_equal(now.tokens[before], seen.tokens[before])
         np.testing.assert_array_equal(now.logprobs[before], seen.logprobs[before])
+        assert_pending_block_is_the_text(target, engine.draft, now)
         seen = now
     whole = program(length, coupled)(networks(), prompts())
     for name in ("tokens", "lengths", "status", "rounds", "accepted"):
