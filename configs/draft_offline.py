@@ -12,7 +12,8 @@ Expect (tiny, seed 0, on 2 cores of an AMD EPYC, 21 November 2026): expected acc
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.config import Config, OfflineConfig, read_config
+from jaxspec.cli import read_config
+from jaxspec.config import Config, OfflineConfig
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 

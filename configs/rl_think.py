@@ -11,7 +11,7 @@ held-out exact match 0.41-0.45 -> 0.91-0.92, acceptance_length 3.4-3.5 at K=3 th
 
 from dataclasses import replace
 
-from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.config import Config, DataConfig, DraftTrainingConfig, GrpoConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.models.presets import QWEN3_0_6B, QWEN3_8B, TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
@@ -29,7 +29,7 @@ def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_leng
     return Config(
         steps=500,
         model=model,
-        rollout=RolloutConfig(max_new_tokens=max_new_tokens, temperature=1.0, draft=DraftConfig(learning_rate=1e-4)),
+        rollout=RolloutConfig(max_new_tokens=max_new_tokens, temperature=1.0),
         grpo=GrpoConfig(prompts=prompts, group_size=group_size, learning_rate=1e-6, warmup_steps=10),
         data=DataConfig(
             instruction="Please reason step by step, and put your final answer within \\boxed{}.",
@@ -37,5 +37,6 @@ def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_leng
             max_prompt_length=max_prompt_length,
         ),
         sft=SftConfig(steps=0),
+        draft_training=DraftTrainingConfig(learning_rate=1e-4),
         offline=OfflineConfig(steps=0),
     )

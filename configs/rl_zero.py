@@ -11,7 +11,8 @@ Expect (tiny, seed 0, on 2 cores of an AMD EPYC, 21 November 2026): reward 0.11 
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.config import Config, DataConfig, DraftConfig, RolloutConfig, SftConfig, read_config
+from jaxspec.cli import read_config
+from jaxspec.config import Config, DataConfig, DraftTrainingConfig, SftConfig
 from jaxspec.models.presets import TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
@@ -20,8 +21,8 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 def get_config(scale: str = "tiny") -> Config:
     if scale == "tiny":
         # The policy changes far from where the draft was trained, so the draft follows with a larger step.
-        rollout = RolloutConfig(draft=DraftConfig(learning_rate=1e-3))
+        training = DraftTrainingConfig(learning_rate=1e-3)
         sft = SftConfig(steps=500, wrong_steps=0.1)
-        return Config(steps=60, model=TINY, rollout=rollout, data=DataConfig(format="text"), sft=sft)
+        return Config(steps=60, model=TINY, data=DataConfig(format="text"), sft=sft, draft_training=training)
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     return replace(think, grpo=replace(think.grpo, group_size=2 * think.grpo.group_size))

@@ -3,11 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec import mesh as meshes
 from jaxspec.data import Problem, Problems, PromptStream, pad_prompts
+from jaxspec.history import History
 from jaxspec.program import Job
 from jaxspec.rewards.exact import Outcome, score
 from jaxspec.runner import abstract, put
@@ -36,6 +38,7 @@ class Batches:
         self._job, self._held_out = job, held_out
         self._stream = PromptStream(problems, job.config.seed)
         self._prompts, self._group = job.config.grpo.prompts, job.config.grpo.group_size
+        self.history = History(job.config.rollout.past)
         _, self._finished, self._like = abstract(job.step, self._prompts)
         self._here, _ = meshes.rows_here(job.mesh, self._prompts)
         _, self._owned = meshes.rows_here(job.mesh, self._prompts * self._group)
@@ -62,8 +65,11 @@ class Batches:
         return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
 
     def score_training(self, batch: int, rollout: Rollout) -> Scored:
-        """Rewards of a training batch."""
-        return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
+        """Rewards of a training batch, whose answers are remembered where drafts look through them."""
+        problems = self._training_problems(batch, self._owned_prompts())
+        if self.history.past:
+            self._remember(batch, problems, rollout)
+        return self._score(problems, rollout)
 
     def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
         """Rewards of an evaluation call."""
@@ -82,20 +88,37 @@ class Batches:
     def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
         width = self._job.config.data.max_prompt_length
         tokens, lengths = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32), np.ones(self._prompts, np.int32)
-        live, places = np.zeros(self._prompts, bool), list(problems)
+        live, places, past = np.zeros(self._prompts, bool), list(problems), self.history.past
+        history, history_lengths = np.zeros(self._like.history.shape, np.int32), np.zeros((self._prompts, past), np.int32)
         if places:
             tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
             live[places] = True
-        like = self._like
-        rows = put((tokens, lengths, live), (like.tokens, like.lengths, like.live))
-        stream_number, batch_number = put((stream, batch), (like.stream, like.batch))
-        return Prompts(tokens=rows[0], lengths=rows[1], live=rows[2], stream=stream_number, batch=batch_number)
+        for place, problem in problems.items() if stream == TRAIN else ():
+            for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
+                history[place, number, : len(text)], history_lengths[place, number] = text, len(text)
+        host: dict[str, Any] = {"tokens": tokens, "lengths": lengths, "live": live, "history": history, "history_lengths": history_lengths}
+        return put(Prompts(**host, stream=jnp.int32(stream), batch=jnp.int32(batch)), self._like)
+
+    def _remember(self, batch: int, problems: dict[int, Problem], rollout: Rollout) -> None:
+        """Every process keeps the answers of all, so that a resumed run may divide the prompts otherwise."""
+        group, past = self._group, self.history.past
+        rows = np.asarray([place * group + member for place in problems for member in range(min(group, past))], np.int32)
+        tokens, starts, ends = (_local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
+        width = self._job.step.settings.max_new_tokens
+        table = np.zeros((len(self._owned), 1 + width), np.int32)
+        for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
+            table[row, 0], table[row, 1 : 1 + end - start] = end - start, text[start:end]
+        table = _sum_over_processes(table)
+        for place, problem in self._training_problems(batch, np.ones(self._prompts, bool)).items():
+            answers = table[place * group : place * group + min(group, past)]
+            self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
 
     def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
         job, group = self._job, self._group
         rows = np.asarray([place * group + member for place in problems for member in range(group)], np.int32)
         tokens, starts, ends, status, rounds = (
-            _local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.rounds)
+            _local_rows(leaf, rows)
+            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds)
         )
         responses = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(tokens, starts, ends, strict=True)]
         asked = [problem for problem in problems.values() for _ in range(group)]

@@ -226,7 +226,7 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
     """Returns what a run achieved, for rich to print; rows whose numbers were not measured are left out.
 
     `lines` are those of `read`. `summary` compares plain and speculative decoding of the same `rows`: target passes a sequence
-    (`plain/passes`, `spec/passes`) and seconds (`plain/seconds`, `spec/seconds`).
+    (`plain/passes`, `spec/passes`), seconds (`plain/seconds`, `spec/seconds`) and what a round costs in plain steps (`round_cost`).
     """
     table = Table(box=box.SIMPLE, show_header=False, title=f"{len(lines)} batches", title_justify="left")
     table.add_column(no_wrap=True)
@@ -251,4 +251,6 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
         if plain and speculative:
             gain = f"speed-up {plain / speculative:.2f}" if unit == "seconds" else f"{plain / speculative:.2f} times fewer"
             table.add_row(title, f"plain {short(plain)}, speculative {short(speculative)}: {gain}")
+    if cost := summary.get("round_cost"):
+        table.add_row("round_cost", f"{short(cost)} (seconds of a round over those of a plain step)")
     return table

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cache_folder
-from jaxspec.config import Config, ConfigError, ModelConfig, check, load_config
+from jaxspec.cli import load_config
+from jaxspec.config import Config, ConfigError, ModelConfig
+from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer

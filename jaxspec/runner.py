@@ -13,8 +13,8 @@ from jaxtyping import Array
 from jaxspec import mesh as meshes
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import generate as engine
-from jaxspec.state import RUNNING, Finished, Prompts, PyTree, Rollout, TrainState
-from jaxspec.step import Step, rollout_metrics
+from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Rollout, TrainState
+from jaxspec.step import Step
 
 Seconds = dict[str, float]
 
@@ -51,8 +51,17 @@ def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
 
     def nothing_asked() -> Prompts:
         tokens, lengths = jnp.zeros((prompts, step.config.data.max_prompt_length), jnp.int32), jnp.zeros((prompts,), jnp.int32)
-        number = jnp.zeros((), jnp.int32)
-        return Prompts(tokens=tokens, lengths=lengths, live=jnp.zeros((prompts,), bool), stream=number, batch=number)
+        number, past = jnp.zeros((), jnp.int32), step.config.rollout.past
+        history = jnp.zeros((prompts, past, tokens.shape[1] + step.settings.max_new_tokens), jnp.int32)
+        return Prompts(
+            tokens=tokens,
+            lengths=lengths,
+            live=jnp.zeros((prompts,), bool),
+            stream=number,
+            batch=number,
+            history=history,
+            history_lengths=jnp.zeros((prompts, past), jnp.int32),
+        )
 
     state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
     finished = jax.tree.map(by_row, jax.eval_shape(lambda: step.nothing_finished(prompts * step.settings.group_size)))
@@ -118,6 +127,7 @@ class _Phases(NamedTuple):
     unfinished: Callable
     measure: Callable
     logprob: Callable
+    tune: Callable
     train_draft: Callable
     train_policy: Callable
 
@@ -125,23 +135,24 @@ class _Phases(NamedTuple):
 def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
     """Compiles each phase for what the one before gives; also returns the shapes of the metrics of learning."""
 
-    def one_slice(target: Decoder, network: PyTree, running: engine.Engine) -> engine.Engine:
-        return step.advance(target, network, running, jnp.int32(step.config.rollout.slice_rounds))
+    def one_slice(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
+        return step.advance(target, drafter, running, jnp.int32(step.config.rollout.slice_rounds))
 
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
-    prepare, (target, network) = ahead(step.prepare, state)
-    begin, running = ahead(step.begin, target, network, wanted)
+    prepare, (target, drafter) = ahead(step.prepare, state)
+    begin, running = ahead(step.begin, target, drafter, wanted)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
-    advance, _ = ahead(one_slice, target, network, running, donate_argnums=2, out_shardings=same)
+    advance, _ = ahead(one_slice, target, drafter, running, donate_argnums=2, out_shardings=same)
     unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
-    measure, _ = ahead(rollout_metrics, engine.collect(running), out_shardings=whole)
+    measure, _ = ahead(step.measure, engine.collect(running), drafter, out_shardings=whole)
     logprob, recomputed = ahead(step.logprob, state, finished.rollout)
+    tune, _ = ahead(step.tune, state.tuner, finished, out_shardings=layout.tuner)
     train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
     train_policy, (_, metrics) = ahead(
         step.train_policy, state.policy, finished, recomputed, donate_argnums=0, out_shardings=(layout.policy, whole)
     )
-    return _Phases(prepare, begin, advance, unfinished, measure, logprob, train_draft, train_policy), {**metrics, **draft_metrics}
+    return _Phases(prepare, begin, advance, unfinished, measure, logprob, tune, train_draft, train_policy), {**metrics, **draft_metrics}
 
 
 def staged_step(step: Step, prompts: int) -> Runner:
@@ -155,14 +166,15 @@ def staged_step(step: Step, prompts: int) -> Runner:
         draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
         policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
         clock.seconds["time/train"] += clock.seconds["time/draft"]
-        return state.replace(policy=policy, draft=draft), numbers({**metrics, **draft_metrics}) | clock.seconds
+        tuner = phases.tune(state.tuner, finished)
+        return state.replace(policy=policy, draft=draft, tuner=tuner), numbers({**metrics, **draft_metrics}) | clock.seconds
 
-    def generate(target: Decoder, network: PyTree, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
-        running = phases.begin(target, network, prompts)
+    def generate(target: Decoder, drafter: Drafter, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
+        running = phases.begin(target, drafter, prompts)
         while bool(phases.unfinished(running.rollout.status)):
             if stop():
                 return None
-            running = phases.advance(target, network, running)
+            running = phases.advance(target, drafter, running)
         return engine.collect(running)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
@@ -170,9 +182,9 @@ def staged_step(step: Step, prompts: int) -> Runner:
         if bool(finished.learn):
             state, learnt = learn(state, finished)
         clock, began = _Clock(), time.perf_counter()
-        target, network = clock("prepare", phases.prepare, state)
-        rollout = clock("generate", generate, target, network, prompts, stop)
-        generated = {} if rollout is None else numbers(phases.measure(rollout))
+        target, drafter = clock("prepare", phases.prepare, state)
+        rollout = clock("generate", generate, target, drafter, prompts, stop)
+        generated = {} if rollout is None else numbers(phases.measure(rollout, drafter))
         return Called(state, rollout, learnt, generated, {**clock.seconds, "time/step": time.perf_counter() - began})
 
     return call
@@ -186,6 +198,8 @@ class Comparison(NamedTuple):
     spec_passes: float
     plain_seconds: float
     spec_seconds: float
+    round_cost: float
+    """Seconds of a round of draft and verification over seconds of a plain step; loops are as long as their longest row."""
 
 
 def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
@@ -193,13 +207,15 @@ def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeat
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
-    target, network = jax.jit(step.prepare)(state)
-    speculative = jax.jit(step.generate).lower(target, network, prompts).compile()
-    plainly = jax.jit(plain.generate).lower(target, None, prompts).compile()
-    measure = jax.jit(rollout_metrics)
-    calls = {"spec": lambda: speculative(target, network, prompts), "plain": lambda: plainly(target, None, prompts)}
+    target, drafter = jax.jit(step.prepare)(state)
+    speculative = jax.jit(step.generate).lower(target, drafter, prompts).compile()
+    nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
+    plainly = jax.jit(plain.generate).lower(target, nothing, prompts).compile()
+    calls = {"spec": lambda: speculative(target, drafter, prompts), "plain": lambda: plainly(target, nothing, prompts)}
     began = time.perf_counter()
-    passes = {name: numbers(measure(call()))["rollout/rounds"] for name, call in calls.items()}  # also warms up
+    rows = int(prompts.tokens.shape[0]) * step.settings.group_size
+    count = jax.jit(lambda rollout: (jnp.sum(rollout.statistics.rounds), jnp.max(rollout.statistics.rounds)))
+    rounds = {name: [int(number) for number in count(call())] for name, call in calls.items()}  # also warms up
     pair = np.float32(time.perf_counter() - began)
     if jax.process_count() > 1:  # all must make the same number of calls
         pair = multihost_utils.broadcast_one_to_all(pair)
@@ -209,5 +225,7 @@ def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeat
             began = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - began)
-    rows = int(prompts.tokens.shape[0]) * step.settings.group_size
-    return Comparison(rows, passes["plain"], passes["spec"], float(np.median(seconds["plain"])), float(np.median(seconds["spec"])))
+    plain_passes, spec_passes = (rounds[name][0] / rows for name in ("plain", "spec"))
+    plain_seconds, spec_seconds = (float(np.median(seconds[name])) for name in ("plain", "spec"))
+    cost = (spec_seconds / rounds["spec"][1]) / (plain_seconds / rounds["plain"][1])
+    return Comparison(rows, plain_passes, spec_passes, plain_seconds, spec_seconds, cost)

@@ -68,6 +68,32 @@ class Prompts(Tree):
     """Key stream: training and evaluation never share noise."""
     batch: Int[AnyArray, ""]
     """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
+    history: Int[AnyArray, "n H S"]
+    """Earlier texts of the same prompt (prompt and answer), for drafts that look there; H may be 0."""
+    history_lengths: Int[AnyArray, "n H"]
+    """0: no text."""
+
+
+@pytree
+class Statistics(Tree):
+    """What speculation did for each row; sums over rounds, so that means over any rows follow. K is the draft length."""
+
+    rounds: Int[AnyArray, " B"]
+    """Target passes the row took part in."""
+    drafted: Int[AnyArray, "B K"]
+    """Rounds that offered at least 1, 2, ... K drafts."""
+    reached: Int[AnyArray, "B K"]
+    """Rounds that offered draft 1, ... K and kept every one before it: only there were target and draft compared under the law."""
+    accepted: Int[AnyArray, "B K"]
+    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do not count."""
+    kept: Int[AnyArray, " B"]
+    """Tokens kept in rounds that offered a draft."""
+    overlap: Float[AnyArray, "B K F"]
+    """Expected acceptance sum_v min(target, draft), over the rounds of `reached`, at each draft temperature factor of the grid."""
+    draft_entropy: Float[AnyArray, "B K"]
+    """Over the rounds of `reached`, in nats; 0 for drafts that draw nothing."""
+    target_entropy: Float[AnyArray, " B"]
+    """Over the tokens of the response, in nats."""
 
 
 @pytree
@@ -81,10 +107,7 @@ class Rollout(Tree):
     logprobs: Float[AnyArray, "B S"]
     """The target's log-probability of each response token under the sampling distribution; 0 elsewhere."""
     status: Int[AnyArray, " B"]
-    rounds: Int[AnyArray, " B"]
-    """Target passes the row took part in."""
-    accepted: Int[AnyArray, "B K"]
-    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do not count."""
+    statistics: Statistics
 
 
 @pytree
@@ -110,10 +133,27 @@ class Learner(Tree):
 
 
 @pytree
+class Tuner(Tree):
+    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
+
+    overlap: Float[AnyArray, "K F"]
+    reached: Float[AnyArray, " K"]
+
+
+@pytree
+class Drafter(Tree):
+    """The draft in the rollout layout, and at which temperature of the grid it samples each depth."""
+
+    network: PyTree
+    choice: Int[Array, " K"]
+
+
+@pytree
 class TrainState(Tree):
     """What training carries from call to call."""
 
     policy: Learner
     draft: Learner | None
+    tuner: Tuner
     draft_online: Bool[Array, ""]
     """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""

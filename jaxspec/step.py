@@ -21,11 +21,14 @@ from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optim
 from jaxspec.rl.advantage import group_advantages
-from jaxspec.rl.draft_loss import draft_loss
+from jaxspec.rl.draft_loss import LOSSES, Objective, draft_loss, external_loss
 from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
 from jaxspec.rl.loss import grpo_loss, masked_mean
+from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Finished, Learner, Prompts, PyTree, Rollout, TrainState
+from jaxspec.rollout.verify import block_rule, token_rule
+from jaxspec.sampling import Processing
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, Statistics, TrainState, Tuner
 from jaxspec.sync import cast, to_rollout
 
 Metrics = dict[str, Num[Array, ""]]
@@ -55,8 +58,9 @@ class Step:
     def start(self, policy: Decoder, network: PyTree) -> TrainState:
         """The state before the first batch, from weights."""
         draft = None if network is None else optim.start(network, self.draft_optimizer)
-        online = jnp.asarray(self.config.rollout.draft.online and network is not None)
-        return TrainState(policy=optim.start(policy, self.policy_optimizer), draft=draft, draft_online=online)
+        online = jnp.asarray(self.config.draft_training.online and network is not None)
+        tuner = draft_temperature.start(self.draft.length if self.draft else 0, self.settings.grid)
+        return TrainState(policy=optim.start(policy, self.policy_optimizer), draft=draft, tuner=tuner, draft_online=online)
 
     def fresh(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
@@ -82,41 +86,53 @@ class Step:
             lengths=count,
             logprobs=jnp.zeros((rows, size), wide),
             status=count,
-            rounds=count,
-            accepted=jnp.zeros((rows, self.draft.length if self.draft else 0), jnp.int32),
+            statistics=engine.no_statistics(rows, self.draft.length if self.draft else 0, len(self.settings.grid), wide),
         )
         off = jnp.zeros((rows,), bool)
         return Finished(rollout=rollout, rewards=jnp.zeros((rows,), jnp.float32), valid=off, learn=jnp.zeros((), bool))
 
     # ---- phases
 
-    def prepare(self, state: TrainState) -> tuple[Decoder, PyTree]:
+    def prepare(self, state: TrainState) -> tuple[Decoder, Drafter]:
         """Policy and draft in the rollout layout and type."""
         network = state.draft.network if state.draft else None
-        dtype = jnp.dtype(self.config.model.dtype)
-        return to_rollout((state.policy.network, network), self.mesh, LOGICAL_AXES, dtype)
+        policy, network = to_rollout((state.policy.network, network), self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
+        return policy, Drafter(network=network, choice=draft_temperature.choose(state.tuner, self.settings.grid))
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), prompts.stream), prompts.batch)
 
-    def generate(self, target: Decoder, network: PyTree, prompts: Prompts) -> Rollout:
+    def generate(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
-        return engine.generate(target, network, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+        return engine.generate(target, drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
 
-    def begin(self, target: Decoder, network: PyTree, prompts: Prompts) -> engine.Engine:
+    def begin(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> engine.Engine:
         """Prefills, for generation in slices."""
-        return engine.begin_sharded(target, network, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+        return engine.begin_sharded(target, drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
 
-    def advance(self, target: Decoder, network: PyTree, running: engine.Engine, max_rounds: Int[Array, ""]) -> engine.Engine:
+    def advance(self, target: Decoder, drafter: Drafter, running: engine.Engine, max_rounds: Int[Array, ""]) -> engine.Engine:
         """One slice of generation."""
-        return engine.advance_sharded(target, network, self.draft, running, max_rounds, self.settings, self.mesh)
+        return engine.advance_sharded(target, drafter, self.draft, running, max_rounds, self.settings, self.mesh)
+
+    def measure(self, rollout: Rollout, drafter: Drafter) -> Metrics:
+        """Lengths, endings and acceptance of the rows that were generated."""
+        ran = rollout.status != IDLE
+        rows = jnp.maximum(jnp.sum(ran), 1)
+        tokens = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0))
+        return {
+            "rollout/tokens": tokens,
+            "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
+            "rollout/length_mean": tokens / rows,
+            **acceptance_metrics(rollout.statistics, tokens, drafter.choice, self.settings.grid),
+            **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
+        }
 
     def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
         policy = cast(state.policy.network, jnp.dtype(self.config.model.dtype))
-        forward = policy(rollout.tokens, positions_of(rollout.tokens), with_taps=state.draft is not None)
-        old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, self.settings.temperature)
+        forward = policy(rollout.tokens, positions_of(rollout.tokens), with_taps=self.draft is not None and self.draft.with_taps)
+        old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
         return Recomputed(old_logprobs, entropy, forward)
 
     def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
@@ -128,10 +144,11 @@ class Step:
         def loss_of(network: Decoder) -> Float[Array, ""]:
             network = cast(network, jnp.dtype(self.config.model.dtype))
             forward = network(rollout.tokens, positions_of(rollout.tokens))
-            logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, self.settings.temperature)
+            processing = self.settings.processing
+            logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, rollout.prompt_lengths, processing)
             return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask)
 
-        loss, gradients = jax.value_and_grad(loss_of)(policy.network)
+        loss, gradients = optim.value_and_grad(loss_of, policy.network)
         policy, norm = optim.update(policy, gradients, loss, self.policy_optimizer)
         gap = jnp.abs(rollout.logprobs - recomputed.old_logprobs)
         return policy, {
@@ -146,17 +163,17 @@ class Step:
 
     def train_draft(self, draft: Learner, policy: Decoder, rollout: Rollout, valid: Array, forward: Forward) -> tuple[Learner, Metrics]:
         """One update of the draft on the policy's detached hidden states, with its own optimizer and clip."""
-        dtype, options = jnp.dtype(self.config.model.dtype), self.config.rollout.draft
+        dtype, options = jnp.dtype(self.config.model.dtype), self.config.draft_training
+        objective = Objective(LOSSES[options.loss], options.ttt_steps, options.decay, self.settings.processing.temperature)
         mask = response_mask(rollout) & valid[:, None]
         target = cast(policy, dtype)
 
         def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " S"]]:
-            result = draft_loss(
-                cast(network, dtype), target, forward, rollout.tokens, mask, options.ttt_steps, options.decay, self.settings.temperature
-            )
+            loss = external_loss if isinstance(network, Decoder) else draft_loss
+            result = loss(cast(network, dtype), target, forward, rollout.tokens, mask, objective)
             return result.loss, result.acceptance
 
-        (loss, acceptance), gradients = jax.value_and_grad(loss_of, has_aux=True)(draft.network)
+        (loss, acceptance), gradients = optim.value_and_grad(loss_of, draft.network, has_aux=True)
         draft, norm = optim.update(draft, gradients, loss, self.draft_optimizer)
         depths = {f"draft/expected_acceptance_{depth}": value for depth, value in enumerate(acceptance, start=1)}
         skipped = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
@@ -169,7 +186,11 @@ class Step:
         gradients_done = ~(metrics["grad_norm/policy"] < -1)
         waiting = state.replace(draft_online=state.draft_online & gradients_done)
         draft, draft_metrics = self.maybe_train_draft(waiting, finished, recomputed)
-        return state.replace(policy=policy, draft=draft), metrics | draft_metrics
+        return state.replace(policy=policy, draft=draft, tuner=self.tune(state.tuner, finished)), metrics | draft_metrics
+
+    def tune(self, tuner: Tuner, finished: Finished) -> Tuner:
+        """What the rollout measured about the draft's temperature, for the next ones."""
+        return draft_temperature.update(tuner, finished.rollout.statistics)
 
     def maybe_train_draft(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[Learner | None, Metrics]:
         """The draft update where the draft learns online; its metrics are NaN where it is frozen."""
@@ -196,27 +217,39 @@ class Step:
         with jax.named_scope("learn"):
             state, learn_metrics = self.learn(state, finished)
         with jax.named_scope("sync"):
-            target, network = self.prepare(state)
+            target, drafter = self.prepare(state)
         with jax.named_scope("generate"):
-            rollout = self.generate(target, network, prompts)
-        return state, rollout, learn_metrics, rollout_metrics(rollout)
+            rollout = self.generate(target, drafter, prompts)
+        return state, rollout, learn_metrics, self.measure(rollout, drafter)
 
 
-def rollout_metrics(rollout: Rollout) -> Metrics:
-    """Lengths, endings and acceptance of the rows that were generated."""
-    ran = rollout.status != IDLE
-    rows = jnp.maximum(jnp.sum(ran), 1)
-    tokens, rounds = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0)), jnp.sum(rollout.rounds)
-    drafted = jnp.maximum(rounds * rollout.accepted.shape[1], 1)
-    by_depth = jnp.sum(rollout.accepted, axis=0) / jnp.maximum(rounds, 1)
+def acceptance_metrics(statistics: Statistics, tokens: Num[Array, ""], choice: Int[Array, " K"], grid: tuple[float, ...]) -> Metrics:
+    """What speculation did, over all rows of `statistics`, which hold `tokens` response tokens (drafters.md, section 8).
+
+    Rates by depth are unconditional (of the rounds with a draft) or conditional (of those that kept every draft before); `choice` are the
+    draft temperatures of `grid` that were used.
+    """
+    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0).astype(jnp.float32), statistics)
+
+    def share(part: Array, whole: Array) -> Array:
+        return part / jnp.maximum(whole, 1)
+
+    overlap = jnp.take_along_axis(total.overlap, choice[:, None], axis=1)[:, 0]
+    by_depth = {
+        "acceptance_rate": share(total.accepted, total.drafted[:1]),
+        "conditional_rate": share(total.accepted, total.reached),
+        "expected_acceptance": share(overlap, total.reached),
+        "draft_entropy": share(total.draft_entropy, total.reached),
+        "draft_temperature": jnp.asarray(grid, jnp.float32)[choice],
+    }
+    drafted, generated = jnp.sum(total.drafted[:1]), tokens.astype(jnp.float32)
     return {
-        "rollout/tokens": tokens,
-        "rollout/rounds": rounds / rows,
-        "rollout/length_mean": tokens / rows,
-        "rollout/acceptance_length": tokens / jnp.maximum(rounds, 1),
-        "rollout/acceptance_rate": jnp.sum(rollout.accepted) / drafted,
-        **{f"rollout/acceptance_rate_{depth}": rate for depth, rate in enumerate(by_depth, start=1)},
-        **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
+        "rollout/tokens_per_target_pass": share(generated, total.rounds),
+        "rollout/acceptance_length": jnp.where(drafted > 0, share(total.kept, drafted), 1),
+        "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.drafted)),
+        "rollout/coverage": share(drafted, total.rounds),
+        "rollout/target_entropy": share(total.target_entropy, generated),
+        **{f"rollout/{name}_{depth}": value for name, values in by_depth.items() for depth, value in enumerate(values, start=1)},
     }
 
 
@@ -230,19 +263,27 @@ def _nothing(function, *arguments) -> Metrics:
 
 def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...]) -> Step:
     """Opens the config once and hands its parts to those who use them."""
+    rollout, grpo, training = config.rollout, config.grpo, config.draft_training
     settings = engine.Settings(
-        group_size=config.grpo.group_size,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        coupled=config.rollout.verify == "coupled",
-        stop_ids=stop_ids,
+        group_size=grpo.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        processing=Processing(rollout.banned, rollout.min_new_tokens, stop_ids, rollout.temperature, rollout.top_k, rollout.top_p),
+        rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
+        grid=_grid(config),
     )
-    grpo, draft = config.grpo, config.rollout.draft
     return Step(
         config=config,
         mesh=mesh,
         settings=settings,
-        draft=build_draft(config),
+        draft=build_draft(config, stop_ids),
         policy_optimizer=optim.adamw(optim.warmup(grpo.learning_rate, grpo.warmup_steps), grpo.grad_clip, grpo.weight_decay),
-        draft_optimizer=optim.adamw(draft.learning_rate, draft.grad_clip),
+        draft_optimizer=optim.adamw(training.learning_rate, training.grad_clip),
     )
+
+
+def _grid(config: Config) -> tuple[float, ...]:
+    """Factors on the temperature among which the draft's is chosen."""
+    draft = config.rollout.draft
+    if draft.sampling == "argmax" or config.rollout.temperature == 0:
+        return (0.0,)
+    return draft_temperature.GRID if draft.sampling == "auto" and draft.learned else (float(draft.temperature),)

@@ -144,6 +144,7 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> Position | N
     state, finished, _ = abstract(job.step, job.config.grpo.prompts)
     (state, finished), host = checkpoints.restore(newest, (state, finished))
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
+    batches.history.load(host.pop("history"))
     return Position(state=state, finished=finished, **host)
 
 
@@ -245,7 +246,7 @@ class Loop:
 
     def save(self, position: Position) -> None:
         """Starts a checkpoint of everything the next call needs."""
-        host = {"batch": position.batch, "line": position.line, "samples": position.samples}
+        host = {"batch": position.batch, "line": position.line, "samples": position.samples, "history": self.batches.history.dump()}
         self.checkpoints.save(position.number, (position.state, position.finished), host)
 
     def stop(self) -> bool:
@@ -272,7 +273,7 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
         job.say("comparing with plain decoding of the last batch")
         made = compare(job.step, plain_step(job), position.state, batches.train(job.config.steps - 1))
         summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}
-        summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds}
+        summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
     if jax.process_index() == 0:
         Console().print(measures.closing_table(measures.read(workdir), summary))
     return 0

@@ -2,84 +2,154 @@
 
 import dataclasses
 import hashlib
+import json
+import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
 
+from jaxspec import draft_data
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import cached, content_key, load_tree, save_tree
-from jaxspec.config import ConfigError
-from jaxspec.data import Problem, PromptStream, load_problems, pad_prompts
+from jaxspec.checkpoint import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.config import Config, ConfigError
+from jaxspec.data import load_problems
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
-from jaxspec.runner import abstract
-from jaxspec.state import IDLE, Learner, Prompts, PyTree, Rollout
+from jaxspec.rl.draft_loss import LOSSES, Objective, draft_loss, external_loss
+from jaxspec.rl.logprob import positions_of, response_mask
+from jaxspec.runner import abstract, placed
+from jaxspec.state import Learner, PyTree, Rollout
 from jaxspec.step import Metrics, Step, build_step
+from jaxspec.sync import cast
+from jaxspec.tasks import SftBatch
 from jaxspec.train_sft import WEIGHTS, cached_policy, policy_key
 
-STREAM = 2
-"""Key stream of these rollouts, apart from training's and evaluation's."""
+ACCEPTANCE = "acceptance.json"
+"""What the draft reached on held-out responses, beside its weights."""
+DEPTHS = 8
+"""Depths that are measured at least, so that another draft_length finds its own in the cache."""
+KEEP_SECONDS, KEEP_COST = 10.0, 10.0
+"""Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
 
-def sample_responses(job: Job, policy: Decoder, progress: Progress) -> list[Rollout]:
-    """The policy's own responses to the training prompts, by plain decoding: in domain, the largest single lever on acceptance."""
-    config, rows = job.config, job.config.offline.rows
-    plain = plain_step(job)
-    plain = dataclasses.replace(plain, settings=plain.settings._replace(group_size=1))
-    problems, _ = load_problems(config.data, job.tokenizer)
-    stream = PromptStream(problems, config.seed)
+def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress) -> dict[int, SftBatch]:
+    """The policy's responses to batches of the training prompts, by plain decoding: in domain, the largest single lever on acceptance.
 
-    def generate(policy: Decoder, prompts: Prompts) -> Rollout:
-        target, _ = plain.prepare(plain.start(policy, None))
-        return plain.generate(target, None, prompts)
-
-    call = jax.jit(generate)
-    rollouts = []
-    for number in range(-(-config.offline.samples // rows)):
-        chosen = [stream[number * rows + row] for row in range(rows)]
-        rollouts.append(call(policy, _prompts(job, chosen, number)))
-        progress.update(min((number + 1) * rows, config.offline.samples))
-    return rollouts
+    Each batch is kept in `folder` as soon as it is there, and read from there if it is already.
+    """
+    respond = draft_data.responder(job, plain_step(job), policy)
+    rows, whole = job.config.offline.rows, meshes.replicated(job.mesh)
+    size = job.config.data.max_prompt_length + job.config.rollout.max_new_tokens
+    shapes: list[Any] = [jax.ShapeDtypeStruct(shape, np.int32, sharding=whole) for shape in ((rows, size), (rows,), (rows,))]
+    batches = {}
+    for done, number in enumerate(numbers, start=1):
+        file = folder / f"responses-{number}.npz"
+        if not file.exists():
+            _keep(file, respond(number))
+        batches[number] = jax.device_get(load_tree(file, SftBatch(*shapes)))
+        progress.update(done * rows)
+    return batches
 
 
-def train(job: Job, policy: Decoder, rollouts: list[Rollout], progress: Progress) -> PyTree:
-    """Trains a fresh draft for `offline.steps` updates on batches of `rollouts`, in an order of each pass's own; returns its weights."""
-    config = job.config
-    optimizer = optim.adamw(optim.cosine(config.offline.learning_rate, config.offline.steps), config.rollout.draft.grad_clip)
+def train(job: Job, policy: Decoder, rows: SftBatch, folder: Path, progress: Progress) -> PyTree:
+    """Trains a fresh draft for `offline.steps` updates on batches of `rows`; returns its weights.
+
+    Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
+    """
+    config, kept = job.config, folder / "learner.npz"
+    offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(job.mesh)
+    optimizer = optim.adamw(optim.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip)
     step = dataclasses.replace(job.step, draft_optimizer=optimizer)
 
-    def fresh() -> Learner:
+    def fresh() -> tuple[Learner, Array]:
         learner = step.fresh().draft
         assert learner is not None, "train is only called for a draft with weights"
-        return learner
+        return learner, jnp.zeros((), jnp.int32)
 
-    def update(draft: Learner, policy: Decoder, rollout: Rollout) -> tuple[Learner, Metrics]:
-        state = step.start(policy, draft.network)
-        return step.train_draft(draft, policy, rollout, rollout.status != IDLE, step.logprob(state, rollout).forward)
+    def update(learner: Learner, policy: Decoder, batch: PyTree) -> tuple[Learner, Metrics]:
+        rollout, forward = _read(step, policy, batch)
+        return step.train_draft(learner, policy, rollout, jnp.ones(rollout.lengths.shape, bool), forward)
 
-    layout = job.step.train_layout(jax.eval_shape(fresh))
-    draft = jax.jit(fresh, out_shardings=layout)()
-    call = jax.jit(update, donate_argnums=0)
-    rng = np.random.default_rng([config.seed, 2])
-    order: list[int] = []
-    for number in range(1, config.offline.steps + 1):
-        order = order or list(rng.permutation(len(rollouts)))
-        draft, metrics = call(draft, policy, rollouts[order.pop()])
-        progress.update(number, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
-    return draft.network
+    shapes = jax.eval_shape(fresh)
+    layout = step.train_layout(shapes[0]), whole
+    if kept.exists():
+        learner, done = load_tree(kept, jax.tree.map(placed, shapes, layout))
+        progress.say(f"going on at step {int(done)} of {offline.steps}")
+    else:
+        learner, done = jax.jit(fresh, out_shardings=layout)()
+        if draft.vocab:
+            ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
+            learner = learner.replace(network=with_vocabulary(learner.network, ids))
+    call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
+    last, pause = time.monotonic(), KEEP_SECONDS
+    for number in range(int(done), offline.steps):
+        batch = draft_data.batch_of(rows, number, offline.rows, config.seed)
+        learner, metrics = call(learner, policy, jax.device_put(batch, meshes.rows_sharding(job.mesh)))
+        if time.monotonic() - last >= pause:
+            began = time.monotonic()
+            _keep(kept, (learner, np.int32(number + 1)))
+            last = time.monotonic()
+            pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
+        progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
+    return learner.network
+
+
+def _keep(file: Path, tree: PyTree) -> None:
+    """Writes a file that is complete or absent."""
+    fresh = file.with_suffix(".writing")
+    save_tree(fresh, tree)
+    fresh.replace(file)
+
+
+def _read(step: Step, policy: Decoder, batch: PyTree) -> tuple[Rollout, Forward]:
+    """A batch on the devices as a rollout, and the policy's own pass over it."""
+    assert step.draft is not None, "only a draft is trained on rollouts that are read"
+    tokens, prompt_lengths, lengths = batch
+    rollout = step.nothing_finished(tokens.shape[0]).rollout.replace(tokens=tokens, prompt_lengths=prompt_lengths, lengths=lengths)
+    target = cast(policy, jnp.dtype(step.config.model.dtype))
+    return rollout, target(tokens, positions_of(tokens), with_taps=step.draft.with_taps)
 
 
 def expected_length(metrics: Metrics) -> float:
     """Tokens a round would keep if each depth were accepted with its mean overlap: 1 + a1 + a1 a2 + ..."""
-    by_depth = [float(value) for name, value in sorted(metrics.items()) if name.startswith("draft/expected_acceptance_")]
-    return 1 + float(np.sum(np.cumprod(by_depth)))
+    depths = sum(name.startswith("draft/expected_acceptance_") for name in metrics)
+    return tokens_kept([float(metrics[f"draft/expected_acceptance_{depth}"]) for depth in range(1, depths + 1)])[-1]
+
+
+def tokens_kept(acceptance: list[float]) -> list[float]:
+    """Tokens that rounds of 1, 2, ... drafts would keep if each depth were accepted with its mean overlap."""
+    return (1 + np.cumsum(np.cumprod(acceptance))).tolist()
+
+
+def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[SftBatch]) -> list[float]:
+    """Expected acceptance sum_v min(target, draft) by depth, over the response tokens of `held_out`; a small model has one depth."""
+    training = job.config.draft_training
+    depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.draft_length)
+    objective = Objective(LOSSES[training.loss], depths, training.decay, job.step.settings.processing.temperature)
+
+    @jax.jit
+    def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " S"]:
+        rollout, forward = _read(job.step, policy, batch)
+        own, target = cast((network, policy), jnp.dtype(job.config.model.dtype))
+        loss = external_loss if isinstance(network, Decoder) else draft_loss
+        return loss(own, target, forward, rollout.tokens, response_mask(rollout), objective).acceptance
+
+    rows = meshes.rows_sharding(job.mesh)
+    by_batch = [jax.device_get(acceptance(network, policy, jax.device_put(batch, rows))) for batch in held_out]
+    return np.average(by_batch, axis=0, weights=[draft_data.responses(batch).sum() for batch in held_out]).tolist()
 
 
 def plain_step(job: Job) -> Step:
@@ -88,41 +158,66 @@ def plain_step(job: Job) -> Step:
     return build_step(dataclasses.replace(job.config, rollout=rollout), job.mesh, job.tokenizer.stop_ids)
 
 
-def _prompts(job: Job, problems: list[Problem], number: int) -> Prompts:
-    tokens, lengths = pad_prompts(problems, job.config.data.max_prompt_length, job.tokenizer.pad_id)
-    tokens, lengths, live = jax.device_put((tokens, lengths, np.ones(len(problems), bool)), meshes.rows_sharding(job.mesh))
-    return Prompts(tokens=tokens, lengths=lengths, live=live, stream=jnp.int32(STREAM), batch=jnp.int32(number))
+def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, folder: Path) -> None:
+    """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial` on the way."""
+    offline, draft = job.config.offline, job.config.rollout.draft
+    began, goes_on = time.perf_counter(), "what is done is kept, and the same command goes on from there"
+    partial.mkdir(exist_ok=True)
+    policy = load_policy(job, interrupt)
+    ours, held_out = draft_data.split(offline)
+    numbers = [*(() if text else ours), *held_out]
+    with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved(f"sampling ({goes_on})", progress.stop):
+        batches = collect(job, policy, numbers, partial, progress)
+    rows, measured = text or draft_data.joined([batches[number] for number in ours]), [batches[number] for number in held_out]
+    with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved(f"training the draft ({goes_on})", progress.stop):
+        network = train(job, policy, rows, partial, progress)
+    reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured) * offline.rows, "vocabulary": None, "coverage": None}
+    if draft.vocab:
+        ids = np.asarray(network.vocabulary[...])
+        reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(draft_data.joined(measured), ids)}
+    with interrupt.nothing_unsaved(f"measuring the draft ({goes_on})"):
+        reached["acceptance"] = measure(job, policy, network, measured)
+        save_tree(folder / WEIGHTS, network)
+        (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")
+    kept = tokens_kept(reached["acceptance"][: draft.draft_length])[-1]
+    job.say(f"the draft took {time.perf_counter() - began:.0f} s; on held-out responses it would keep {kept:.2f} tokens a round")
 
 
 def cached_draft(job: Job, interrupt: Interrupt) -> Path:
     """The file of the draft's weights, trained first if the cache does not hold it; in process 0, which does it for all.
 
     Raises:
-      ConfigError: the cache cannot be written, or is not shared with process 0.
+      ConfigError: the training text cannot be used, or the cache cannot be written, or it is not shared with process 0.
     """
-    config = job.config
-    code = sources(
-        "train_draft.py", "step.py", "data.py", "sampling.py", "drafts/*.py", "rollout/*.py", "rl/draft_loss.py", "rl/logprob.py"
-    )
-    data = dataclasses.replace(config.data, path=_digest(config.data.path), tokenizer=_digest(config.data.tokenizer, "tokenizer.json"))
-    draft, rollout = config.rollout.draft, config.rollout
-    shape = draft.kind, draft.ttt_steps, draft.decay, draft.grad_clip, rollout.max_new_tokens, rollout.temperature
+    offline, kind = job.config.offline, job.config.rollout.draft.kind
+    text = draft_data.training_text(job.config, job.tokenizer)
+    key = _key(job, text)
+    partial = cache_folder() / f"{key}.partial"
+    source = f"{len(text.tokens)} rows of {offline.text}" if text else f"{offline.samples} responses"
 
-    def build(folder: Path) -> None:
-        job.say(f"no draft in the cache: sampling {config.offline.samples} responses, then {config.offline.steps} steps of {draft.kind}")
-        began, local = time.perf_counter(), on_this_process(job)
-        policy = load_policy(local, interrupt)
-        with Progress("sampling", config.offline.samples) as progress, interrupt.nothing_unsaved("sampling", progress.stop):
-            rollouts = sample_responses(local, policy, progress)
-        with Progress("draft", config.offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop):
-            save_tree(folder / WEIGHTS, train(local, policy, rollouts, progress))
-        job.say(f"the draft took {time.perf_counter() - began:.0f} s")
+    def build_here(folder: Path) -> None:
+        job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
+        build(on_this_process(job), interrupt, text, partial, folder)
 
     with interrupt.nothing_unsaved("looking for the draft"):
-        return (
-            cached(content_key("draft", policy_key(job), config.seed, shape, config.offline, data, code), in_process_0(build), job.say)
-            / WEIGHTS
-        )
+        folder = cached(key, in_process_0(build_here), job.say)
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder / WEIGHTS
+
+
+def _key(job: Job, text: SftBatch | None) -> str:
+    """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network, training, code."""
+    config: Config = job.config
+    data = dataclasses.replace(config.data, path=_digest(config.data.path), tokenizer=_digest(config.data.tokenizer, "tokenizer.json"))
+    offline = dataclasses.replace(
+        config.offline, text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else ""
+    )
+    draft, training, processing = config.rollout.draft, config.draft_training, job.step.settings.processing
+    network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first
+    objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
+    code = sources("train_draft.py", "draft_data.py", "data.py", "step.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py")
+    law = config.seed, config.rollout.max_new_tokens, processing
+    return content_key("draft", policy_key(job), law, data, offline, network, objective, code)
 
 
 def _digest(*path: str) -> str:
@@ -138,14 +233,34 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     return load_tree(cached_policy(job, interrupt), shapes)
 
 
+def closing_table(reached: dict[str, Any], depths: int) -> Group:
+    """What a draft reached on held-out responses, as `build` stored it, for the first `depths` depths; for rich to print."""
+    table = Table(box=box.SIMPLE)
+    for title in ("depth", "expected acceptance", "tokens a round"):
+        table.add_column(title, justify="right")
+    acceptance = reached["acceptance"][:depths]
+    for depth, (share, kept) in enumerate(zip(acceptance, tokens_kept(acceptance), strict=True), start=1):
+        table.add_row(f"{depth}", f"{share:.3f}", f"{kept:.2f}")
+    remark = "measured after true tokens only, hence at one depth" if reached["kind"] == "model" else ""
+    if reached["vocabulary"]:
+        remark = f"its {reached['vocabulary']} tokens are {reached['coverage']:.2%} of those responses, which caps acceptance"
+    return Group(f"{reached['kind']} on {reached['responses']} held-out responses of the policy", table, remark)
+
+
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains the draft, or finds it in the cache, and says where it is."""
-    if job.config.offline.steps == 0 or job.config.rollout.draft.kind == "none":
-        raise ConfigError("offline.steps is 0 or rollout.draft.kind is none, so there is nothing to train; set --offline.steps and a draft")
+    """Trains the draft, or finds it in the cache; says where it is and what it reached."""
+    draft, training = job.config.rollout.draft, job.config.draft_training
+    if job.config.offline.steps == 0 or not draft.learned:
+        either = f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
+        raise ConfigError(f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights (eagle3, mtp, model)")
     load_problems(job.config.data, job.tokenizer)  # bad data is named before any work
-    job.say(f"draft: {process_0_first(lambda: cached_draft(job, interrupt))}")
+    weights = process_0_first(lambda: cached_draft(job, interrupt))
+    if jax.process_index() == 0:
+        reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
+        Console().print(closing_table(reached, max(training.ttt_steps, draft.draft_length)))
+    job.say(f"draft: {weights}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_draft", "Samples the policy on the training prompts and trains the draft on its responses.", main))
+    sys.exit(run("train_draft", "Trains the draft, on responses sampled from the policy or on a text, and measures it.", main))

@@ -20,6 +20,7 @@ from jaxspec.program import Job, in_process_0, on_this_process, process_0_first,
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of, token_logprobs
 from jaxspec.rl.loss import masked_mean
+from jaxspec.sampling import Processing
 from jaxspec.state import Learner, PyTree
 from jaxspec.sync import cast
 
@@ -32,7 +33,7 @@ def document_loss(
     """Mean negative log-likelihood, in nats a token, of what follows each document's prompt."""
     network = cast(network, dtype)
     positions = positions_of(tokens)
-    logprobs, _ = token_logprobs(network, network(tokens, positions).hidden, tokens, temperature=1.0)
+    logprobs, _ = token_logprobs(network, network(tokens, positions).hidden, tokens, prompt_lengths, Processing())
     first = jnp.maximum(prompt_lengths, 1)  # nothing precedes position 0
     return -masked_mean(logprobs, (positions >= first[:, None]) & (positions < lengths[:, None]))
 
@@ -50,7 +51,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
         return optim.start(job.step.fresh().policy.network, optimizer)
 
     def step(learner: Learner, batch: PyTree) -> tuple[Learner, Float[Array, ""]]:
-        loss, gradients = jax.value_and_grad(document_loss)(learner.network, *batch, config.model.dtype)
+        loss, gradients = optim.value_and_grad(lambda network: document_loss(network, *batch, dtype=config.model.dtype), learner.network)
         return optim.update(learner, gradients, loss, optimizer)[0], loss
 
     layout = job.step.train_layout(jax.eval_shape(fresh))

@@ -21,7 +21,7 @@ install_import_hook("jaxspec", "beartype.beartype")
 
 from jax.sharding import Mesh  # noqa: E402
 
-from jaxspec.config import Config, DraftConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig  # noqa: E402
+from jaxspec.config import Config, DraftConfig, DraftTrainingConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig  # noqa: E402
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
@@ -87,12 +87,13 @@ def tiny_model(**changes: Any) -> ModelConfig:
 
 def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any) -> Config:
     """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens."""
-    rollout = RolloutConfig(max_new_tokens=6, verify="coupled", draft=draft or DraftConfig(draft_length=2, ttt_steps=2))
+    rollout = RolloutConfig(max_new_tokens=6, verify="coupled", draft=draft or DraftConfig(draft_length=2, sampling="sample"))
     parts: dict[str, Any] = {
         "model": model or tiny_model(),
         "rollout": rollout,
         "grpo": GrpoConfig(prompts=8, group_size=2),
         "mesh": MeshConfig(),
+        "draft_training": DraftTrainingConfig(ttt_steps=2),
     }
     return Config(**{**parts, **changes})
 
@@ -109,6 +110,8 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
 
     def fill(path: Any, leaf: Any) -> jax.Array:
         name = _weight_name(path)
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.arange(leaf.size, dtype=leaf.dtype)  # a vocabulary map
         normal = random.normal(size=leaf.shape)
         if "norm" in name:
             return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
@@ -138,7 +141,13 @@ def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, liv
         live=jnp.full((count,), live),
         stream=jnp.int32(0),
         batch=jnp.int32(seed),
+        **no_history(count),
     )
+
+
+def no_history(prompts: int, size: int = 0) -> dict[str, Any]:
+    """The fields of `Prompts` for prompts without earlier answers."""
+    return {"history": jnp.zeros((prompts, 0, size), jnp.int32), "history_lengths": jnp.zeros((prompts, 0), jnp.int32)}
 
 
 def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
@@ -272,3 +281,25 @@ def numpy_eagle_read(network: Any, embedding: np.ndarray, taps: np.ndarray, toke
     for t in range(len(tokens) - 1):
         hidden, logits = numpy_eagle_slot(network, taps[t] @ fuse, embedding[tokens[t + 1]], t, seen)
     return hidden, logits, seen
+
+
+def numpy_mtp_slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int, seen: list[Any]) -> np.ndarray:
+    """One slot of an MTP layer as inference runs it: appends its key and value to `seen` and attends to all of them.
+
+    Returns the post-norm output, which is the next depth's hidden state and what the target's head reads.
+    """
+    config, weights = network.config, {name: value[layer] for name, value in numpy_weights(network).items()}
+    eps = config.norm_eps
+    pair = numpy_rms_norm(embedded, weights["embedding_norm"], eps), numpy_rms_norm(hidden, weights["hidden_norm"], eps)
+    out = np.concatenate(pair if network.embedding_first else pair[::-1]) @ weights["project"]
+    normed = numpy_rms_norm(out, weights["attention_norm"], eps)
+    query, key, value = (np.einsum("d,dnh->nh", normed, weights[name]) for name in ("query", "key", "value"))
+    query, key = numpy_rms_norm(query, weights["query_norm"], eps), numpy_rms_norm(key, weights["key_norm"], eps)
+    seen.append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
+    for head in range(config.heads):
+        shared = head * config.kv_heads // config.heads
+        turned = numpy_rotate(query[head], position, config.rope_theta)
+        scores = np.array([keys[shared] @ turned for keys, _ in seen]) / np.sqrt(config.head_size)
+        out = out + numpy_softmax(scores) @ np.array([values[shared] for _, values in seen]) @ weights["output"][head]
+    out = out + numpy_swiglu(numpy_rms_norm(out, weights["ffn_norm"], eps), weights["gate"], weights["up"], weights["down"])
+    return numpy_rms_norm(out, weights["norm"], eps)

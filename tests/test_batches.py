@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.batches import Batches
-from jaxspec.config import Config, DataConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, MeshConfig, ModelConfig, RolloutConfig
 from jaxspec.data import load_problems
 from jaxspec.program import Job, make_job
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
@@ -91,3 +91,28 @@ def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Bat
     assert asked == [job.tokenizer.decode(held_out[place].ids) for place in range(10)]
     assert len(set(asked)) == 10
     assert not np.asarray(batches.nothing(3).live).any()
+
+
+def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
+    """Batch 0 asked again, as in a next epoch: prompt and the first answers of its group; other problems and held-out ones bring none."""
+    rollout = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP))
+    job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
+    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    before = batches.train(0)
+    assert not np.asarray(before.history_lengths).any()
+    responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
+    answers = answered(job, batches, responses, [EOS] * len(responses))
+    batches.score_training(0, answers)
+    again = batches.train(0)
+    lengths = np.asarray(again.history_lengths)
+    np.testing.assert_array_equal(lengths, np.asarray(answers.lengths).reshape(PROMPTS, GROUP))
+    texts = np.asarray(again.history)
+    for place in range(PROMPTS):
+        for member in range(GROUP):
+            length = lengths[place, member]
+            np.testing.assert_array_equal(texts[place, member, :length], np.asarray(answers.tokens)[place * GROUP + member, :length])
+    assert not np.asarray(batches.train(1).history_lengths).any()
+    assert not np.asarray(batches.evaluate(0).history_lengths).any()
+    resumed = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    resumed.history.load(batches.history.dump())
+    np.testing.assert_array_equal(resumed.train(0).history, texts)

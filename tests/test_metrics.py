@@ -185,7 +185,7 @@ def test_closing_table() -> None:
         for step in range(40)
     ]
     lines[0]["eval/exact_match"], lines[39]["eval/exact_match"] = 0.5, 0.84
-    summary = {"plain/passes": 22.0, "spec/passes": 8.0, "plain/seconds": 0.5, "spec/seconds": 0.6, "rows": 128}
+    summary = {"plain/passes": 22.0, "spec/passes": 8.0, "plain/seconds": 0.5, "spec/seconds": 0.6, "round_cost": 1.8, "rows": 128}
     assert _printed(closing_table(lines, summary)) == [
         "40 batches",
         "reward | 0.01 -> 0.38 (first and last 4 of 40)",
@@ -195,6 +195,7 @@ def test_closing_table() -> None:
         "seconds by phase | generate 10.0, step 20.0",
         "target passes a sequence | plain 22, speculative 8: 2.75 times fewer",
         "seconds for 128 rows | plain 0.5, speculative 0.6: speed-up 0.83",
+        "round_cost | 1.8 (seconds of a round over those of a plain step)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Noise with exact laws, that depends on nothing but its keys."""
+"""Processors in their order, against a plain oracle and Hugging Face's; noise with exact laws, that depends on nothing but its keys."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
+from jaxspec.sampling import Processing
 from tests.conftest import chi_square
 
 STREAMS = (sampling.TARGET, sampling.DRAFT, sampling.COIN, sampling.NEXT)
@@ -19,12 +20,179 @@ def at(positions: list[int]) -> jax.Array:
     return jnp.array(positions, jnp.int32)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_processed_logprobs_are_the_tempered_softmax(temperature: float) -> None:
-    logits = np.random.default_rng(0).normal(size=(3, 2, 7)) * 4
-    powers = np.exp(logits / temperature)
-    found = sampling.processed_logprobs(jnp.asarray(logits, jnp.float32), temperature)
-    np.testing.assert_allclose(np.exp(found), powers / powers.sum(-1, keepdims=True), atol=1e-6)
+def oracle(logits: np.ndarray, processing: Processing, produced: int, factor: float = 1.0, keep: int | None = None) -> np.ndarray:
+    """The law of one token by plain loops; what is tied with the last token kept stays."""
+    logits = np.array(logits, np.float64)
+    ends = processing.stop_ids if produced < processing.min_new_tokens else ()
+    logits[[*processing.banned, *ends]] = -np.inf
+    temperature = processing.temperature * factor
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    probs = np.exp((logits - logits.max()) / temperature)
+    for rule in ("top_k", "top_p"):
+        probs /= probs.sum()
+        order = sorted(range(len(probs)), key=lambda token: -probs[token])
+        if rule == "top_k":
+            count = processing.top_k or len(probs)
+        else:
+            count = next((n for n in range(1, len(probs)) if sum(probs[order[:n]]) >= processing.top_p), len(probs))
+        least = probs[order[:count][-1]]
+        probs = np.array([probability if probability >= least or token == keep else 0 for token, probability in enumerate(probs)])
+    return probs / probs.sum()
+
+
+PROCESSINGS = {
+    "plain": Processing(),
+    "cold": Processing(temperature=0.5),
+    "hot": Processing(temperature=2.0),
+    "greedy": Processing(temperature=0.0, banned=(3,)),
+    "bans": Processing(banned=(0, 4)),
+    "minimum length": Processing(min_new_tokens=3, stop_ids=(1, 5)),
+    "top-k": Processing(top_k=3),
+    "top-k of more than there are": Processing(top_k=50),
+    "top-p": Processing(top_p=0.7),
+    "tiny top-p": Processing(top_p=1e-6),
+    "all": Processing(banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8),
+    "all, cold": Processing(banned=(2, 6), min_new_tokens=4, stop_ids=(0,), temperature=0.4, top_k=4, top_p=0.95),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("name", PROCESSINGS)
+def test_processors_follow_their_order(name: str, factor: float) -> None:
+    """Rows before and after the minimum length; a factor that is a number, an array, or one of several along an axis, traced or not."""
+    processing, random = PROCESSINGS[name], np.random.default_rng(0)
+    logits = random.normal(size=(40, 2, 8)) * 2
+    produced = random.integers(0, 6, (40, 2)).astype(np.int32)
+    wanted = np.array([[oracle(logits[i, j], processing, int(produced[i, j]), factor) for j in range(2)] for i in range(40)])
+    given = jnp.asarray(logits, jnp.float32), processing, jnp.asarray(produced)
+    traced = jax.jit(sampling.processed_logprobs, static_argnums=1)
+    for found in (
+        sampling.processed_logprobs(*given, factor),
+        sampling.processed_logprobs(*given, jnp.float32(factor)),
+        traced(*given, jnp.float32(factor)),
+        traced(*given, jnp.array([factor, factor], jnp.float32)),
+        jax.nn.log_softmax(sampling.processed_logits(*given, factor), axis=-1),
+    ):
+        np.testing.assert_allclose(np.exp(found), wanted, atol=2e-6)
+        np.testing.assert_array_equal(np.asarray(found) == -np.inf, wanted == 0)
+
+
+def test_each_order_that_is_not_the_documented_one_gives_another_law() -> None:
+    """What the test above could not see if its settings commuted."""
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    none = jnp.int32(0)
+
+    def kept(**settings: float) -> list[int]:
+        return np.flatnonzero(np.asarray(sampling.processed_logprobs(logits, Processing(**settings), none)) > -np.inf).tolist()  # pyright: ignore[reportArgumentType]
+
+    assert kept(top_p=0.65) == [0, 1]
+    assert kept(top_p=0.65, temperature=3.0) == [0, 1, 2]  # top-p is of the tempered law
+    assert kept(top_p=0.65, top_k=2, temperature=3.0) == [0, 1]  # and of what top-k left: .524, .476
+    assert kept(top_p=0.5, top_k=2, temperature=3.0) == [0]
+    assert kept(top_p=0.5, temperature=3.0) == [0, 1]
+    banned = sampling.processed_logprobs(logits, Processing(banned=(0,), top_k=2), none)
+    np.testing.assert_allclose(np.exp(banned), [0, 0.6, 0.4, 0], atol=1e-6)  # what is banned does not use up a place
+
+
+def test_factors_along_an_axis_are_each_their_own() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)), jnp.float32)
+    produced = jnp.zeros((5, 3), jnp.int32)
+    factors = jnp.array([0.5, 0.0, 1.0])
+    found = sampling.processed_logprobs(logits, Processing(temperature=0.8), produced, factors)
+    for depth, factor in enumerate(factors):
+        alone = sampling.processed_logprobs(logits[:, depth], Processing(temperature=0.8), produced[:, depth], factor)
+        np.testing.assert_array_equal(found[:, depth], alone)
+
+
+def test_the_plain_case_costs_nothing() -> None:
+    logits, produced = jnp.zeros((2, 5)), jnp.zeros((2,), jnp.int32)
+    for processing in (Processing(), Processing(stop_ids=(1,)), Processing(min_new_tokens=4), Processing(top_k=5), Processing(top_k=9)):
+        assert sampling.processed_logits(logits, processing, produced) is logits
+        assert not jax.make_jaxpr(lambda x, given=processing: sampling.processed_logits(x, given, produced))(logits).eqns
+    assert sampling.processed_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
+    tempered = str(jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(temperature=0.5), produced))(logits))
+    assert tempered.count(" div ") == 1
+    assert not any(name in tempered for name in ("sort", "top_k", "argmax", "select"))
+
+
+def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
+    logits, produced = jnp.array([[2.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]]), jnp.zeros((2,), jnp.int32)
+
+    def kept(**settings: float) -> list[list[int]]:
+        found = np.asarray(sampling.processed_logits(logits, Processing(**settings), produced)) > -np.inf  # pyright: ignore[reportArgumentType]
+        return found.astype(int).tolist()
+
+    assert kept(top_p=1e-9) == kept(top_p=0.0) == kept(top_k=1) == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert kept(top_k=2) == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert kept(temperature=0.0) == [[1, 0, 0, 0], [1, 0, 0, 0]]  # the first of two equals
+
+
+def test_top_p_stops_at_the_token_that_reaches_the_sum() -> None:
+    logits, none = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125])), jnp.int32(0)
+    for top_p, count in [(0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.9999, 4)]:
+        assert (sampling.processed_logits(logits, Processing(top_p=top_p), none) > -jnp.inf).sum() == count
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.3, "temperature": 0.7}])
+def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
+    random = np.random.default_rng(1)
+    logits, keep = random.normal(size=(60, 6)), random.integers(0, 6, 60).astype(np.int32)
+    produced = jnp.zeros((60,), jnp.int32)
+    found = sampling.processed_logprobs(jnp.asarray(logits, jnp.float32), Processing(**settings), produced, keep=jnp.asarray(keep))
+    wanted = np.array([oracle(row, Processing(**settings), 0, keep=token) for row, token in zip(logits, keep, strict=True)])
+    np.testing.assert_allclose(np.exp(found), wanted, atol=2e-6)
+    assert np.isfinite(np.asarray(found)[np.arange(60), keep]).all()
+
+
+@pytest.mark.parametrize("name", PROCESSINGS)
+def test_nan_logits_are_not_hidden(name: str) -> None:
+    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, jnp.nan], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
+    found = np.asarray(sampling.processed_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32)))
+    assert np.isnan(found[0]).any()
+    assert not np.isnan(found[1]).any()
+    assert np.isnan(sampling.entropy(jnp.asarray(found))).tolist() == [True, False]
+
+
+def test_gradients_pass_the_processors() -> None:
+    """Finite, and those of a plain softmax over what is left."""
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=8), jnp.float32)
+    processing = PROCESSINGS["all"]
+    left = oracle(np.asarray(logits), processing, 0)
+    chosen = int(left.argmax())
+    gradient = jax.grad(lambda x: sampling.processed_logprobs(x, processing, jnp.int32(0))[chosen])(logits)
+    np.testing.assert_allclose(gradient, ((np.arange(8) == chosen) - left) / processing.temperature, atol=1e-6)
+
+
+def test_entropy_counts_only_what_is_possible() -> None:
+    law = np.array([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.2, 0.0]])
+    with np.errstate(divide="ignore"):
+        logprobs = jnp.asarray(np.log(law), jnp.float32)
+    wanted = [-sum(chance * np.log(chance) for chance in row if chance > 0) for row in law]
+    np.testing.assert_allclose(sampling.entropy(logprobs), wanted, atol=1e-6)
+    assert np.isfinite(jax.grad(lambda x: sampling.entropy(x).sum())(logprobs)).all()
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", [name for name in PROCESSINGS if name != "greedy"])
+def test_processors_agree_with_hugging_face(name: str) -> None:
+    transformers = pytest.importorskip("transformers.generation.logits_process")
+    torch = pytest.importorskip("torch")
+    processing, prompt = PROCESSINGS[name], 3
+    logits = np.random.default_rng(4).normal(size=(200, 8)).astype(np.float32) * 2
+    for produced in (0, 2, 3, 5):
+        chain = []
+        if processing.banned:
+            chain.append(transformers.SuppressTokensLogitsProcessor(list(processing.banned)))
+        if processing.min_new_tokens:
+            chain.append(transformers.MinNewTokensLengthLogitsProcessor(prompt, processing.min_new_tokens, list(processing.stop_ids)))
+        chain.append(transformers.TemperatureLogitsWarper(processing.temperature))
+        if processing.top_k:
+            chain.append(transformers.TopKLogitsWarper(processing.top_k))
+        chain.append(transformers.TopPLogitsWarper(processing.top_p))
+        scores = transformers.LogitsProcessorList(chain)(torch.zeros((200, prompt + produced), dtype=torch.long), torch.tensor(logits))
+        found = sampling.processed_logprobs(jnp.asarray(logits), processing, jnp.full((200,), produced, jnp.int32))
+        np.testing.assert_allclose(np.exp(found), torch.softmax(scores, -1).numpy(), atol=2e-6)
 
 
 def test_categorical_has_the_law_it_is_given() -> None:
@@ -55,6 +223,20 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
     assert drawn.max() < 1
     assert chi_square(np.histogram(drawn, 20, (0, 1))[0], np.full(20, drawn.size / 20)) > 1e-3
     assert abs(np.corrcoef(drawn.T)[0, 1]) < 4 / np.sqrt(rows)
+
+
+def test_coins_of_different_rounds_are_unrelated() -> None:
+    """Block verification with the coins of the round before is biased (drafters.md section 7, bug 8)."""
+    rows = 50_000
+    keys = keys_of(list(range(rows)))
+    coins = [
+        sampling.uniform(sampling.offset_keys(keys, jnp.full((rows,), length, jnp.int32), sampling.COIN, 3), jnp.dtype("float32"))
+        for length in range(4)
+    ]
+    together = np.concatenate([np.asarray(part) for part in coins], axis=1)
+    for shown in (together, together > 0.9, np.abs(together - 0.5)):
+        related = np.corrcoef(np.asarray(shown, float).T) - np.eye(12)
+        assert np.abs(related).max() < 4.5 / np.sqrt(rows)
 
 
 def test_rows_keep_their_noise_wherever_they_stand() -> None:

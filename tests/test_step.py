@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxspec.config import DataConfig, DraftConfig, GrpoConfig, MeshConfig, RolloutConfig
+from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, MeshConfig, RolloutConfig
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -30,13 +30,14 @@ STOP = (1,)
 
 
 def config_of(verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0) -> Any:
-    draft = DraftConfig(kind=kind, draft_length=LENGTH, ttt_steps=2, learning_rate=5e-3)
+    draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling="sample")
     return tiny_config(
         MODEL,
         rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, temperature=temperature),
         grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),
+        draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3),
     )
 
 
@@ -75,6 +76,11 @@ def place(step: Step, tree: Any) -> Any:
 
 def prompts_of(step: Step, batch: int) -> Prompts:
     return place(step, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab, seed=batch))
+
+
+def assert_same_rollout(found: Rollout, wanted: Rollout) -> None:
+    """Tokens and counts exactly, sums of logprobs and laws to rounding."""
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10), host(found), host(wanted))
 
 
 def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
@@ -154,9 +160,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
         for _ in range(NEW):
             running = advance(target, network, running, jnp.int32(1))
         rollout = collect(running)
-        for name in ("tokens", "lengths", "status", "rounds", "accepted"):
-            np.testing.assert_array_equal(getattr(rollout, name), getattr(whole.rollouts[batch], name), err_msg=name)
-        np.testing.assert_allclose(rollout.logprobs, whole.rollouts[batch].logprobs, rtol=0, atol=1e-12)
+        assert_same_rollout(rollout, whole.rollouts[batch])
         assert_close(host(state), whole.states[batch], 1e-12)
         finished = score(step, rollout, batch)
     assert max(learnt["rollout/logprob_gap_max"] for learnt in whole.learnt[1:]) < 1e-9  # also at another temperature
@@ -177,8 +181,7 @@ def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(data: int, tens
     spread = drive(program(data, tensor, shard_above=shard_above), 4)
     for batch in range(4):
         one = twenty(True)
-        for name in ("tokens", "lengths", "status", "rounds", "accepted"):
-            np.testing.assert_array_equal(getattr(spread.rollouts[batch], name), getattr(one.rollouts[batch], name), err_msg=name)
+        assert_same_rollout(spread.rollouts[batch], one.rollouts[batch])
         np.testing.assert_array_equal(spread.rewards[batch], one.rewards[batch])
         assert_close(spread.states[batch], one.states[batch], 1e-9)
     assert moved(spread.states[3].policy.network, spread.states[0].policy.network)
@@ -321,15 +324,26 @@ def test_metrics_are_those_of_the_rollout() -> None:
     _, rollout, _, generated = made.call(start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0))
     rows = host(rollout)
     assert_bitwise(rows.tokens, run.rollouts[0].tokens)
-    tokens, rounds = (rows.lengths - rows.prompt_lengths).sum(), rows.rounds.sum()
+    counts = rows.statistics
+    tokens, rounds, drafted = (rows.lengths - rows.prompt_lengths).sum(), counts.rounds.sum(), counts.drafted[:, 0].sum()
+    assert drafted == rounds, "EAGLE-3 always has a draft"
+    by_depth = {
+        "acceptance_rate": counts.accepted.sum(0) / rounds,
+        "conditional_rate": counts.accepted.sum(0) / counts.reached.sum(0),
+        "expected_acceptance": counts.overlap.sum((0, 2)) / counts.reached.sum(0),
+        "draft_entropy": counts.draft_entropy.sum(0) / counts.reached.sum(0),
+        "draft_temperature": np.ones(LENGTH),
+    }
     expected = {
         "rollout/tokens": tokens,
         "rollout/rounds": rounds / ROWS,
         "rollout/length_mean": tokens / ROWS,
+        "rollout/tokens_per_target_pass": tokens / rounds,
         "rollout/acceptance_length": tokens / rounds,
-        "rollout/acceptance_rate": rows.accepted.sum() / (rounds * LENGTH),
-        "rollout/acceptance_rate_1": rows.accepted[:, 0].sum() / rounds,
-        "rollout/acceptance_rate_2": rows.accepted[:, 1].sum() / rounds,
+        "rollout/acceptance_rate": counts.accepted.sum() / (rounds * LENGTH),
+        "rollout/coverage": 1,
+        "rollout/target_entropy": counts.target_entropy.sum() / tokens,
+        **{f"rollout/{name}_{depth}": value for name, values in by_depth.items() for depth, value in enumerate(values, start=1)},
         "status/eos": (rows.tokens[np.arange(ROWS), rows.lengths - 1] == STOP[0]).sum(),
         "status/length": (rows.tokens[np.arange(ROWS), rows.lengths - 1] != STOP[0]).sum(),
         "status/failed": 0,

@@ -50,8 +50,16 @@ SCHEMA = {
     "time/data",
     "time/reward",
     "reward/mean",
+    "rollout/tokens_per_target_pass",
     "rollout/acceptance_length",
     "rollout/acceptance_rate",
+    "rollout/acceptance_rate_3",
+    "rollout/conditional_rate_3",
+    "rollout/expected_acceptance_3",
+    "rollout/draft_temperature_3",
+    "rollout/draft_entropy_3",
+    "rollout/target_entropy",
+    "rollout/coverage",
     "rollout/rounds",
     "rollout/tokens",
     "rollout/tokens_per_s",
@@ -153,7 +161,15 @@ def comparable(line: dict) -> dict:
 def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("run")
     output = launch(cache, workdir).finish()
-    for row in ("reward", "acceptance_length", "held-out exact match", "tokens/s", "seconds by phase", "target passes a sequence"):
+    for row in (
+        "reward",
+        "acceptance_length",
+        "held-out exact match",
+        "tokens/s",
+        "seconds by phase",
+        "target passes a sequence",
+        "round_cost",
+    ):
         assert row in output
     return workdir
 
@@ -164,7 +180,8 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     for line in written:
         assert line.keys() >= SCHEMA
         assert line["status/eos"] + line["status/length"] == 32
-        assert line["rollout/acceptance_length"] == pytest.approx(line["rollout/length_mean"] / line["rollout/rounds"])
+        assert line["rollout/tokens_per_target_pass"] == pytest.approx(line["rollout/length_mean"] / line["rollout/rounds"])
+        assert line["rollout/acceptance_length"] == pytest.approx(line["rollout/tokens_per_target_pass"])
         assert line["rollout/logprob_gap_max"] < 1e-9
     assert [line["step"] for line in written if "eval/exact_match" in line] == [0, 4, 7]
     assert len({line["reward/mean"] for line in written}) > 1

@@ -9,15 +9,26 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import PyTree
 
-Sampler = Callable[[Float[Array, "B V"], int], tuple[Int[Array, " B"], Float[Array, "B V"]]]
-"""(draft logits, offset in the block) -> (tokens, log-probabilities they were drawn from)."""
+Sampler = Callable[[Float[Array, "B V"], int], Int[Array, " B"]]
+"""(draft logits over the target's vocabulary, offset in the block) -> tokens."""
 
 
 class Proposal(NamedTuple):
-    """K tokens for each row, and the distributions they were sampled from."""
+    """Tokens for each row, and the logits they were drawn from."""
 
     tokens: Int[Array, "B K"]
-    logprobs: Float[Array, "B K V"]
+    logits: Float[Array, "B K V"] | None
+    """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with one finite logit a position."""
+    offered: Int[Array, " B"]
+    """How many of them are offered, 0..K: a function of the prefix, never of a token that was drawn; the rest is not looked at."""
+
+
+class Context(NamedTuple):
+    """What is committed: all that a draft may depend on. Rows of a group are adjacent."""
+
+    tokens: Int[Array, "B S"]
+    """Prompt and response so far; zeros beyond `lengths`."""
+    lengths: Int[Array, " B"]
 
 
 class Kept(NamedTuple):
@@ -25,25 +36,30 @@ class Kept(NamedTuple):
 
     tokens: Int[Array, "B K1"]
     """Token following each block position (the drafts kept, then next_token)."""
-    taps: Float[Array, "B K1 C"]
-    """The target's own taps at each block position."""
+    features: Float[Array, "B K1 C"]
+    """What the target's own pass gives at each block position: its taps for a draft `with_taps`, else its final-norm hidden states."""
     positions: Int[Array, "B K1"]
     length: Int[Array, " B"]
 
 
 class Draft(NamedTuple):
-    """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends its embedding.
+    """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends its embedding and head.
 
-    prefill(network, target, prompt tokens [n P], lengths [n], taps [n P C], slots) -> state of n rows
+    prefill(network, target, prompts of n groups, features [n P C], slots) -> state of n rows
     repeat(state, times) -> state with each row repeated for its group
-    propose(network, target, state, sample) -> (state, Proposal)
+    propose(network, target, state, context, sample) -> (state, Proposal)
     commit(state, kept) -> state
     """
 
     length: int
+    """Tokens a round (K)."""
+    with_taps: bool
+    """Whether its features are the target's taps; else they are the final-norm hidden states."""
+    draws: bool
+    """Whether some of its tokens are drawn from logits."""
     prefill: Callable[..., PyTree]
     repeat: Callable[[PyTree, int], PyTree]
-    propose: Callable[[PyTree, Decoder, PyTree, Sampler], tuple[PyTree, Proposal]]
+    propose: Callable[[PyTree, Decoder, PyTree, Context, Sampler], tuple[PyTree, Proposal]]
     commit: Callable[[PyTree, Kept], PyTree]
 
 

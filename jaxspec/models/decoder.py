@@ -80,8 +80,9 @@ class Decoder(nnx.Module):
         mask = up_to_position(positions, tokens.shape[1] if cache is None else cache.keys.shape[2])
         # Where layer i writes its input; entry 3 is never read.
         slots = [3] * config.layers
-        for slot, boundary in enumerate(tap_boundaries(config.layers)):
-            slots[boundary] = slot
+        if with_taps:
+            for slot, boundary in enumerate(tap_boundaries(config.layers)):
+                slots[boundary] = slot
         taps = jnp.zeros((4 if with_taps else 0, *x.shape), x.dtype)
 
         def layer(carry, xs):

@@ -1,6 +1,7 @@
 """Parts of the networks, and the logical axes of every weight by name."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,18 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "up": (None, "embed", "ffn"),
     "down": (None, "ffn", "embed"),
     "fuse": (None, "embed"),
+    "project": (None, None, "embed"),
 }
 """Axes of each weight that is sharded, by attribute name; the first axis of a layer's weights is its place in the stack."""
+
+
+class Heads(NamedTuple):
+    """Rotated queries and keys, and values, of a block in a draft layer, and the stream that the layer adds its output to."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T M H"]
+    value: Float[Array, "B T M H"]
+    residual: Float[Array, "B T D"]
 
 
 def dense(key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0) -> nnx.Param:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.decoder import Decoder
-from jaxspec.sampling import processed_logprobs
+from jaxspec.sampling import Processing, entropy, processed_logprobs
 from jaxspec.state import Rollout
 
 CHUNK_ELEMENTS = 2**25
@@ -50,18 +50,21 @@ def response_mask(rollout: Rollout) -> Array:
 
 
 def token_logprobs(
-    policy: Decoder, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], temperature: float
+    policy: Decoder, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], prompt_lengths: Int[Array, " B"], processing: Processing
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
-    """Log-probability of each token given those before it, and the entropy it was drawn with, at the sampling temperature.
+    """Log-probability of each token given those before it, and the entropy it was drawn with, under the sampling distribution.
 
-    Position 0, which nothing precedes, gets zeros.
+    A token that rounding puts just outside top-k or top-p here, though it was sampled, counts as inside. Position 0, which nothing
+    precedes, gets zeros.
     """
+    produced = positions_of(tokens) - prompt_lengths[:, None]
 
-    def chunk(hidden: Float[Array, "B C D"], tokens: Int[Array, "B C"]) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
-        logprobs = processed_logprobs(policy.logits(hidden), temperature)
-        picked = jnp.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0]
-        return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    def chunk(
+        hidden: Float[Array, "B C D"], tokens: Int[Array, "B C"], produced: Int[Array, "B C"]
+    ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+        logprobs = processed_logprobs(policy.logits(hidden), processing, produced, keep=tokens)
+        return jnp.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0], entropy(logprobs)
 
-    picked, entropy = in_chunks(chunk, tokens.shape[0] * policy.config.vocab, hidden[:, :-1], tokens[:, 1:])
+    picked, entropies = in_chunks(chunk, tokens.shape[0] * policy.config.vocab, hidden[:, :-1], tokens[:, 1:], produced[:, 1:])
     shift = ((0, 0), (1, 0))
-    return jnp.pad(picked, shift), jnp.pad(entropy, shift)
+    return jnp.pad(picked, shift), jnp.pad(entropies, shift)

@@ -1,10 +1,12 @@
-"""Optimizers, and the update that refuses non-finite gradients."""
+"""Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.state import Learner, PyTree
@@ -25,10 +27,31 @@ def cosine(peak: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(peak / 20, peak, max(1, steps // 20), max(2, steps), peak / 10)
 
 
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def parameters(network: PyTree) -> PyTree:
+    """The network with None in place of every variable that is not trained (a vocabulary map); all others keep their paths."""
+    return jax.tree.map(
+        lambda node: None if _is_variable(node) and not isinstance(node, nnx.Param) else node, network, is_leaf=_is_variable
+    )
+
+
+def with_parameters(network: PyTree, weights: PyTree) -> PyTree:
+    """The network with its trained leaves from `weights`, a tree as `parameters` gives it."""
+    return jax.tree.map(lambda node, weight: node if weight is None else weight, network, weights, is_leaf=_is_variable)
+
+
 def start(network: PyTree, optimizer: optax.GradientTransformation) -> Learner:
-    """A learner that has learnt nothing yet."""
-    zero = jnp.zeros((), jnp.int32)
-    return Learner(network=network, optimizer=optimizer.init(network), skipped=zero, skipped_in_row=zero)
+    """A learner that has learnt nothing yet; the optimizer's state covers only what is trained."""
+    skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: one could not be donated twice
+    return Learner(network=network, optimizer=optimizer.init(parameters(network)), skipped=skipped, skipped_in_row=in_row)
+
+
+def value_and_grad(loss_of: Callable[[Any], Any], network: PyTree, has_aux: bool = False) -> tuple[Any, PyTree]:
+    """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as `update` takes it."""
+    return jax.value_and_grad(lambda weights: loss_of(with_parameters(network, weights)), has_aux=has_aux)(parameters(network))
 
 
 def update(
@@ -39,8 +62,9 @@ def update(
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def apply(learner: Learner) -> Learner:
-        changes, state = optimizer.update(gradients, learner.optimizer, learner.network)
-        network: Any = optax.apply_updates(learner.network, changes)
+        weights = parameters(learner.network)
+        changes, state = optimizer.update(gradients, learner.optimizer, weights)
+        network = with_parameters(learner.network, optax.apply_updates(weights, changes))
         return learner.replace(network=network, optimizer=state, skipped_in_row=jnp.zeros((), jnp.int32))
 
     def skip(learner: Learner) -> Learner:

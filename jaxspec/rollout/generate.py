@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec import sampling
-from jaxspec.drafts.base import Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.mesh import DATA
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.kv import KVCache, empty_cache, repeat_rows
-from jaxspec.rollout.verify import Verdict, coupled_rule, token_rule
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, PyTree, Rollout, Tree, pytree
+from jaxspec.rollout.verify import Verdict, match_rule
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Drafter, Prompts, PyTree, Rollout, Statistics, Tree, pytree
 
 
 class Settings(NamedTuple):
@@ -28,9 +28,11 @@ class Settings(NamedTuple):
 
     group_size: int
     max_new_tokens: int
-    temperature: float
-    coupled: bool
-    stop_ids: tuple[int, ...]
+    processing: sampling.Processing
+    rule: Callable[..., Verdict] | None
+    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and target by shared noise."""
+    grid: tuple[float, ...] = (1.0,)
+    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says which one it samples at. (0,): argmax."""
 
 
 @pytree
@@ -47,7 +49,7 @@ class Engine(Tree):
 
 def begin(
     target: Decoder,
-    network: PyTree,
+    drafter: Drafter,
     draft: Draft | None,
     prompts: Prompts,
     first_prompt: Int[Array, ""],
@@ -58,7 +60,7 @@ def begin(
 
     Args:
       target: the policy in the rollout layout.
-      network: the draft's weights.
+      drafter: the draft's weights and temperatures.
       draft: None is plain decoding.
       prompts: those of this shard.
       first_prompt: number of this shard's first prompt among all prompts of the call.
@@ -73,30 +75,30 @@ def begin(
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count, width))
     cache = empty_cache(config.layers, count, slots, config.kv_heads, config.head_size, target.embedding[...].dtype)
     with jax.named_scope("prefill"):
-        forward = target(prompts.tokens, positions, cache, with_taps=draft is not None)
+        forward = target(prompts.tokens, positions, cache, with_taps=draft is not None and draft.with_taps)
         assert forward.cache is not None, "a cache that goes in comes back"
         draft_state = None
         if draft is not None:
-            draft_state = draft.repeat(draft.prefill(network, target, prompts.tokens, prompts.lengths, forward.taps, slots), group)
+            draft_state = draft.repeat(draft.prefill(drafter.network, target, prompts, _features(draft, forward), slots), group)
     rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
+    wide = np.promote_types(target.embedding[...].dtype, np.float32)
     rollout = Rollout(
         tokens=jnp.repeat(tokens, group, axis=0),
         prompt_lengths=lengths,
         lengths=lengths,
-        logprobs=jnp.zeros((count * group, size), np.promote_types(target.embedding[...].dtype, np.float32)),
+        logprobs=jnp.zeros((count * group, size), wide),
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
-        rounds=jnp.zeros_like(lengths),
-        accepted=jnp.zeros((count * group, length), jnp.int32),
+        statistics=no_statistics(count * group, length, len(settings.grid), wide),
     )
     keys = sampling.row_keys(key, rows.reshape(-1))
     return Engine(rollout=rollout, keys=keys, cache=repeat_rows(forward.cache, group), draft=draft_state)
 
 
 def advance(
-    target: Decoder, network: PyTree, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""] | int, settings: Settings
+    target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""] | int, settings: Settings
 ) -> Engine:
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as one long call."""
 
@@ -104,7 +106,7 @@ def advance(
         return jnp.any(carry[0].rollout.status == RUNNING) & (carry[1] < max_rounds)
 
     def body(carry: tuple[Engine, Int[Array, ""]]) -> tuple[Engine, Int[Array, ""]]:
-        return one_round(target, network, draft, carry[0], settings), carry[1] + 1
+        return one_round(target, drafter, draft, carry[0], settings), carry[1] + 1
 
     return lax.while_loop(unfinished, body, (engine, jnp.zeros((), jnp.int32)))[0]
 
@@ -114,63 +116,153 @@ def collect(engine: Engine) -> Rollout:
     return engine.rollout
 
 
-def one_round(target: Decoder, network: PyTree, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
+def no_statistics(rows: int, length: int, factors: int, dtype: Any) -> Statistics:
+    """Zeros."""
+    count, by_depth = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, length), jnp.int32)
+    return Statistics(
+        rounds=count,
+        drafted=by_depth,
+        reached=by_depth,
+        accepted=by_depth,
+        kept=count,
+        overlap=jnp.zeros((rows, length, factors), dtype),
+        draft_entropy=jnp.zeros((rows, length), dtype),
+        target_entropy=jnp.zeros((rows,), dtype),
+    )
+
+
+def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
     """Draft K, verify once, commit; rows that have ended stay as they are."""
     rollout = engine.rollout
     length, rows, vocab = draft.length if draft else 0, rollout.tokens.shape[0], target.config.vocab
-    rule = _coupled if settings.coupled or draft is None else _token
-    sample, verify = rule(engine, length, vocab, settings.temperature)
-    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, vocab), rollout.logprobs.dtype))
+    matching = settings.rule is None or draft is None or not draft.draws or settings.grid == (0.0,)
+    noise = _noise(engine, length, vocab, matching)
+    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros((rows,), jnp.int32))
     if draft is not None:
         with jax.named_scope("draft"):
-            draft_state, proposal = draft.propose(network, target, engine.draft, sample)
+            context = Context(rollout.tokens, rollout.lengths)
+            sample = _sampler(rollout, drafter, settings, noise)
+            draft_state, proposal = draft.propose(drafter.network, target, engine.draft, context, sample)
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(rollout.tokens, rollout.lengths[:, None] - 1, axis=1)
         positions = block_positions(rollout.lengths - 1, length + 1)
-        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=draft is not None)
+        with_taps = draft is not None and draft.with_taps
+        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=with_taps)
         logits = target.logits(forward.hidden)
-        target_logprobs = sampling.processed_logprobs(logits, settings.temperature)
-        verdict = verify(target_logprobs, proposal)
+        target_logprobs = sampling.processed_logprobs(logits, settings.processing, _produced(rollout, length + 1))
+        comparison = _compare(rollout, drafter, settings, proposal, target_logprobs)
+        if matching:
+            verdict = match_rule(target_logprobs, proposal.tokens, proposal.offered, noise)
+        else:
+            assert settings.rule is not None, "matching covers it"
+            verdict = settings.rule(
+                target_logprobs, comparison.draft_logprobs, proposal.tokens, proposal.offered, *_coins(engine, length, vocab)
+            )
     with jax.named_scope("commit"):
         finite = jnp.isfinite(logits).all(axis=-1)
         rollout, block, count = _commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)
+        statistics = _count(engine.rollout, verdict, proposal.offered, comparison, sampling.entropy(target_logprobs), count)
         if draft is not None:
-            assert forward.taps is not None, "the pass above was asked for taps"
-            draft_state = draft.commit(draft_state, Kept(tokens=block, taps=forward.taps, positions=positions, length=count))
-    return engine.replace(rollout=rollout, cache=forward.cache, draft=draft_state)
+            draft_state = draft.commit(draft_state, Kept(block, _features(draft, forward), positions, count))
+    return engine.replace(rollout=rollout.replace(statistics=statistics), cache=forward.cache, draft=draft_state)
 
 
-Rule = tuple[Sampler, Callable[[Float[Array, "B K1 V"], Proposal], Verdict]]
-"""How drafts are drawn, and how they are verified."""
+def _features(draft: Draft, forward: Forward) -> Float[Array, "B T C"]:
+    return forward.taps if draft.with_taps and forward.taps is not None else forward.hidden
 
 
-def _coupled(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
-    """Draft and target add the same noise, keyed by absolute position."""
-    noise = sampling.gumbel(sampling.position_keys(engine.keys, engine.rollout.lengths, length + 1), vocab, engine.rollout.logprobs.dtype)
-    return _sampler(noise, temperature), lambda target_logprobs, proposal: coupled_rule(target_logprobs, proposal.tokens, noise)
+def _produced(rollout: Rollout, count: int) -> Int[Array, "B T"]:
+    """Response tokens before each of `count` positions that follow the committed text."""
+    return block_positions(rollout.lengths - rollout.prompt_lengths, count)
 
 
-def _token(engine: Engine, length: int, vocab: int, temperature: float) -> Rule:
-    """Noise keyed by the committed length at the start of the round: what lies beyond the cut must not come back in the next one."""
-    dtype = engine.rollout.logprobs.dtype
-
-    def keys(stream: int, count: int) -> Key[Array, "B count"]:
-        return sampling.offset_keys(engine.keys, engine.rollout.lengths, stream, count)
-
-    def verify(target_logprobs: Float[Array, "B K1 V"], proposal: Proposal) -> Verdict:
-        coins = sampling.uniform(keys(sampling.COIN, length), dtype)
-        next_noise = sampling.gumbel(keys(sampling.NEXT, 1), vocab, dtype)[:, 0]
-        return token_rule(target_logprobs, proposal.logprobs, proposal.tokens, coins, next_noise)
-
-    return _sampler(sampling.gumbel(keys(sampling.DRAFT, length), vocab, dtype), temperature), verify
+def _noise(engine: Engine, length: int, vocab: int, matching: bool) -> Float[Array, "B T V"]:
+    """What target and draft share where tokens are matched, keyed by absolute position; else the draft's own, keyed by the committed
+    length at the start of the round: what lies beyond the cut must not come back in the next one."""
+    lengths, dtype = engine.rollout.lengths, engine.rollout.logprobs.dtype
+    if matching:
+        return sampling.gumbel(sampling.position_keys(engine.keys, lengths, length + 1), vocab, dtype)
+    return sampling.gumbel(sampling.offset_keys(engine.keys, lengths, sampling.DRAFT, length), vocab, dtype)
 
 
-def _sampler(noise: Float[Array, "B T V"], temperature: float) -> Sampler:
-    def sample(logits: Float[Array, "B V"], offset: int) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-        logprobs = sampling.processed_logprobs(logits, temperature)
-        return sampling.categorical(logprobs, noise[:, offset]), logprobs
+def _coins(engine: Engine, length: int, vocab: int) -> tuple[Float[Array, "B K"], Float[Array, "B V"]]:
+    """Acceptance coins, and the noise of the token after the cut; fresh in every round."""
+    lengths, dtype = engine.rollout.lengths, engine.rollout.logprobs.dtype
+    coins = sampling.uniform(sampling.offset_keys(engine.keys, lengths, sampling.COIN, length), dtype)
+    return coins, sampling.gumbel(sampling.offset_keys(engine.keys, lengths, sampling.NEXT, 1), vocab, dtype)[:, 0]
+
+
+def _factors(drafter: Drafter, settings: Settings) -> Float[Array, " K"] | float:
+    """Factor on the temperature at each depth."""
+    return settings.grid[0] if len(settings.grid) == 1 else jnp.asarray(settings.grid, jnp.float32)[drafter.choice]
+
+
+def _sampler(rollout: Rollout, drafter: Drafter, settings: Settings, noise: Float[Array, "B T V"]) -> Sampler:
+    """Draws drafts from the very distribution that `_compare` verifies them with."""
+    factors = _factors(drafter, settings)
+
+    def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
+        factor = factors[offset] if isinstance(factors, jax.Array) else factors
+        produced = _produced(rollout, offset + 1)[:, offset]
+        return sampling.categorical(sampling.processed_logits(logits, settings.processing, produced, factor), noise[:, offset])
 
     return sample
+
+
+class _Comparison(NamedTuple):
+    """Target and draft at each depth."""
+
+    draft_logprobs: Float[Array, "B K V"] | None
+    overlap: Float[Array, "B K F"]
+    draft_entropy: Float[Array, "B K"]
+
+
+def _compare(
+    rollout: Rollout, drafter: Drafter, settings: Settings, proposal: Proposal, target_logprobs: Float[Array, "B K1 V"]
+) -> _Comparison:
+    """The draft's distributions, and how far they cover the target's at every factor of the grid; a draft gone NaN covers nothing."""
+    (rows, length), logits = proposal.tokens.shape, proposal.logits
+    target_logprobs = target_logprobs[:, :length]
+    if logits is None or settings.grid == (0.0,):
+        at_draft = jnp.exp(jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2))
+        overlap = jnp.broadcast_to(at_draft, (rows, length, len(settings.grid)))
+        return _Comparison(None, overlap, jnp.zeros((rows, length), target_logprobs.dtype))
+    produced, target_probs = _produced(rollout, length), jnp.exp(target_logprobs)
+
+    def at(factor: Float[Array, " K"] | float) -> tuple[Float[Array, "B K V"], Float[Array, "B K"]]:
+        draft_logprobs = sampling.processed_logprobs(logits, settings.processing, produced, factor)
+        return draft_logprobs, jnp.nan_to_num(jnp.sum(jnp.minimum(target_probs, jnp.exp(draft_logprobs)), axis=-1))
+
+    draft_logprobs, _ = at(_factors(drafter, settings))
+    overlap = jnp.stack([at(factor)[1] for factor in settings.grid], axis=-1)
+    return _Comparison(draft_logprobs, overlap, jnp.nan_to_num(sampling.entropy(draft_logprobs)))
+
+
+def _count(
+    rollout: Rollout,
+    verdict: Verdict,
+    offers: Int[Array, " B"],
+    comparison: _Comparison,
+    entropy: Float[Array, "B K1"],
+    kept: Int[Array, " B"],
+) -> Statistics:
+    """Adds one round, in which each row was offered `offers` drafts and kept `kept` tokens."""
+    statistics, ran = rollout.statistics, rollout.status == RUNNING
+    depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
+    offered = ran[:, None] & (depths <= offers[:, None])
+    reached = offered & (depths <= kept[:, None])  # what stands before it was kept
+    accepted = depths <= jnp.minimum(verdict.accepted, kept)[:, None]
+    inside = jnp.arange(entropy.shape[1], dtype=jnp.int32) < kept[:, None]
+    return Statistics(
+        rounds=statistics.rounds + ran.astype(jnp.int32),
+        drafted=statistics.drafted + offered.astype(jnp.int32),
+        reached=statistics.reached + reached.astype(jnp.int32),
+        accepted=statistics.accepted + accepted.astype(jnp.int32),
+        kept=statistics.kept + jnp.where(offers > 0, kept, 0),
+        overlap=statistics.overlap + jnp.where(reached[:, :, None], comparison.overlap, 0),
+        draft_entropy=statistics.draft_entropy + jnp.where(reached, comparison.draft_entropy, 0),
+        target_entropy=statistics.target_entropy + jnp.sum(jnp.where(inside, entropy, 0), axis=1),
+    )
 
 
 def _commit(
@@ -188,7 +280,7 @@ def _commit(
     running = rollout.status == RUNNING
     failed = running & jnp.any(within & ~finite, axis=1)
     going = running & ~failed
-    ends = jnp.isin(block, jnp.asarray(settings.stop_ids, jnp.int32)) & within
+    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & within
     until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, verdict.accepted + 1)
     room = rollout.prompt_lengths + settings.max_new_tokens - rollout.lengths
     count = jnp.where(going, jnp.minimum(until_end, room), 0)
@@ -199,61 +291,54 @@ def _commit(
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, rollout.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
     row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
-    kept_drafts = jnp.minimum(verdict.accepted, count)[:, None]
-    depths = jnp.arange(1, drafted.shape[1] + 1, dtype=jnp.int32)
-    return (
-        rollout.replace(
-            tokens=rollout.tokens.at[row, where].set(block, mode="drop"),
-            logprobs=rollout.logprobs.at[row, where].set(block_logprobs, mode="drop"),
-            lengths=rollout.lengths + count,
-            status=status.astype(jnp.int32),
-            rounds=rollout.rounds + running.astype(jnp.int32),
-            accepted=rollout.accepted + (going[:, None] & (kept_drafts >= depths)).astype(jnp.int32),
-        ),
-        block,
-        count,
+    committed = rollout.replace(
+        tokens=rollout.tokens.at[row, where].set(block, mode="drop"),
+        logprobs=rollout.logprobs.at[row, where].set(block_logprobs, mode="drop"),
+        lengths=rollout.lengths + count,
+        status=status.astype(jnp.int32),
     )
+    return committed, block, count
 
 
 def generate(
-    target: Decoder, network: PyTree, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
 ) -> Rollout:
     """Answers every prompt `group_size` times; no Python between the first token and the last.
 
     Rows are sharded over `data`; every shard leaves its loop when its own rows have ended, and only `tensor` peers communicate.
     """
 
-    def shard(target: Decoder, network: PyTree, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Rollout:
-        engine = begin(target, network, draft, prompts, numbers[0], key, settings)
-        return collect(advance(target, network, draft, engine, jnp.iinfo(jnp.int32).max, settings))
+    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Rollout:
+        engine = begin(target, drafter, draft, prompts, numbers[0], key, settings)
+        return collect(advance(target, drafter, draft, engine, jnp.iinfo(jnp.int32).max, settings))
 
     inputs, numbers = _begin_inputs(prompts)
-    return _on_each_shard(mesh, shard, inputs, P(DATA))(target, network, prompts, numbers, key)
+    return _on_each_shard(mesh, shard, inputs, P(DATA))(target, drafter, prompts, numbers, key)
 
 
 def begin_sharded(
-    target: Decoder, network: PyTree, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
 ) -> Engine:
     """`begin` on every shard of `mesh`."""
 
-    def shard(target: Decoder, network: PyTree, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Engine:
-        return begin(target, network, draft, prompts, numbers[0], key, settings)
+    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Engine:
+        return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
     inputs, numbers = _begin_inputs(prompts)
-    engine = jax.eval_shape(shard, target, network, prompts, numbers, key)
-    return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(target, network, prompts, numbers, key)
+    engine = jax.eval_shape(shard, target, drafter, prompts, numbers, key)
+    return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(target, drafter, prompts, numbers, key)
 
 
 def advance_sharded(
-    target: Decoder, network: PyTree, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""], settings: Settings, mesh: Mesh
 ) -> Engine:
     """`advance` on every shard of `mesh`."""
 
-    def shard(target: Decoder, network: PyTree, engine: Engine, max_rounds: Int[Array, ""]) -> Engine:
-        return advance(target, network, draft, engine, max_rounds, settings)
+    def shard(target: Decoder, drafter: Drafter, engine: Engine, max_rounds: Int[Array, ""]) -> Engine:
+        return advance(target, drafter, draft, engine, max_rounds, settings)
 
     specs = _engine_specs(engine)
-    return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(target, network, engine, max_rounds)
+    return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(target, drafter, engine, max_rounds)
 
 
 def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:

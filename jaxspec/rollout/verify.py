@@ -1,4 +1,8 @@
-"""The lossless verification rules: whatever the draft proposes, the tokens kept have exactly the target's law."""
+"""The lossless verification rules: whatever the draft proposes, the tokens kept have exactly the target's law.
+
+A row's first `count` of K drafts are on offer; the rest of `drafted` and `draft_logprobs`, and the target beyond, are not looked at. A rule
+that read a NaN of the target cuts at or after it, and a draft position gone NaN ends the offer there.
+"""
 
 from typing import NamedTuple
 
@@ -24,6 +28,7 @@ def token_rule(
     target_logprobs: Float[Array, "B K1 V"],
     draft_logprobs: Float[Array, "B K V"],
     drafted: Int[Array, "B K"],
+    count: Int[Array, " B"],
     coins: Float[Array, "B K"],
     next_noise: Float[Array, "B V"],
 ) -> Verdict:
@@ -33,32 +38,94 @@ def token_rule(
       target_logprobs: processed log-probabilities at the K+1 verified positions.
       draft_logprobs: the distributions the drafts were sampled from.
       drafted: tokens sampled from `draft_logprobs`.
+      count: drafts on offer, 0..K, a function of the prefix; after the last one the target itself gives the next token.
       coins: uniform in [0, 1), fresh in every round.
       next_noise: Gumbel noise for the one token after the cut, fresh in every round.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
     """
-    length = drafted.shape[1]
-    picked = drafted[:, :, None]
-    target_at_draft = jnp.take_along_axis(target_logprobs[:, :length], picked, axis=2)[:, :, 0]
-    draft_at_draft = jnp.take_along_axis(draft_logprobs, picked, axis=2)[:, :, 0]
+    target_at_draft, draft_at_draft, count = _at_draft(target_logprobs, draft_logprobs, drafted, count)
     # Strict: a coin of exactly 0 must not accept a token of target probability 0.
-    accepted = leading(coins * jnp.exp(draft_at_draft) < jnp.exp(target_at_draft))
-    at_cut = jnp.exp(jnp.take_along_axis(target_logprobs, accepted[:, None, None], axis=1)[:, 0])
-    no_draft = jnp.zeros_like(draft_logprobs[:, :1])  # beyond the last draft the residual is the target itself
-    draft_probs = jnp.concatenate([jnp.exp(draft_logprobs), no_draft], axis=1)
-    residual = jnp.maximum(at_cut - jnp.take_along_axis(draft_probs, accepted[:, None, None], axis=1)[:, 0], 0)
-    # Where target and draft agree to rounding, a rejection has probability about 0 and the residual may vanish.
-    residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, at_cut)
-    return Verdict(accepted, categorical(jnp.log(residual), next_noise))
+    keep = coins * jnp.exp(draft_at_draft) < jnp.exp(target_at_draft)
+    accepted = jnp.minimum(leading(keep), count)
+    return _cut(target_logprobs, draft_logprobs, accepted, count, jnp.zeros_like(target_logprobs[:, 0, 0]), next_noise)
 
 
-def coupled_rule(target_logprobs: Float[Array, "B K1 V"], drafted: Int[Array, "B K"], noise: Float[Array, "B K1 V"]) -> Verdict:
-    """Samples the target at every position with noise keyed by (row, position) and cuts after the first mismatch.
+def block_rule(
+    target_logprobs: Float[Array, "B K1 V"],
+    draft_logprobs: Float[Array, "B K V"],
+    drafted: Int[Array, "B K"],
+    count: Int[Array, " B"],
+    coins: Float[Array, "B K"],
+    next_noise: Float[Array, "B V"],
+) -> Verdict:
+    """Verifies the drafts together: keeps at least as many as `token_rule` on average, with the same law. See there for the arguments.
 
-    The tokens are those of plain decoding, whatever the draft; a draft that adds the same noise to its own logits agrees most often
-    (Daliri et al., arXiv 2408.07978). With K = 0 this is plain decoding.
+    With weight_0 = 1 and weight_i = min(weight_{i-1} target/draft, 1) at draft i, the longest i is kept whose coin is below
+    spare_i / (spare_i + 1 - weight_i), where spare_i is the mass of the residual (weight_i target - draft)+ after it; the last draft on
+    offer is kept where its coin is below its weight.
+
+    Source: Sun et al., arXiv 2403.10444, algorithm 2.
+    """
+    length = drafted.shape[1]
+    target_at_draft, draft_at_draft, count = _at_draft(target_logprobs, draft_logprobs, drafted, count)
+    ratios = target_at_draft - draft_at_draft
+    logs = [jnp.zeros_like(target_logprobs[:, 0, 0])]
+    for offset in range(length):
+        logs.append(jnp.minimum(logs[-1] + ratios[:, offset], 0))
+    log_weights = jnp.stack(logs, axis=1)
+    weights = jnp.exp(log_weights[:, 1:])
+    inner = weights[:, :-1]
+    residuals = jnp.exp(log_weights[:, 1:-1, None] + target_logprobs[:, 1:length]) - jnp.exp(draft_logprobs[:, 1:])
+    spare = jnp.sum(jnp.maximum(residuals, 0), axis=-1)
+    # Weight 1 and nothing to spare: the laws after it agree and a later draft is kept, but for rounding.
+    inner = jnp.where(inner == 1, 1, spare / jnp.where(inner == 1, 1, spare + 1 - inner))
+    kept = jnp.arange(1, length + 1, dtype=jnp.int32)
+    chance = jnp.where(kept == count[:, None], weights, jnp.concatenate([inner, weights[:, -1:]], axis=1))
+    # Strict, and so written that a NaN of the target keeps the drafts: the cut must not hide what it was decided on.
+    keep = ~(coins >= chance) & (kept <= count[:, None])
+    accepted = jnp.max(jnp.where(keep, kept, 0), axis=1, initial=0)
+    log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]
+    return _cut(target_logprobs, draft_logprobs, accepted, count, log_weight, next_noise)
+
+
+def match_rule(
+    target_logprobs: Float[Array, "B K1 V"], drafted: Int[Array, "B K"], count: Int[Array, " B"], noise: Float[Array, "B K1 V"]
+) -> Verdict:
+    """Samples the target at every position with the given noise and cuts after the first mismatch, or after `count` drafts.
+
+    Exact for drafts that nothing was drawn for, and for drafts that add the same noise to their own logits: the noise is then keyed by
+    (row, position), the tokens are those of plain decoding whatever the draft, and such drafts agree most often (Daliri et al.,
+    arXiv 2408.07978). With K = 0 this is plain decoding.
     """
     sampled = categorical(target_logprobs, noise)
-    accepted = leading(sampled[:, :-1] == drafted)
+    accepted = jnp.minimum(leading(sampled[:, :-1] == drafted), count)
     return Verdict(accepted, jnp.take_along_axis(sampled, accepted[:, None], axis=1)[:, 0])
+
+
+def _at_draft(
+    target_logprobs: Float[Array, "B K1 V"], draft_logprobs: Float[Array, "B K V"], drafted: Int[Array, "B K"], count: Int[Array, " B"]
+) -> tuple[Float[Array, "B K"], Float[Array, "B K"], Int[Array, " B"]]:
+    """Log-probabilities of the drafted tokens under target and draft, and the drafts on offer: only those their own law can give."""
+    picked = drafted[:, :, None]
+    target_at_draft = jnp.take_along_axis(target_logprobs[:, : drafted.shape[1]], picked, axis=2)[:, :, 0]
+    draft_at_draft = jnp.take_along_axis(draft_logprobs, picked, axis=2)[:, :, 0]
+    return target_at_draft, draft_at_draft, jnp.minimum(count, leading(draft_at_draft > -jnp.inf))
+
+
+def _cut(
+    target_logprobs: Float[Array, "B K1 V"],
+    draft_logprobs: Float[Array, "B K V"],
+    accepted: Int[Array, " B"],
+    count: Int[Array, " B"],
+    log_weight: Float[Array, " B"],
+    next_noise: Float[Array, "B V"],
+) -> Verdict:
+    """Draws the next token from the residual (weight target - draft)+ at the cut; from the target where no draft was on offer."""
+    at_cut = accepted[:, None, None]
+    target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
+    draft = jnp.take_along_axis(draft_logprobs, at_cut, axis=1, mode="clip")[:, 0]  # beyond the last draft it is not used
+    residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
+    # Where weighted target and draft agree to rounding, a cut has probability about 0 and the residual may vanish.
+    rejected = (accepted < count)[:, None] & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
+    return Verdict(accepted, categorical(jnp.where(rejected, jnp.log(residual), target), next_noise))

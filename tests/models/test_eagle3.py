@@ -1,21 +1,31 @@
 """The EAGLE-3 head against loops in plain numpy (drafters.md 1.1), and against the mistakes that others made."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.models.attention import attend, up_to_position
-from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
 from tests.conftest import numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 LENGTH = 6
+IDS = np.array([0, 2, 3, 7, 8, 10])
 
 
-def network(kv_heads: int = 2) -> Eagle3:
-    return tiny_network(Eagle3, tiny_model(kv_heads=kv_heads), 3, 1.5)
+def network(kv_heads: int = 2, vocab: int = 0) -> Eagle3:
+    return tiny_network(functools.partial(Eagle3, vocab=vocab), tiny_model(kv_heads=kv_heads), 3, 1.5)
+
+
+@pytest.fixture(scope="module")
+def target(x64: None) -> Decoder:
+    return tiny_network(Decoder, tiny_model(), 1)
 
 
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -23,20 +33,19 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(1, LENGTH, 3 * 16)), random.normal(size=(1, LENGTH, 16))
 
 
-def run(head: Eagle3, taps: np.ndarray, embedded: np.ndarray, first: int = 0) -> tuple[jax.Array, jax.Array]:
+def run(target: Decoder, head: Eagle3, taps: np.ndarray, embedded: np.ndarray, first: int = 0) -> tuple[jax.Array, jax.Array]:
     """Pre-norm outputs and logits of a block that attends causally to itself."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None] + first
-    hidden = head.fuse_taps(jnp.asarray(taps))
-    heads = head.heads(hidden, jnp.asarray(embedded), positions)
-    outputs = head.finish(hidden, attend(heads.query, heads.key, heads.value, up_to_position(positions - first, LENGTH)))
-    return outputs, head.logits(outputs)
+    heads = head.heads(0, head.read(jnp.asarray(taps)), jnp.asarray(embedded), positions)
+    outputs = head.finish(0, heads.residual, attend(heads.query, heads.key, heads.value, up_to_position(positions - first, LENGTH)))
+    return outputs, head.logits(target, outputs)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_matches_plain_numpy(kv_heads: int) -> None:
+def test_matches_plain_numpy(target: Decoder, kv_heads: int) -> None:
     head = network(kv_heads)
     taps, embedded = inputs()
-    outputs, logits = run(head, taps, embedded)
+    outputs, logits = run(target, head, taps, embedded)
     seen = []
     for t in range(LENGTH):
         hidden = taps[0, t] @ numpy_weights(head)["fuse"]
@@ -45,10 +54,10 @@ def test_matches_plain_numpy(kv_heads: int) -> None:
         np.testing.assert_allclose(logits[0, t], law, rtol=0, atol=1e-12)
 
 
-def test_only_differences_of_positions_matter() -> None:
+def test_only_differences_of_positions_matter(target: Decoder) -> None:
     """drafters.md 1.1: a uniform shift is invisible under rotary positions."""
     taps, embedded = inputs()
-    np.testing.assert_allclose(run(network(), taps, embedded, 40)[1], run(network(), taps, embedded)[1], rtol=0, atol=1e-11)
+    np.testing.assert_allclose(run(target, network(), taps, embedded, 40)[1], run(target, network(), taps, embedded)[1], rtol=0, atol=1e-11)
 
 
 def test_shapes_are_those_of_a_llama_layer_over_twice_the_width() -> None:
@@ -67,3 +76,47 @@ def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
     for name, fan_in in {"fuse": 192, "query": 128, "key": 128, "value": 128, "output": 32, "gate": 64, "down": 24, "head": 64}.items():
         assert weights[name].std() == pytest.approx(fan_in**-0.5, rel=0.1), name
     assert all((weights[name] == 1).all() for name in ("embedding_norm", "hidden_norm", "ffn_norm", "norm"))
+
+
+def test_a_vocabulary_of_its_own_is_scattered_to_the_targets(target: Decoder) -> None:
+    """Row i of the head speaks of token ids[i]; the other tokens cannot be drafted."""
+    head = with_vocabulary(network(vocab=len(IDS)), IDS)
+    taps, embedded = inputs()
+    outputs, logits = run(target, head, taps, embedded)
+    narrow = np.asarray(head.draft_logits(target, outputs))
+    assert narrow.shape == (1, LENGTH, len(IDS))
+    np.testing.assert_array_equal(np.asarray(logits)[..., IDS], narrow)
+    outside = np.setdiff1d(np.arange(11), IDS)
+    assert np.isneginf(np.asarray(logits)[..., outside]).all()
+    _, law = numpy_eagle_slot(head, taps[0, 0] @ numpy_weights(head)["fuse"], embedded[0, 0], 0, [])
+    np.testing.assert_allclose(narrow[0, 0], law, rtol=0, atol=1e-12)
+
+
+def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:
+    made = Eagle3(tiny_model(), jax.random.key(0), vocab=4, ffn=40)
+    assert isinstance(made.vocabulary, VocabularyMap)
+    assert made.vocabulary[...].dtype == jnp.int32
+    assert made.vocabulary[...].tolist() == [0, 1, 2, 3]
+    assert (made.head.shape, made.gate.shape, made.down.shape) == ((16, 4), (1, 16, 40), (1, 40, 16))
+    assert Eagle3(tiny_model(), jax.random.key(0)).vocabulary is None
+    mapped = with_vocabulary(network(vocab=len(IDS)), IDS)
+    found = jax.jit(lambda head: jax.tree.map(lambda leaf: leaf, head), donate_argnums=0)(mapped)
+    assert found.vocabulary[...].tolist() == IDS.tolist()
+    shapes = jax.eval_shape(lambda: Eagle3(tiny_model(), jax.random.key(0), vocab=6))
+    assert jax.tree.structure(shapes) == jax.tree.structure(found)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "ids", "said"),
+    [
+        (6, [0, 1, 2], r"6 rows.*\(3,\)"),
+        (4, [0, 5, 5, 7], "entry 1 is 5, the next one 5"),
+        (4, [0, 9, 3, 10], "entry 1 is 9, the next one 3"),
+        (4, [0, 1, 2, 11], r"0\.\.11.*0\.\.10"),
+        (4, [-1, 1, 2, 3], r"-1\.\.3"),
+        (0, [0, 1], "whole vocabulary of 11"),
+    ],
+)
+def test_bad_maps_are_refused(vocab: int, ids: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        with_vocabulary(network(vocab=vocab), np.array(ids))

@@ -8,12 +8,15 @@ import pytest
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl import logprob
 from jaxspec.rl.logprob import in_chunks, positions_of, response_mask, token_logprobs
+from jaxspec.rollout.generate import no_statistics
+from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
 from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
+STARTS = jnp.array([2, 3], jnp.int32)
 
 
 def policy_of(tied: bool) -> Decoder:
@@ -24,7 +27,9 @@ def policy_of(tied: bool) -> Decoder:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_match_plain_numpy(tied: bool, temperature: float) -> None:
     policy, tokens = policy_of(tied), jnp.asarray(TOKENS)
-    found, entropy = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, temperature)
+    found, entropy = token_logprobs(
+        policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, Processing(temperature=temperature)
+    )
     assert found.shape == entropy.shape == TOKENS.shape
     np.testing.assert_array_equal(found[:, 0], 0)
     np.testing.assert_array_equal(entropy[:, 0], 0)
@@ -35,13 +40,31 @@ def test_match_plain_numpy(tied: bool, temperature: float) -> None:
             assert float(entropy[row, t]) == pytest.approx(-(laws[t - 1] * np.log(laws[t - 1])).sum(), abs=1e-11)
 
 
+def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sampled() -> None:
+    """End tokens are excluded from the first two response tokens; whatever the text holds has a log-probability."""
+    policy, tokens = policy_of(tied=True), jnp.asarray(TOKENS)
+    processing = Processing(min_new_tokens=2, stop_ids=(4,), temperature=0.7, top_p=0.6)
+    found, _ = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, processing)
+    assert np.isfinite(np.asarray(found)[TOKENS != 4]).all()
+    for row, start in enumerate(STARTS.tolist()):
+        logits = numpy_decoder(policy, TOKENS[row])[0] / 0.7
+        for t in range(start, 8):
+            law = logits[t - 1].copy()
+            law[4] = -np.inf if t < start + 2 else law[4]
+            likely = np.argsort(-law)
+            before = np.cumsum(numpy_softmax(law[likely])) - numpy_softmax(law[likely])
+            kept = set(likely[before < 0.6].tolist()) | {int(TOKENS[row, t])}
+            law = numpy_softmax(np.where([token in kept for token in range(11)], law, -np.inf))
+            assert np.exp(found[row, t]) == pytest.approx(law[TOKENS[row, t]], abs=1e-12)
+
+
 @pytest.mark.parametrize("positions_per_chunk", [1, 2, 3, 7])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
     policy, tokens = policy_of(tied=False), jnp.asarray(TOKENS)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))
 
     def total(policy: Decoder) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        both = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, 0.8)
+        both = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, Processing(temperature=0.8))
         return jnp.sum(weights[0] * both[0] + weights[1] * both[1]), both
 
     (_, wanted), wanted_slope = jax.value_and_grad(total, has_aux=True)(policy)
@@ -73,7 +96,6 @@ def test_response_mask_covers_responses_only() -> None:
         lengths=jnp.array([5, 1, 6], jnp.int32),
         logprobs=jnp.zeros((3, 6)),
         status=jnp.zeros(3, jnp.int32),
-        rounds=jnp.zeros(3, jnp.int32),
-        accepted=jnp.zeros((3, 1), jnp.int32),
+        statistics=no_statistics(3, 1, 1, jnp.float64),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]

@@ -1,5 +1,6 @@
 """AdamW written out in numpy; schedules at their corners; and updates that must not happen."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,13 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optim
+from jaxspec.state import Learner
+from tests.conftest import small_mesh, tiny_model, tiny_network, trimmed
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -76,3 +83,75 @@ def test_schedules() -> None:
     np.testing.assert_allclose(at(optim.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
     np.testing.assert_allclose(at(optim.cosine(1.0, 200), 0, 10, 105, 200, 500), [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
     assert np.isfinite(at(optim.cosine(1.0, 1), 0, 1, 2)).all()
+
+
+IDS = np.array([1, 4, 5, 10])
+
+
+def mapped() -> Eagle3:
+    return with_vocabulary(tiny_network(functools.partial(Eagle3, vocab=4), tiny_model()), IDS)
+
+
+def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
+    """A loss that every weight and the map enter, and half of it."""
+    shift = 0 if network.vocabulary is None else network.vocabulary[...].sum().astype(jnp.float64)
+    total = sum((jnp.sum((leaf - 0.01 * shift) ** 2) for leaf in jax.tree.leaves(optim.parameters(network))), jnp.zeros(()))
+    return total, total / 2
+
+
+def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
+    """Bit for bit the gradient and the update that optax gives for the whole tree."""
+    policy, optimizer = tiny_network(Decoder, tiny_model()), optim.adamw(0.01, 1.0)
+    assert jax.tree.structure(optim.parameters(policy)) == jax.tree.structure(policy)
+
+    def loss_of(network: Decoder) -> jax.Array:
+        return sum((jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(network)), jnp.zeros(()))
+
+    def ours(policy: Decoder) -> Decoder:
+        loss, slope = optim.value_and_grad(loss_of, policy)
+        return optim.update(optim.start(policy, optimizer), slope, loss, optimizer)[0].network
+
+    def plain(policy: Decoder) -> Any:
+        changes, _ = optimizer.update(jax.grad(loss_of)(policy), optimizer.init(policy), policy)  # pyright: ignore[reportArgumentType]
+        return optax.apply_updates(policy, changes)  # pyright: ignore[reportArgumentType]
+
+    for function in (ours, plain):
+        assert jax.tree.structure(jax.eval_shape(function, policy)) == jax.tree.structure(policy)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(ours)(policy), jax.jit(plain)(policy))
+
+
+def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
+    """Two donated updates on a mesh: every weight moves as without a map, the ids stay, and the optimizer has never seen them."""
+    optimizer = optim.adamw(0.01, 1.0, 0.1)
+
+    def fresh() -> Learner:
+        return optim.start(mapped(), optimizer)
+
+    def step(learner: Learner) -> tuple[Learner, jax.Array]:
+        (loss, half), slope = optim.value_and_grad(size_of, learner.network, has_aux=True)
+        return optim.update(learner, slope, loss, optimizer)[0], loss / half
+
+    learner = fresh()
+    weights = [np.array(leaf) for leaf in jax.tree.leaves(optim.parameters(learner.network))]  # before their buffers are donated
+    abstract = jax.eval_shape(lambda: optim.start(Eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
+    assert jax.tree.structure(abstract) == jax.tree.structure(learner)
+    assert len(jax.tree.leaves(learner.network)) == 14
+    assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1  # both moments of every weight, and the count
+    layout = shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
+    found = {str(path[-2]): trimmed(spec.spec) for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)}
+    assert (found[".vocabulary"], found[".head"]) == ((), ("data", "tensor"))
+    placed = jax.device_put(learner, layout)
+    update = jax.jit(step, donate_argnums=0)
+    for _ in range(2):
+        placed, ratio = update(placed)
+        assert float(ratio) == 2  # the auxiliary output is of the same pass
+    assert placed.network.vocabulary[...].tolist() == IDS.tolist()
+    assert placed.network.vocabulary[...].dtype == jnp.int32
+    assert int(placed.skipped) == 0
+    state: Any = optimizer.init(weights)
+    for _ in range(2):
+        slope = [2 * (leaf - 0.01 * IDS.sum()) for leaf in weights]
+        changes, state = optimizer.update(slope, state, weights)
+        weights = [leaf + np.asarray(change) for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)]
+    for ours, theirs in zip(jax.tree.leaves(optim.parameters(placed.network)), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10)

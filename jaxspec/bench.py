@@ -1,0 +1,296 @@
+"""What drafts are worth on one policy, as a table and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.batches import Batches
+from jaxspec.checkpoint import load_tree
+from jaxspec.cli import take_option
+from jaxspec.config import Config, require
+from jaxspec.consistency import check
+from jaxspec.data import load_problems
+from jaxspec.interrupt import Interrupt
+from jaxspec.metrics import Progress, short
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import Job, make_job, process_0_first, run
+from jaxspec.rollout import draft_temperature
+from jaxspec.rollout import generate as engine
+from jaxspec.runner import abstract, ahead, put
+from jaxspec.state import Drafter, Prompts, Rollout, Tuner
+from jaxspec.step import acceptance_metrics
+from jaxspec.train_draft import cached_draft, load_policy
+
+ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
+temperature; drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is one JSON object."""
+STREAM = 4
+"""Key stream of the earlier answers that history looks through."""
+TUNING = 4
+"""Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
+LISTS = ("conditional rate", "expected acceptance", "draft T")
+"""Columns with a number for each depth."""
+TABLE_WIDTH = 160
+"""Where the output is no terminal."""
+REPEATS = 5
+"""Timed calls of each row of the table, in turn."""
+
+Kind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
+
+
+class Variant(NamedTuple):
+    """A row of the table: the config's draft settings with these in their place."""
+
+    name: str
+    kind: Kind
+    sampling: Literal["argmax", "sample", "auto"] = "auto"
+    verify: Literal["block", "token", "coupled"] = "block"
+    beside: Literal["none", "ngram", "history"] = "none"
+    generic: bool = False
+    """Trained on text that the policy did not write."""
+
+
+VARIANTS = (
+    Variant("none", "none"),
+    Variant("eagle3", "eagle3", "argmax"),
+    Variant("eagle3", "eagle3", "sample"),
+    Variant("eagle3", "eagle3"),
+    Variant("eagle3", "eagle3", verify="token"),
+    Variant("eagle3", "eagle3", verify="coupled"),
+    Variant("eagle3-generic", "eagle3", generic=True),
+    Variant("mtp", "mtp"),
+    Variant("model", "model"),
+    Variant("ngram", "ngram"),
+    Variant("history", "history"),
+    Variant("eagle3+history", "eagle3", beside="history"),
+    Variant("eagle3+ngram", "eagle3", beside="ngram"),
+)
+
+
+def config_of(variant: Variant, config: Config) -> Config:
+    """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers, lookup rules."""
+    draft = config.rollout.draft
+    draft = replace(draft, kind=variant.kind, sampling=variant.sampling, vocab=draft.vocab if variant.kind == "eagle3" else 0)
+    lookup = replace(config.rollout.lookup, beside=variant.beside)
+    rollout = replace(config.rollout, draft=draft, lookup=lookup, verify=variant.verify)
+    offline = replace(config.offline, text="generic") if variant.generic else config.offline
+    return replace(config, rollout=rollout, offline=offline)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """A variant ready to run, and what it has shown so far."""
+
+    variant: Variant
+    job: Job
+    drafter: Drafter
+    begin: Callable[..., engine.Engine]
+    advance: Callable[..., engine.Engine]
+    tuner: Tuner
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Those that are measured, on the host."""
+    round_seconds: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    """Tokens a second."""
+
+    @property
+    def tuned(self) -> Drafter:
+        """The draft at the temperatures that are best by now."""
+        return self.drafter.replace(choice=put(draft_temperature.choose(self.tuner, self.job.step.settings.grid), self.drafter.choice))
+
+    def generate(self, target: Decoder, prompts: Prompts) -> Rollout:
+        """Answers a batch."""
+        drafter = self.tuned
+        return engine.collect(self.advance(target, drafter, self.begin(target, drafter, prompts)))
+
+    def time(self, target: Decoder, prompts: Prompts) -> None:
+        """Answers a batch against the clock: tokens a second with its prefill, seconds a round without."""
+        drafter, began = self.tuned, time.perf_counter()
+        running = jax.block_until_ready(self.begin(target, drafter, prompts))
+        middle = time.perf_counter()
+        rollout = jax.block_until_ready(engine.collect(self.advance(target, drafter, running)))
+        end = time.perf_counter()
+        tokens, rounds = jax.device_get((jnp.sum(rollout.lengths - rollout.prompt_lengths), jnp.max(rollout.statistics.rounds)))
+        self.round_seconds.append((end - middle) / float(rounds))
+        self.rates.append(float(tokens) / (end - began))
+
+    def row(self, plain_round: float) -> dict[str, Any]:
+        """The row of the table."""
+        settings, draft = self.job.step.settings, self.job.step.draft
+        every = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(rollout.statistics for rollout in self.rollouts))
+        tokens = sum(int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts)
+        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.choice, settings.grid)
+        measured = {name.removeprefix("rollout/"): float(value) for name, value in made.items()}
+        length = draft.length if draft else 0
+
+        def by_depth(name: str) -> list[float]:
+            return [measured[f"{name}_{depth}"] for depth in range(1, length + 1)]
+
+        sampling, verify = _how(self.variant, self.job)
+        return {
+            "draft": self.variant.name,
+            "sampling": sampling or None,
+            "verify": verify or None,
+            "K": length,
+            **{name: measured[name] for name in ("acceptance_length", "tokens_per_target_pass", "coverage")},
+            **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
+            "draft_temperature": by_depth("draft_temperature") if sampling else [],
+            "round_cost": float(np.median(self.round_seconds)) / plain_round,
+            "tokens_per_s": float(np.median(self.rates)),
+        }
+
+
+def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts) -> tuple[Bench, Decoder]:
+    """Draft weights from the cache, or trained now, and the compiled calls; also the policy in the rollout layout."""
+    step, network = job.step, None
+    shapes = abstract(step, job.config.grpo.prompts)[0]
+    if shapes.draft is not None:
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt)), shapes.draft.network)
+    target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(policy, network)
+    begin, running = ahead(step.begin, target, drafter, prompts)
+    same = jax.tree.map(lambda leaf: leaf.sharding, running)
+
+    def to_the_end(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
+        return step.advance(target, drafter, running, jnp.int32(np.iinfo(np.int32).max))
+
+    advance, _ = ahead(to_the_end, target, drafter, running, donate_argnums=2, out_shardings=same)
+    tuner = draft_temperature.start(step.draft.length if step.draft else 0, step.settings.grid)
+    return Bench(variant=variant, job=job, drafter=drafter, begin=begin, advance=advance, tuner=tuner), target
+
+
+def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
+    """Measures every variant on the same policy and the same training prompts; `rows` answers each, rounded up to whole batches."""
+    config = job.config
+    require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
+    require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
+    jobs = [make_job(config_of(variant, config), job.mesh) for variant in VARIANTS]
+    for each in jobs:
+        check(each.config, job.mesh.size)
+    batches = [Batches(each, *load_problems(config.data, job.tokenizer)) for each in jobs]
+    calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
+    policy = load_policy(job, interrupt)
+    benches, target = [], None
+    for number, (variant, each) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
+        job.say(f"{number} of {len(VARIANTS)}: {' '.join(filter(None, (variant.name, *_how(variant, each))))}")
+        bench, target = prepare(variant, each, interrupt, policy, batches[number - 1].train(0))
+        benches.append(bench)
+    assert target is not None, "there are variants"
+    with interrupt.nothing_unsaved("measuring drafts"):
+        _remember(benches, batches, target, TUNING + calls)
+        _measure(benches, batches, target, calls)
+        _time(benches, batches, target)
+    plain = float(np.median(benches[0].round_seconds))
+    table = [bench.row(plain) for bench in benches]
+    answers = calls * config.grpo.prompts * config.grpo.group_size
+    console = Console()
+    (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(_table(table))
+    law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
+    job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
+    print(json.dumps({"bench": "drafts", "machine": machine(job), "versions": versions(), "answers": answers, "rows": table}), flush=True)
+    return 0
+
+
+def _how(variant: Variant, job: Job) -> tuple[str, str]:
+    """How a variant's tokens are drawn and verified; empty where it does neither."""
+    learned, drafted = job.config.rollout.draft.learned, job.step.draft is not None
+    return variant.sampling if learned else "", variant.verify if drafted else ""
+
+
+def _remember(benches: list[Bench], batches: list[Batches], target: Decoder, count: int) -> None:
+    """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding, under other noise."""
+    plain, prompts = benches[0], batches[0]
+    for batch in range(count):
+        asked = prompts.train(batch)
+        rollout = plain.generate(target, asked.replace(stream=put(np.int32(STREAM), asked.stream)))
+        for other in batches:
+            if other.history.past:
+                other.score_training(batch, rollout)
+
+
+def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, calls: int) -> None:
+    """Tunes the draft temperatures on the first batches, then generates those that count."""
+    with Progress("measuring", len(benches) * (TUNING + calls)) as progress:
+        for number, (bench, asked) in enumerate(zip(benches, batches, strict=True)):
+            for batch in range(TUNING + calls):
+                rollout = bench.generate(target, asked.train(batch))
+                if batch < TUNING:
+                    bench.tuner = draft_temperature.update(bench.tuner, rollout.statistics)
+                else:
+                    bench.rollouts.append(jax.device_get(rollout))
+                progress.update(number * (TUNING + calls) + batch + 1)
+
+
+def _time(benches: list[Bench], batches: list[Batches], target: Decoder) -> None:
+    """Times the first batch that counts, variant after variant and all over again: what disturbs the machine disturbs all alike."""
+    with Progress("timing", REPEATS) as progress:
+        for number in range(REPEATS):
+            for bench, asked in zip(benches, batches, strict=True):
+                bench.time(target, asked.train(TUNING))
+            progress.update(number + 1)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """The rows as rich prints them."""
+    table = Table(box=box.SIMPLE, title="drafts", title_justify="left")
+    table.add_column("draft", no_wrap=True)
+    titles = ("sampling", "verify", "K", "acceptance length", "tokens a pass", "coverage", *LISTS, "round cost", "tokens/s")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=title in LISTS)
+
+    def listed(numbers: list[float]) -> str:
+        return " ".join(f"{number:.2f}" for number in numbers) or "-"
+
+    for row in rows:
+        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage")]
+        lists = [listed(row[name]) for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
+        cost, rate = f"{row['round_cost']:.2f}", short(row["tokens_per_s"])
+        table.add_row(row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"]), *numbers, *lists, cost, rate)
+    return table
+
+
+def machine(job: Job) -> dict[str, Any]:
+    """What it ran on."""
+    device, file = job.mesh.devices.flat[0], Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
+    return {
+        "device": device.device_kind,
+        "mesh": dict(job.mesh.shape),
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What it ran with."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in ("jaxspec", "jax", "flax")}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark that the first word names; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench", usage="%(prog)s drafts --config NAME.py[:SCALE] ...")
+    parser.add_argument("bench", choices=("drafts",), help="drafts: every kind of draft on one policy")
+    program = f"bench {parser.parse_args(argv[:1]).bench}"
+    given, words = take_option(argv[1:], f"python -m jaxspec.{program}", "rows", "N --config NAME.py[:SCALE]", "512")
+    if not given.isdecimal() or int(given) < 1:
+        print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
+        return 2
+    return run(program, ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Whether a config goes together: its classes with one another, and with the devices there are."""
+
+import math
+
+from jaxspec.config import Config, require
+
+
+def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
+    """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`.
+
+    Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices and every batch.
+
+    Raises:
+      ConfigError: names the numbers that do not go together, and some that do.
+    """
+    require(devices % processes == 0, f"{processes} processes do not divide {devices} devices; give each process the same number")
+    tensor = config.mesh.tensor
+    meshes = ", ".join(f"{devices // size} x {size}" for size in _divisors(devices))
+    fits = f"meshes (data x tensor) that fit {devices} devices: {meshes}"
+    require(devices % tensor == 0, f"mesh.tensor {tensor} does not divide {devices} devices; {fits}")
+    for name in ("heads", "kv_heads", "ffn", "vocab"):
+        size = getattr(config.model, name)
+        require(size % tensor == 0, f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two")
+    shards = devices // tensor
+    rows, prompts = _rows(config), config.grpo.prompts
+    automatic = shards if processes > 1 else max(size for size in _divisors(math.gcd(*rows.values())) if size <= shards)
+    data = config.mesh.data or automatic
+    asked = f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are {devices}"
+    require(config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself")
+    groups = "a group lives whole on one shard"
+    require(prompts >= data, f"grpo.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data} or use fewer devices")
+    for key, count in rows.items():
+        near = max(count // data, 1) * data
+        require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
+    _check_drafts(config)
+    source = config.data
+    remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
+    require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
+    return data, tensor
+
+
+def _check_drafts(config: Config) -> None:
+    """Whether draft and look-up fit the policy, the response and one another."""
+    rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
+    lengths = f"rollout.draft.draft_length {draft.draft_length} and rollout.max_new_tokens {rollout.max_new_tokens}"
+    shorter = draft.kind == "none" or draft.draft_length < rollout.max_new_tokens
+    require(shorter, f"{lengths}: a draft must be shorter than a response; lower the first or raise the second")
+    beside = f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and rollout.draft.kind is {draft.kind}"
+    require(rollout.lookup.beside == "none" or draft.learned, f"{beside}; choose eagle3, mtp or model, or that kind alone")
+    outside = [token for token in rollout.banned if not 0 <= token < vocab]
+    require(not outside, f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold")
+    deep = draft.kind != "eagle3" or config.model.layers >= 4
+    require(deep, f"model.layers is {config.model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
+    whole = draft.vocab == 0 or draft.kind == "eagle3"
+    require(whole, f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the policy's, so leave it 0")
+    fits = draft.vocab <= vocab
+    require(fits, f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at most that, or 0 for all of it")
+    room = draft.vocab == 0 or draft.vocab > len(rollout.banned) + 8
+    require(room, f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)} banned ids and the end tokens")
+    training = f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than rollout.draft.layers {draft.layers}"
+    trained = draft.kind != "mtp" or config.draft_training.ttt_steps >= draft.layers
+    require(trained, f"{training}: the last MTP layers would never learn; raise the first")
+
+
+def _rows(config: Config) -> dict[str, int]:
+    """What every batch of the run divides over the data shards; 0 where nothing is trained."""
+    trained = config.offline.steps and config.rollout.draft.learned
+    sft, offline = config.sft.steps and config.sft.rows, trained and config.offline.rows
+    return {"grpo.prompts": config.grpo.prompts, "sft.rows": sft, "offline.rows": offline}
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,165 @@
+"""What a draft is trained on: the policy's own responses or a text, in batches of an order of its own, and the vocabulary they call for."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jaxspec import mesh as meshes
+from jaxspec import tasks
+from jaxspec.config import Config, ConfigError, OfflineConfig
+from jaxspec.data import PromptStream, load_problems, pad_prompts
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import Job
+from jaxspec.state import Prompts, PyTree
+from jaxspec.step import Step
+from jaxspec.tasks import SftBatch
+from jaxspec.tokenizer import Tokenizer
+
+STREAM = 2
+"""Key stream of these rollouts, apart from training's and evaluation's."""
+HELD_OUT = 16
+"""One batch of samples in so many is never trained on."""
+_ORDER, _TEXT = 2, 3
+"""Numpy's streams of the run's seed; the warm start has another."""
+
+
+def split(offline: OfflineConfig) -> tuple[range, range]:
+    """Numbers of the batches of samples to train on, and of those held out: the last ones, at least one."""
+    count = -(-offline.samples // offline.rows)
+    first = count - max(1, count // HELD_OUT)
+    return range(first), range(first, count)
+
+
+def responder(job: Job, plain: Step, policy: Decoder) -> Callable[[int], SftBatch]:
+    """Returns what answers batch number n of the training prompts, once each, under the rollout's own processing.
+
+    `plain` decodes without a draft. A batch depends on the seed, the policy and its number alone.
+    """
+    config, rows = job.config, job.config.offline.rows
+    alone = dataclasses.replace(plain, settings=plain.settings._replace(group_size=1))
+    stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
+
+    @jax.jit
+    def generate(policy: Decoder, prompts: Prompts) -> PyTree:
+        target, nothing = alone.prepare(alone.start(policy, None))
+        rollout = alone.generate(target, nothing, prompts)
+        return rollout.tokens, rollout.prompt_lengths, rollout.lengths
+
+    def respond(number: int) -> SftBatch:
+        chosen = [stream[number * rows + row] for row in range(rows)]
+        tokens, lengths = pad_prompts(chosen, config.data.max_prompt_length, job.tokenizer.pad_id)
+        history, history_lengths = np.zeros((rows, 0, 0), np.int32), np.zeros((rows, 0), np.int32)
+        host = tokens, lengths, np.ones(rows, bool), history, history_lengths
+        tokens, lengths, live, history, history_lengths = jax.device_put(host, meshes.rows_sharding(job.mesh))
+        asked = Prompts(
+            tokens=tokens,
+            lengths=lengths,
+            live=live,
+            stream=jnp.int32(STREAM),
+            batch=jnp.int32(number),
+            history=history,
+            history_lengths=history_lengths,
+        )
+        return SftBatch(*jax.device_get(generate(policy, asked)))
+
+    return respond
+
+
+def training_text(config: Config, tokenizer: Tokenizer) -> SftBatch | None:
+    """The rows of `offline.text`; None where the policy's own responses are trained on.
+
+    Raises:
+      ConfigError: names file, line and column of what cannot be used, and a remedy.
+    """
+    length = config.data.max_prompt_length + config.rollout.max_new_tokens
+    if config.offline.text == "generic":
+        corpus, rng = dataclasses.replace(config.data, format="text"), np.random.default_rng([config.seed, _TEXT])
+        return tasks.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length)
+    return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length) if config.offline.text else None
+
+
+def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> SftBatch:
+    """The column `text` of a JSON-lines file, each between the beginning token, if there is one, and the end token."""
+    rows: list[list[int]] = []
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"offline.text {path}: {error.strerror}; give a readable JSON-lines file, or `generic`") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"offline.text {path}, line {number}"
+        text = _text(line, where)
+        if not any_text and (unknown := tokenizer.unknown(text)):
+            raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
+        rows.append([*tokenizer.bos_ids, *tokenizer.encode(text), tokenizer.stop_ids[0]])
+        if len(rows[-1]) > length:
+            raise ConfigError(
+                f"{where}: column 'text' takes {len(rows[-1])} tokens with its ends, more than data.max_prompt_length + "
+                f"rollout.max_new_tokens = {length}; cut the text into pieces, or raise --rollout.max_new_tokens"
+            )
+    if not rows:
+        raise ConfigError(f"offline.text {path}: the file is empty; give one JSON object a line, with a column 'text'")
+    tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row)] = row
+    lengths = np.array([len(row) for row in rows], np.int32)
+    return SftBatch(tokens, np.full(len(rows), len(tokenizer.bos_ids), np.int32), lengths)
+
+
+def _text(line: bytes, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text'") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one JSON object a line, with a column 'text'")
+    if "text" not in row:
+        near = "".join(f"; rename {match!r}?" for match in difflib.get_close_matches("text", row, 1)) or "; give the text one"
+        raise ConfigError(f"{where}: no column 'text' among {', '.join(map(repr, row)) or 'none'}{near}")
+    if not isinstance(row["text"], str):
+        raise ConfigError(f"{where}: column 'text' holds a {type(row['text']).__name__} instead of text; put its text in quotes")
+    return row["text"]
+
+
+def joined(batches: Sequence[SftBatch]) -> SftBatch:
+    """All rows of some batches."""
+    return SftBatch(*(np.concatenate(part) for part in zip(*batches, strict=True)))
+
+
+def batch_of(rows: SftBatch, number: int, size: int, seed: int) -> SftBatch:
+    """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on nothing but the arguments."""
+    count = len(rows.tokens)
+    places = np.arange(number * size, (number + 1) * size)
+    orders = {epoch: np.random.default_rng([seed, _ORDER, epoch]).permutation(count) for epoch in set((places // count).tolist())}
+    chosen = [orders[place // count][place % count] for place in places.tolist()]
+    return SftBatch(*(part[chosen] for part in rows))
+
+
+def responses(rows: SftBatch) -> Bool[np.ndarray, "rows length"]:
+    """True at the tokens to predict."""
+    positions = np.arange(rows.tokens.shape[1])
+    return (positions >= rows.prompt_lengths[:, None]) & (positions < rows.lengths[:, None])
+
+
+def vocabulary(rows: SftBatch, size: int, vocab: int, stop_ids: tuple[int, ...]) -> Int32[np.ndarray, " size"]:
+    """The end tokens and the most frequent response tokens of `rows`, `size` of the `vocab` in all, ascending; lowest ids fill up.
+
+    Source: drafters.md, section 2.3.
+    """
+    counts = np.bincount(rows.tokens[responses(rows)], minlength=vocab)
+    counts[list(stop_ids)] = counts.max() + 1
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def coverage(rows: SftBatch, ids: np.ndarray) -> float:
+    """Share of the response tokens of `rows` that are among `ids`."""
+    return float(np.isin(rows.tokens[responses(rows)], ids).mean())

@@ -1,0 +1,175 @@
+"""Drafts without weights: what followed the row's last tokens where they stood before, in its own text or in others of its prompt."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
+from jaxspec.models.decoder import Decoder
+from jaxspec.state import Prompts, PyTree, Tree, pytree
+
+Rule = Literal["vllm", "hf", "latest"]
+"""Which of the places with the longest match: `vllm` and `hf` the earliest, `latest` the latest with the most tokens after it."""
+
+
+class Found(NamedTuple):
+    """The best place of a text for one row: how good it is (0: nowhere), and the tokens that follow it."""
+
+    score: Int[Array, "*B"]
+    tokens: Int[Array, "*B K"]
+    offered: Int[Array, "*B"]
+    """Tokens that really follow, 0..K."""
+
+
+def ngram(length: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()) -> Draft:
+    """Prompt lookup: up to `length` tokens that followed an earlier occurrence of the row's last `min_match` to `max_match` tokens.
+
+    `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the first of `stop_ids` on.
+    """
+    _check(length, min_match, max_match)
+    search = partial(_search, length=length, min_match=min_match, latest=rule == "latest")
+
+    def propose(network: PyTree, target: Decoder, state: PyTree, context: Context, sample: Sampler) -> tuple[PyTree, Proposal]:
+        last = _last_tokens(context.tokens, context.lengths, max_match)
+        found = jax.vmap(search)(context.tokens, context.lengths, last)
+        count = found.offered
+        if rule == "hf" and stop_ids:
+            ends = jnp.isin(found.tokens, jnp.asarray(stop_ids, jnp.int32))
+            count = jnp.where(jnp.any(ends, axis=1), jnp.minimum(count, jnp.argmax(ends, axis=1).astype(jnp.int32)), count)
+        return state, Proposal(tokens=found.tokens, logits=None, offered=count)
+
+    return _without_weights(length, lambda network, target, prompts, features, slots: (), propose)
+
+
+@pytree
+class HistoryState(Tree):
+    """Earlier texts of each prompt, shared by the rows of its group."""
+
+    texts: Int[Array, "n H S"]
+    lengths: Int[Array, "n H"]
+
+
+def history(length: int, group_size: int, min_match: int, max_match: int) -> Draft:
+    """Looks the row's last tokens up in its own text, in what its group's other rows have so far, and in `Prompts.history`.
+
+    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most tokens after it (up to `length`), then
+    the row's own text before its siblings' (the same weights), and theirs before earlier ones (older weights), then the latest place.
+    """
+    _check(length, min_match, max_match)
+    search = partial(_search, length=length, min_match=min_match, latest=True)
+    each_text = jax.vmap(search, (0, 0, None))
+    each_row = jax.vmap(each_text, (None, None, 0))
+
+    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], slots: int) -> HistoryState:
+        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
+
+    def group(tokens: Int[Array, "G S"], lengths: Int[Array, " G"], texts: Int[Array, "H S1"], text_lengths: Int[Array, " H"]) -> Found:
+        last = _last_tokens(tokens, lengths, max_match)
+        live = each_row(tokens, lengths, last)
+        live = live._replace(score=3 * live.score + 1 + jnp.eye(group_size, dtype=jnp.int32))
+        if texts.size:
+            earlier = each_row(texts, text_lengths, last)
+            earlier = earlier._replace(score=3 * earlier.score)
+            live = jax.tree.map(lambda ours, theirs: jnp.concatenate([ours, theirs], axis=1), live, earlier)
+        best = jnp.argmax(live.score, axis=1).astype(jnp.int32)
+        return jax.tree.map(lambda leaf: jax.vmap(lambda row, text: row[text])(leaf, best), live)
+
+    def propose(network: PyTree, target: Decoder, state: HistoryState, context: Context, sample: Sampler) -> tuple[HistoryState, Proposal]:
+        rows, width = context.tokens.shape
+        tokens, lengths = context.tokens.reshape(-1, group_size, width), context.lengths.reshape(-1, group_size)
+        found = jax.vmap(group)(tokens, lengths, state.texts, state.lengths)
+        return state, Proposal(tokens=found.tokens.reshape(rows, length), logits=None, offered=found.offered.reshape(rows))
+
+    return _without_weights(length, prefill, propose)
+
+
+@pytree
+class PreferringState(Tree):
+    """The states of both drafts."""
+
+    lookup: PyTree
+    learned: PyTree
+
+
+def preferring(lookup: Draft, learned: Draft) -> Draft:
+    """Rows for which `lookup` offers a whole block take it, the others draw from `learned`: a choice by the prefix alone.
+
+    The learned draft walks along the tokens that are proposed, so its cache is right whichever they are.
+    """
+    if lookup.length != learned.length or lookup.draws or not learned.draws:
+        raise ValueError(f"a lookup of length {lookup.length} cannot stand before a draft of length {learned.length}")
+
+    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], slots: int) -> PreferringState:
+        return PreferringState(
+            lookup=lookup.prefill(network, target, prompts, features, slots),
+            learned=learned.prefill(network, target, prompts, features, slots),
+        )
+
+    def repeat(state: PreferringState, times: int) -> PreferringState:
+        return PreferringState(lookup=lookup.repeat(state.lookup, times), learned=learned.repeat(state.learned, times))
+
+    def propose(
+        network: PyTree, target: Decoder, state: PreferringState, context: Context, sample: Sampler
+    ) -> tuple[PreferringState, Proposal]:
+        lookup_state, found = lookup.propose(network, target, state.lookup, context, sample)
+        whole = found.offered == lookup.length
+
+        def sample_unless_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
+            return jnp.where(whole, found.tokens[:, offset], sample(logits, offset))
+
+        learned_state, proposal = learned.propose(network, target, state.learned, context, sample_unless_found)
+        assert proposal.logits is not None, "a draft that draws says from what"
+        certain = jnp.where(_one_hot(found.tokens, proposal.logits.shape[-1]), 0.0, -jnp.inf).astype(proposal.logits.dtype)
+        return PreferringState(lookup=lookup_state, learned=learned_state), Proposal(
+            tokens=proposal.tokens,
+            logits=jnp.where(whole[:, None, None], certain, proposal.logits),
+            offered=jnp.where(whole, found.offered, proposal.offered),
+        )
+
+    def commit(state: PreferringState, kept: Kept) -> PreferringState:
+        return PreferringState(lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept))
+
+    return Draft(learned.length, learned.with_taps, True, prefill, repeat, propose, commit)
+
+
+def _check(length: int, min_match: int, max_match: int) -> None:
+    if length < 1 or not 1 <= min_match <= max_match:
+        raise ValueError(f"a lookup of {length} tokens after {min_match} to {max_match} that match; 1 <= min_match <= max_match is needed")
+
+
+def _without_weights(length: int, prefill: Callable[..., PyTree], propose: Callable[..., tuple[PyTree, Proposal]]) -> Draft:
+    """A draft that is a function of the context and of what was known before: rows share its state, and nothing is committed to it."""
+    return Draft(length, False, False, prefill, lambda state, times: state, propose, lambda state, kept: state)
+
+
+def _one_hot(tokens: Int[Array, "B K"], vocab: int) -> Bool[Array, "B K V"]:
+    return tokens[:, :, None] == jnp.arange(vocab, dtype=tokens.dtype)
+
+
+def _last_tokens(tokens: Int[Array, "B S"], lengths: Int[Array, " B"], count: int) -> Int[Array, "B N"]:
+    """Each row's last tokens, the last one first; -1 before its beginning."""
+    where = lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
+    return jnp.where(where >= 0, jnp.take_along_axis(tokens, jnp.maximum(where, 0), axis=1), -1)
+
+
+def _search(text: Int[Array, " S"], size: Int[Array, ""], last: Int[Array, " N"], *, length: int, min_match: int, latest: bool) -> Found:
+    """Where in the first `size` tokens of `text` a token follows the longest run of `last`; compares N shifted copies."""
+    slots = text.shape[0]
+    places = jnp.arange(slots, dtype=jnp.int32)
+    following = jnp.clip(size - places, 0, length)
+    agrees, matched = places < size, jnp.zeros_like(places)
+    for back in range(last.shape[0]):
+        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:slots] == last[back]  # -2: before the text, which nothing matches
+        matched += agrees.astype(jnp.int32)
+    score = jnp.where(matched >= min_match, matched, 0)
+    if latest:
+        score = jnp.where(score > 0, score * length + following, 0)
+        place = slots - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
+    else:
+        place = jnp.argmax(score).astype(jnp.int32)
+    tokens = jnp.take(text, place + jnp.arange(length, dtype=jnp.int32), mode="clip")
+    return Found(score=score[place], tokens=tokens, offered=jnp.where(score[place] > 0, following[place], 0))

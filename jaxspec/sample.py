@@ -1,0 +1,254 @@
+"""Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample --checkpoint RUN`."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxspec.cli import override, refuse_foreign, take_option
+from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, require
+from jaxspec.data import Problem
+from jaxspec.metrics import short
+from jaxspec.session import Answer, Piece, Session, find_run, open_here, read_prompt, restore
+from jaxspec.state import EOS, FAILED, LENGTH
+from jaxspec.tokenizer import Tokenizer
+
+COMMAND = "python -m jaxspec.sample"
+ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the draft proposed.
+
+RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it (RUN/checkpoints/NUMBER). Without --prompt, prompts
+are read from standard input, one a line. Tokens that were drafted and accepted are green and underlined on a terminal and stand [in
+brackets] elsewhere; the others were chosen by the policy itself. Settings that are not named are the run's. Examples:
+  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --prompt 27+85=
+  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --draft.kind none    (plain decoding, to compare)
+  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --verify coupled     (the very tokens of plain decoding)"""
+DRAFTED = "green underline"
+ENDINGS = {EOS: "eos", LENGTH: "length", FAILED: "failed (logits that are not finite)"}
+"""How an answer ended, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line may change."""
+
+    prompt: str = ""
+    """The prompt; empty: prompts come from standard input, one a line."""
+    samples: int = 1
+    """Answers to each prompt; several are made together, and printed when all are done."""
+    seed: int = 0
+    """Seed of the sampling; the same seed, settings and prompts give the same answers."""
+    temperature: float = 1.0
+    """Sampling temperature; 0: the most likely token."""
+    max_new_tokens: int = 28
+    """Longest answer, in tokens."""
+    max_prompt_length: int = 8
+    """Longest prompt, in tokens."""
+    verify: Literal["block", "token", "coupled"] = "block"
+    """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain decoding."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    lookup: LookupConfig = field(default_factory=LookupConfig)
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, f"--samples is {self.samples}; at least 1")
+
+
+def options_of(config: Config) -> Options:
+    """The run's own settings."""
+    rollout = config.rollout
+    return Options(
+        seed=config.seed,
+        temperature=rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        max_prompt_length=config.data.max_prompt_length,
+        verify=rollout.verify,
+        draft=rollout.draft,
+        lookup=rollout.lookup,
+    )
+
+
+def sampling_config(run: Config, options: Options) -> Config:
+    """The run's config with the options in it, for one prompt.
+
+    Raises:
+      ConfigError: a learned draft that the run has no weights for.
+    """
+    draft = options.draft
+    _check_weights(run.rollout.draft, draft)
+    rollout = replace(
+        run.rollout,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        verify=options.verify,
+        draft=draft,
+        lookup=options.lookup if draft.learned else replace(options.lookup, beside="none"),
+    )
+    data = replace(run.data, max_prompt_length=options.max_prompt_length)
+    grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))  # one row is no group to learn from
+    return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo)
+
+
+def _alone(rollout: RolloutConfig) -> RolloutConfig:
+    """For a single row: without siblings and earlier answers, history is the latest n-gram match."""
+    if rollout.lookup_kind != "history":
+        return rollout
+    lookup = replace(rollout.lookup, rule="latest", beside="ngram" if rollout.draft.learned else "none")
+    return replace(rollout, lookup=lookup, draft=rollout.draft if rollout.draft.learned else replace(rollout.draft, kind="ngram"))
+
+
+def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
+    possible = f"{trained.kind}, none, ngram and history" if trained.learned else "none, ngram and history"
+    has = f"the run's draft is {trained.kind}, so there are no weights for --draft.kind {wanted.kind}; possible are {possible}"
+    require(not wanted.learned or wanted.kind == trained.kind, has)
+    for name in ("vocab", "ffn", "layers", "embedding_first") if wanted.learned else ():
+        was, now = getattr(trained, name), getattr(wanted, name)
+        require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was}; leave it out")
+
+
+class Writer:
+    """Writes a row as its tokens come: what was drafted and accepted is green on a terminal, and in brackets elsewhere."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
+        self._console, self._tokenizer = console, tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def write(self, piece: Piece) -> None:
+        """Shows what a round gave, up to the last whole character: a token may end in the middle of one."""
+        drafted = self._next(piece.tokens[: piece.accepted])
+        self._show(drafted, drafted=True)
+        self._show(self._next(piece.tokens[piece.accepted :]), drafted=False)
+
+    def close(self) -> None:
+        """Shows what is left and ends the line."""
+        self._show(self._tokenizer.decode(self._ids)[self._shown :], drafted=False)
+        self._console.print()
+
+    def _next(self, ids: list[int]) -> str:
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids)
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")  # bytes that are no character yet
+        new = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        return new
+
+    def _show(self, text: str, *, drafted: bool) -> None:
+        if not text:
+            return
+        if self._console.is_terminal:
+            self._console.print(Text(text, style=DRAFTED if drafted else ""), end="", soft_wrap=True)
+        else:
+            self._console.file.write(f"[{text}]" if drafted else text)
+        self._console.file.flush()
+
+
+def show(console: Console, session: Session, problem: Problem, tokenizer: Tokenizer, samples: int) -> None:
+    """Answers a prompt and says what speculation did: a single row as it comes, several one after another."""
+    writers = [Writer(console, tokenizer) for _ in range(samples)]
+    pieces: list[list[Piece]] = [[] for _ in range(samples)]
+    for given in session.rounds(problem):
+        if isinstance(given, Answer):
+            for number, (writer, row, status) in enumerate(zip(writers, pieces, given.status, strict=True), start=1):
+                if samples > 1:
+                    _line(console, f"-- {number} of {samples}: {ENDINGS[status]}")
+                for piece in row:
+                    writer.write(piece)
+                writer.close()
+            _line(console, summary(given))
+        elif samples == 1:
+            writers[0].write(given[0])
+        else:
+            for row, piece in zip(pieces, given, strict=True):
+                row.append(piece)
+
+
+def summary(answer: Answer) -> str:
+    """Acceptance, speed and ending of an answer, in one line."""
+    metrics, tokens = answer.metrics, answer.metrics["rollout/tokens"]
+    length, kept = metrics["rollout/acceptance_length"], metrics["rollout/tokens_per_target_pass"]
+    ending = ", ".join(f"{ENDINGS[code]}{f' x {count}' if count > 1 else ''}" for code in ENDINGS if (count := answer.status.count(code)))
+    rate = f"{short(tokens / answer.seconds)} tokens/s ({tokens:.0f} tokens in {answer.seconds:.2f} s)"
+    return f"-- acceptance_length {length:.2f}, {kept:.2f} tokens a target pass, {rate}, ended by {ending}"
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(Text(text, style="dim" if console.is_terminal else ""), soft_wrap=True)
+
+
+def _legend(console: Console, rollout: RolloutConfig) -> None:
+    if rollout.draft.kind == "none":
+        _line(console, "plain decoding: the policy chooses every token")
+    elif console.is_terminal:
+        console.print(Text.assemble(("green and underlined", DRAFTED), (": drafted and accepted; plain: chosen by the policy", "dim")))
+    else:
+        _line(console, "[in brackets]: drafted and accepted; the rest: chosen by the policy")
+
+
+def _asked(console: Console) -> Iterator[str]:
+    """Lines of standard input until it ends; empty ones are passed over, and those of a pipe are repeated in the output."""
+    typed = sys.stdin.isatty()
+    while True:
+        if typed:
+            console.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            if not typed:
+                _line(console, f"> {line.rstrip()}")
+            yield line.rstrip("\r\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answers what the command line or standard input asks; returns the exit status, 2 if a prompt was refused."""
+    path, words = take_option(argv, COMMAND, "checkpoint", "RUN [--prompt TEXT]")
+    prog = f"{COMMAND} --checkpoint {path or 'RUN'}"
+    if not path and {"-h", "--help"} & set(words):
+        override(Options(), words, prog, ABOUT)
+    require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
+    run = find_run(path)
+    options = override(options_of(run.config), words, prog, ABOUT)
+    config = sampling_config(run.config, options)
+    refuse_foreign(config.rollout, words, "")
+    job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
+    only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
+    console, began = Console(), time.perf_counter()
+    session, rollout = Session(job, *restore(run, job), options.samples), config.rollout
+    kind, length = rollout.draft.kind, rollout.draft.draft_length
+    kind = "no draft" if kind == "none" else f"{kind} draft, K={length}, {rollout.verify} rule"
+    made = f"{kind}, temperature {rollout.temperature:g}; ready in {time.perf_counter() - began:.1f} s"
+    _line(console, f"checkpoint {run.number} of {run.folder}: {made}")
+    _legend(console, rollout)
+    for problem in only:
+        show(console, session, problem, job.tokenizer, options.samples)
+    return 0 if only else _answer_lines(console, session, options.samples)
+
+
+def _answer_lines(console: Console, session: Session, samples: int) -> int:
+    status = 0
+    for text in _asked(console):
+        try:
+            problem = read_prompt(text, session.job.config, session.job.tokenizer)
+        except ConfigError as error:  # the next line may be good
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = 2
+        else:
+            show(console, session, problem, session.job.tokenizer, samples)
+    return status
+
+
+def _main() -> int:
+    try:
+        return main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

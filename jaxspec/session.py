@@ -1,0 +1,185 @@
+"""A training run's checkpoint on the devices, answering one prompt at a time, round by round."""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import mesh as meshes
+from jaxspec.checkpoint import Checkpoints, cache_folder
+from jaxspec.config import Config, ConfigError, MeshConfig, from_json, require
+from jaxspec.consistency import check
+from jaxspec.data import Problem, pad_prompts
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import Job, make_job
+from jaxspec.rollout import draft_temperature
+from jaxspec.rollout import generate as engine
+from jaxspec.runner import abstract, ahead, numbers, put
+from jaxspec.state import RUNNING, Drafter, Prompts, Tuner
+from jaxspec.step import Metrics, Step, build_step
+from jaxspec.tokenizer import Tokenizer
+
+STREAM = 3
+"""Key stream of these answers; 0 to 2 are those of training, evaluation and draft training."""
+EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
+
+
+class Run(NamedTuple):
+    """A training run's checkpoint on disk."""
+
+    folder: Path
+    number: int
+    config: Config
+
+
+def find_run(path: str) -> Run:
+    """Looks a checkpoint up: the one named, or a run's newest.
+
+    Raises:
+      ConfigError: there is no run, or no checkpoint in it.
+    """
+    named = Path(path).expanduser().absolute()
+    chosen = named.parent.name == "checkpoints" and named.name.isdigit()
+    folder = named.parent.parent if chosen else named
+    file = folder / "config.json"
+    require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
+    require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); {EXPECTED}") from error
+    require(isinstance(saved, dict) and "rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
+    found = sorted(int(entry.name) for entry in (folder / "checkpoints").glob("*") if entry.name.isdigit())
+    require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
+    number = int(named.name) if chosen else found[-1]
+    require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
+    return Run(folder, number, from_json(saved))
+
+
+def open_here(config: Config) -> Job:
+    """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    meshes.prepare_devices(config.mesh.tensor)
+    tensor = config.mesh.tensor if config.mesh.tensor <= jax.device_count() else 1
+    config = replace(config, mesh=MeshConfig(data=1, tensor=tensor))
+    check(config, devices=tensor)
+    return make_job(config, meshes.make_mesh(1, tensor))
+
+
+def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
+    """Policy and draft in the rollout layout.
+
+    The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
+    """
+    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
+    state, finished, _ = abstract(trained, run.config.grpo.prompts)
+    with tempfile.TemporaryDirectory() as here:
+        # Opening the run's own folder would clear away what a run that is alive is just saving.
+        Path(here, str(run.number)).symlink_to(run.folder / "checkpoints" / str(run.number))
+        with contextlib.closing(Checkpoints(Path(here))) as checkpoints:
+            (state, _), _ = checkpoints.restore(run.number, (state, finished))
+    draft = state.draft.replace(optimizer=None) if state.draft and job.config.rollout.draft.learned else None
+    tuner = _tuner(state.tuner, job.step, trained.settings.grid)
+    bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft, tuner=tuner)
+    return jax.jit(job.step.prepare)(bare)
+
+
+def _tuner(trained: Tuner, step: Step, grid: tuple[float, ...]) -> Tuner:
+    length = step.draft.length if step.draft else 0
+    if step.settings.grid != grid:
+        return draft_temperature.start(length, step.settings.grid)
+    deeper = max(0, length - trained.reached.shape[0])
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, deeper)] + [(0, 0)] * (leaf.ndim - 1))[:length], trained)
+
+
+class Piece(NamedTuple):
+    """What one round gave to a row."""
+
+    tokens: list[int]
+    accepted: int
+    """How many of them, from the first on, were drafted."""
+
+
+class Answer(NamedTuple):
+    """All rows of a prompt, when they have ended."""
+
+    metrics: dict[str, float]
+    """As in training."""
+    status: list[int]
+    seconds: float
+
+
+class Session:
+    """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
+
+    def __init__(self, job: Job, target: Decoder, drafter: Drafter, samples: int) -> None:
+        # A group of one is no group to learn from, so the config cannot say it.
+        step = replace(job.step, settings=job.step.settings._replace(group_size=samples))
+
+        def one_round(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
+            return step.advance(target, drafter, running, jnp.int32(1))
+
+        def measure(running: engine.Engine, drafter: Drafter) -> Metrics:
+            return step.measure(engine.collect(running), drafter)
+
+        self.job, self._target, self._drafter, self._answered = job, target, drafter, 0
+        _, _, self._like = abstract(step, 1)
+        self._begin, running = ahead(step.begin, target, drafter, self._like)
+        same = jax.tree.map(lambda leaf: leaf.sharding, running)
+        self._advance, _ = ahead(one_round, target, drafter, running, donate_argnums=2, out_shardings=same)
+        self._measure, _ = ahead(measure, running, drafter)
+        idle = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like)
+        self._advance(target, drafter, self._begin(target, drafter, idle))  # a program's first call is slower than the others
+
+    def rounds(self, problem: Problem) -> Iterator[list[Piece] | Answer]:
+        """Yields what each round gives to every row, then the answer as a whole."""
+        began, seconds = time.perf_counter(), 0.0
+        running = self._begin(self._target, self._drafter, self._prompts(problem))
+        ends, accepted, status = np.full(1, len(problem.ids)), np.zeros(1, int), np.full(1, RUNNING)
+        while np.any(status == RUNNING):
+            running = self._advance(self._target, self._drafter, running)
+            rollout = jax.device_get(running.rollout)
+            starts, before = np.broadcast_to(ends, rollout.lengths.shape), accepted
+            ends, accepted, status = rollout.lengths, rollout.statistics.accepted.sum(axis=1), rollout.status
+            seconds += time.perf_counter() - began
+            rows = zip(rollout.tokens, starts, ends, np.broadcast_to(accepted - before, ends.shape), strict=True)
+            yield [Piece(row[start:end].tolist(), int(count)) for row, start, end, count in rows]
+            began = time.perf_counter()
+        yield Answer(numbers(self._measure(running, self._drafter)), status.tolist(), seconds)
+
+    def _prompts(self, problem: Problem) -> Prompts:
+        tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)
+        number, self._answered = self._answered, self._answered + 1
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like)
+        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(STREAM), batch=np.int32(number))
+        return put(asked, self._like)
+
+
+def read_prompt(text: str, config: Config, tokenizer: Tokenizer) -> Problem:
+    """Renders a prompt as training did.
+
+    Raises:
+      ConfigError: characters that the tokenizer lacks, or more tokens than `max_prompt_length`.
+    """
+    asked = f"{text}\n{config.data.instruction}" if config.data.path and config.data.instruction else text
+    unknown = "" if config.data.tokenizer else tokenizer.unknown(asked)
+    require(not unknown, f"the run's built-in tokenizer lacks {unknown[:20]!r}; its prompts look like 27+85=")
+    prompt = tokenizer.render(asked)
+    ids, limit = tuple(tokenizer.encode(prompt)), config.data.max_prompt_length
+    require(
+        len(ids) <= limit,
+        f"the prompt takes {len(ids)} tokens, and the limit is {limit}; shorten it, or set --max_prompt_length {len(ids)}",
+    )
+    return Problem(prompt, ids, "", 0)

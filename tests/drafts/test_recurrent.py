@@ -1,0 +1,226 @@
+"""Recurrent drafting over rounds with rejections: at every round it stands where a draft that had just read the whole text would stand."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.drafts.base import Context, Draft, Kept, Proposal
+from jaxspec.drafts.recurrent import RecurrentState, recurrent
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.mtp import Mtp
+from tests.conftest import (
+    numpy_decoder,
+    numpy_eagle_read,
+    numpy_eagle_slot,
+    numpy_softmax,
+    numpy_taps,
+    numpy_weights,
+    tiny_model,
+    tiny_network,
+    tiny_prompts,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 4, 5, 5, 48, 11
+DEPTHS = {"eagle3": 1, "mtp1": 1, "mtp2": 2, "mtp4": 4}
+
+
+class Case(NamedTuple):
+    draft: Draft
+    depth: int
+    target: Decoder
+    network: Any
+    features: Callable[[np.ndarray], np.ndarray]
+    """Tokens of whole rows -> what the target's own pass gives at each position."""
+    prefill: Callable[..., RecurrentState]
+    """(tokens, lengths, features) -> state."""
+    propose: Callable[..., tuple[RecurrentState, Proposal]]
+    """(state, committed tokens, lengths, tokens to draft) -> state, proposal: two drafts can walk the same way."""
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp1", "mtp2", pytest.param("mtp4", marks=pytest.mark.slow)])
+def case(x64: None, request: pytest.FixtureRequest) -> Case:
+    kind, depth = request.param, DEPTHS[request.param]
+    taps = kind == "eagle3"
+    draft = recurrent(LENGTH, taps, depth)
+    target = tiny_network(Decoder, tiny_model(), 1, 1.5)
+    network = tiny_network(Eagle3 if taps else lambda config, key: Mtp(config, key, depth), tiny_model(), 2, 1.5)
+
+    @jax.jit
+    def features(target: Decoder, tokens: jax.Array) -> Any:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        forward = target(tokens, positions, with_taps=taps)
+        return forward.taps if taps else forward.hidden
+
+    @jax.jit
+    def prefill(target: Decoder, network: Any, tokens: jax.Array, lengths: jax.Array, features: jax.Array) -> RecurrentState:
+        prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
+        return draft.prefill(network, target, prompts, features, SLOTS)
+
+    @jax.jit
+    def propose(
+        target: Decoder, network: Any, state: RecurrentState, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+    ) -> tuple[RecurrentState, Proposal]:
+        return draft.propose(network, target, state, Context(tokens, lengths), lambda logits, offset: drafted[:, offset])
+
+    def ready(*arrays: Any) -> list[Any]:
+        return [jnp.asarray(array, jnp.int32) if np.asarray(array).dtype.kind == "i" else jnp.asarray(array) for array in arrays]
+
+    return Case(
+        draft,
+        depth,
+        target,
+        network,
+        lambda tokens: np.asarray(features(target, *ready(tokens))),
+        lambda *arrays: prefill(target, network, *ready(*arrays)),
+        lambda state, *arrays: propose(target, network, state, *ready(*arrays)),
+    )
+
+
+def committed(text: np.ndarray, lengths: Any, junk: int = 0) -> np.ndarray:
+    """Rows as far as they are committed."""
+    return np.where(np.arange(text.shape[1]) < np.asarray(lengths)[:, None], text, junk).astype(np.int32)
+
+
+def logits_of(proposal: Proposal) -> np.ndarray:
+    assert proposal.logits is not None
+    return np.asarray(proposal.logits)
+
+
+def drafts_that_keep(random: np.random.Generator, text: np.ndarray, lengths: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Drafts of which the first `count - 1` come true and the next one does not."""
+    coming = text[np.arange(len(text))[:, None], lengths[:, None] + np.arange(LENGTH)]
+    wrong = (coming + random.integers(1, VOCAB, coming.shape)) % VOCAB
+    return np.where(np.arange(LENGTH) < count[:, None] - 1, coming, wrong).astype(np.int32)
+
+
+def kept_block(random: np.random.Generator, text: np.ndarray, features: np.ndarray, lengths: np.ndarray, count: np.ndarray) -> Kept:
+    """What a round commits; beyond the cut stands junk."""
+    positions = (lengths[:, None] - 1 + np.arange(LENGTH + 1)).astype(np.int32)
+    beyond = np.arange(LENGTH + 1) >= count[:, None]
+    row = np.arange(len(text))[:, None]
+    return Kept(
+        tokens=jnp.asarray(np.where(beyond, random.integers(0, VOCAB, positions.shape), text[row, positions + 1]), jnp.int32),
+        features=jnp.asarray(np.where(beyond[..., None], 50.0, features[row, positions])),
+        positions=jnp.asarray(positions),
+        length=jnp.asarray(count, jnp.int32),
+    )
+
+
+def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
+    """drafters.md 7, row 16: the cache is rewritten with true features in all layers; nothing of a rejected draft remains."""
+    random = np.random.default_rng(0)
+    text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)  # what will be committed, row by row
+    features = case.features(text)
+    lengths = np.array([2, 5, 3, 4, 1])
+    prompt = committed(text[:, :WIDTH], lengths, 9)
+    state = case.prefill(prompt, lengths, case.features(prompt))
+    counts_seen: set[int] = set()
+    for number in range(7):
+        count = random.integers(1, LENGTH + 2, ROWS)
+        if number == 2:
+            count[1] = 0  # the row has ended
+        drafted = drafts_that_keep(random, text, lengths, count)
+        state, proposal = case.propose(state, committed(text, lengths), lengths, drafted)
+        np.testing.assert_array_equal(proposal.tokens, drafted)
+        np.testing.assert_array_equal(proposal.offered, np.where(lengths > 1, LENGTH, 0))
+        # Row by row: a draft that reads the committed text as its prompt.
+        scratch = case.prefill(committed(text, lengths, 7), lengths, features)
+        scratch, wanted = case.propose(scratch, committed(text, lengths), lengths, drafted)
+        for row in range(ROWS):
+            if lengths[row] > 1:
+                np.testing.assert_allclose(logits_of(proposal)[row], logits_of(wanted)[row], rtol=0, atol=1e-12, err_msg=f"round {number}")
+            for layer in range(case.depth):
+                # The text's slots, and those that this round drafted in the layer.
+                true, steps = lengths[row] - 1, np.arange(layer or case.depth, LENGTH, case.depth)
+                used = np.concatenate([np.arange(true), true - 1 + steps if true else steps[:0]])
+                for name in ("keys", "values"):
+                    ours, theirs = (np.asarray(getattr(either.cache, name))[layer, row, used] for either in (state, scratch))
+                    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        counts_seen |= set(count.tolist())
+        state = case.draft.commit(state, kept_block(random, text, features, lengths, count))
+        lengths = lengths + count
+    assert counts_seen == {0, 1, 2, 3, 4, 5}
+
+
+def slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Query, (key, value) and residual of one slot."""
+    heads = network.heads(layer, jnp.asarray(hidden)[None, None], jnp.asarray(embedded)[None, None], jnp.full((1, 1), position, jnp.int32))
+    return np.asarray(heads.query)[0, 0], heads.residual, (np.asarray(heads.key)[0, 0], np.asarray(heads.value)[0, 0])
+
+
+def finish(network: Any, layer: int, query: np.ndarray, residual: Any, seen: list[Any]) -> np.ndarray:
+    """The layer's output of one slot that attends to the slots listed."""
+    repeats = query.shape[0] // seen[0][0].shape[0]
+    keys, values = (np.repeat(np.array(part), repeats, axis=1) for part in zip(*seen, strict=True))
+    weights = numpy_softmax(np.einsum("nh,snh->ns", query, keys) / np.sqrt(query.shape[-1]))
+    attended = jnp.asarray(np.einsum("ns,snh->nh", weights, values))[None, None]
+    return np.asarray(network.finish(layer, residual, attended))[0, 0]
+
+
+def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarray) -> list[np.ndarray]:
+    """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and sees is written out."""
+    network, embedding = case.network, numpy_weights(case.target)["embedding"]
+    read = np.asarray(network.read(jnp.asarray(features)[None]))[0]
+    seen: list[list[Any]] = [[] for _ in range(case.depth)]
+    outputs: list[list[np.ndarray]] = [[] for _ in range(case.depth)]
+    for s in range(len(text) - 1):
+        for layer in range(case.depth):
+            below = outputs[layer - 1][s - 1] if s else np.zeros(read.shape[1])
+            query, residual, pair = slot(network, layer, below if layer else read[s], embedding[text[s + 1]], s)
+            seen[layer].append(pair)
+            outputs[layer].append(finish(network, layer, query, residual, [*seen[layer][: max(s - layer + 1, 0)], *([pair] * (layer > 0))]))
+    hidden, laws, own = outputs[0][-1], [], [[] for _ in range(case.depth)]
+    for step in range(1, LENGTH + 1):
+        laws.append(np.asarray(network.logits(case.target, jnp.asarray(hidden)[None, None]))[0, 0])
+        layer = step % case.depth
+        query, residual, pair = slot(network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step)
+        own[layer].append(pair)
+        hidden = finish(network, layer, query, residual, [*seen[layer], *own[layer]])
+    return laws
+
+
+def test_proposals_match_a_loop_over_slots(case: Case) -> None:
+    """Token i+1 comes from layer i mod n, which reads the layer before it one slot below, and sees no other layer's drafts."""
+    random = np.random.default_rng(1)
+    lengths = [2, 4, 5]
+    prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)
+    drafted = random.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
+    features = case.features(prompt)
+    _, proposal = case.propose(case.prefill(prompt, lengths, features), committed(prompt, lengths), lengths, drafted)
+    for row, length in enumerate(lengths):
+        wanted = chain(case, features[row, :length], prompt[row, :length], drafted[row])
+        np.testing.assert_allclose(logits_of(proposal)[row], wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", ["eagle3"], indirect=True)
+def test_eagle_proposals_match_plain_numpy(case: Case) -> None:
+    """Slot t reads the taps of t and token t+1; deeper slots read the previous output and the drafted token (drafters.md 1.9)."""
+    random = np.random.default_rng(1)
+    lengths = [2, 4, 5]
+    prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)
+    drafted = random.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
+    _, proposal = case.propose(case.prefill(prompt, lengths, case.features(prompt)), committed(prompt, lengths), lengths, drafted)
+    embedding = numpy_weights(case.target)["embedding"]
+    for row, length in enumerate(lengths):
+        text = prompt[row, :length]
+        hidden, logits, seen = numpy_eagle_read(case.network, embedding, numpy_taps(numpy_decoder(case.target, text)[2]), text)
+        for offset in range(LENGTH):
+            np.testing.assert_allclose(logits_of(proposal)[row, offset], logits, rtol=0, atol=1e-11)
+            hidden, logits = numpy_eagle_slot(case.network, hidden, embedding[drafted[row, offset]], length - 1 + offset, seen)
+
+
+def test_repeat_gives_each_row_of_a_group_its_prompts_state(case: Case) -> None:
+    random = np.random.default_rng(2)
+    prompt, lengths = random.integers(0, VOCAB, (2, WIDTH)).astype(np.int32), np.array([3, 5])
+    text, drafted = committed(prompt, lengths), np.tile(np.array([[1, 2, 3, 4]], np.int32), (2, 1))
+    state = case.prefill(prompt, lengths, case.features(prompt))
+    once = case.propose(state, text, lengths, drafted)[1]
+    thrice = case.propose(case.draft.repeat(state, 3), *(np.repeat(part, 3, 0) for part in (text, lengths, drafted)))[1]
+    np.testing.assert_allclose(logits_of(thrice), np.repeat(logits_of(once), 3, 0), rtol=0, atol=1e-12)

@@ -1,0 +1,357 @@
+"""The lossless rules on sampled rows: extreme coins, rounding and NaNs, and Monte Carlo with the sampler's own keys and noise."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import sampling
+from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
+from jaxspec.sampling import Processing
+from tests.conftest import chi_square
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+BELOW_ONE = np.nextafter(1.0, 0.0)
+RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
+match = jax.jit(match_rule)
+
+
+def log(probabilities: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities)
+
+
+def random_rows(size: int, length: int, vocab: int, dtype: type = np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Target and draft log-probabilities with zeros in both, drafts sampled from the latter, and full offers."""
+    random = np.random.default_rng(seed)
+    target, draft = random.dirichlet(np.ones(vocab), (2, size, length + 1))
+    for law in (target, draft):
+        law[random.random(law.shape) < 0.3] = 0
+        law[..., 0] += 0.05 * (law.sum(-1) == 0)
+        law /= law.sum(-1, keepdims=True)
+    target, draft = log(target).astype(dtype), log(draft[:, :length]).astype(dtype)
+    drafts = (draft + random.gumbel(size=draft.shape)).argmax(-1).astype(np.int32)
+    return target, draft, drafts, np.full(size, length, np.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rule", RULES)
+def test_extreme_coins(rule: str, dtype: type) -> None:
+    """A coin of 0 never accepts what the target excludes, and the largest coin below 1 accepts what it prefers to the draft."""
+    target, draft = np.array([0.0, 0.4, 0.6]), np.array([0.5, 0.4, 0.1])
+    drafts = np.array([[0], [1], [2]], np.int32)
+    laws = [log(np.broadcast_to(law, (3, count, 3))).astype(dtype) for law, count in ((target, 2), (draft, 1))]
+    noise = np.tile(np.array([1e5, 0, 0], dtype), (3, 1))  # pulls towards the excluded token
+    for coin in (0.0, np.nextafter(dtype(1), dtype(0))):
+        verdict = RULES[rule](*laws, drafts, np.ones(3, np.int32), np.full((3, 1), coin, dtype), noise)
+        assert verdict.accepted.tolist() == [0, 1, 1]
+        assert 0 not in verdict.next_token.tolist()
+
+
+@pytest.mark.parametrize("coin", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_coin_lets_an_excluded_token_through(rule: str, coin: float) -> None:
+    """In float32, over blocks of 3, with noise that pulls towards what the target excludes."""
+    size, length, vocab = 3000, 3, 5
+    target, draft, drafts, count = random_rows(size, length, vocab, np.float32)
+    excluded = 0
+    for pulled in range(vocab):
+        noise = np.where(np.arange(vocab) == pulled, np.float32(1e5), np.float32(0)) * np.ones((size, 1), np.float32)
+        verdict = RULES[rule](target, draft, drafts, count, np.full((size, length), coin, np.float32), noise)
+        accepted, next_token = np.asarray(verdict.accepted), np.asarray(verdict.next_token)
+        assert len(set(accepted)) > 1
+        everyone = np.arange(size)
+        excluded += int((target[everyone, accepted, pulled] == -np.inf).sum())
+        assert (target[everyone, accepted, next_token] > -np.inf).all()
+        at_draft = np.take_along_axis(target[:, :length], drafts[..., None], axis=2)[..., 0]
+        assert (at_draft > -np.inf)[np.arange(length) < accepted[:, None]].all()
+    assert excluded > size
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_laws_accept_everything_and_never_draw_from_an_empty_residual(rule: str) -> None:
+    law = np.random.default_rng(0).dirichlet(np.ones(5), (64, 4))
+    law[:, :, 0], law[:, :, 1] = 0, law[:, :, 0] + law[:, :, 1]
+    drafts = law[:, :3].argmax(-1).astype(np.int32)
+    noise = np.tile(np.array([1e5, 0, 0, 0, 0]), (64, 1))
+    for count in range(4):
+        verdict = RULES[rule](log(law), log(law[:, :3]), drafts, np.full(64, count, np.int32), np.full((64, 3), BELOW_ONE), noise)
+        np.testing.assert_array_equal(verdict.accepted, count)
+        assert 0 not in np.asarray(verdict.next_token)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_residual_that_rounding_emptied_falls_back_to_the_target(rule: str) -> None:
+    """The draft exceeds the target by a rounding error at the drafted token, and nowhere else do they differ."""
+    draft = np.array([0.0, 0.4, 0.6])
+    target = np.array([0.0, 0.4, np.nextafter(0.6, 0.0)])
+    coins = np.full((1, 1), BELOW_ONE)
+    for favoured in (1, 2):
+        noise = np.zeros((1, 3))
+        noise[:, 0], noise[:, favoured] = 2e5, 1e5
+        laws = log(np.tile(target, (1, 2, 1))), log(draft)[None, None] + 1e-9
+        verdict = RULES[rule](*laws, np.array([[2]], np.int32), np.ones(1, np.int32), coins, noise)
+        assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([0], [favoured])
+
+
+def test_without_drafts_every_rule_is_plain_sampling() -> None:
+    target, _, _, _ = random_rows(50, 0, 4)
+    noise = np.random.default_rng(0).gumbel(size=(50, 1, 4))
+    empty, none = (np.zeros((50, 0, 4)), np.zeros((50, 0), np.int32), np.zeros(50, np.int32)), np.zeros((50, 0))
+    for verdict in [*(rule(target, *empty, none, noise[:, 0]) for rule in RULES.values()), match(target, *empty[1:], noise)]:
+        assert verdict.accepted.tolist() == [0] * 50
+        np.testing.assert_array_equal(verdict.next_token, (target + noise)[:, 0].argmax(-1))
+
+
+@pytest.mark.parametrize("rule", [*RULES, "match"])
+def test_what_stands_beyond_the_offer_is_not_looked_at(rule: str) -> None:
+    size, length, vocab = 400, 3, 4
+    target, draft, drafts, _ = random_rows(size, length, vocab)
+    random = np.random.default_rng(1)
+    count = random.integers(0, length + 1, size).astype(np.int32)
+    coins, noise = random.random((size, length)), random.gumbel(size=(size, length + 1, vocab))
+
+    def verdict(target: np.ndarray, draft: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        if rule == "match":
+            return np.stack(match(target, drafts, count, noise), axis=1)
+        return np.stack(RULES[rule](target, draft, drafts, count, coins, noise[:, 0]), axis=1)
+
+    clean, beyond = verdict(target, draft, drafts), np.arange(length + 1) >= count[:, None]
+    drafts = np.where(beyond[:, :length], -1, drafts).astype(np.int32)
+    draft[beyond[:, :length]] = np.nan
+    target[:, 1:][beyond[:, :length]] = np.nan
+    np.testing.assert_array_equal(verdict(target, draft, drafts), clean)
+    assert (clean[:, 0] == count).any()
+    assert (clean[:, 0] < count).any()
+
+
+@pytest.mark.parametrize("rule", [*RULES, "match"])
+def test_a_nan_of_the_target_is_not_hidden(rule: str) -> None:
+    """Where it played a part, the cut is at or after it, so that the engine sees it; rows beside it are left alone."""
+    size, length, vocab = 400, 3, 4
+    target, draft, drafts, count = random_rows(size, length, vocab)
+    random = np.random.default_rng(1)
+    coins, noise = random.random((size, length)), random.gumbel(size=(size, length + 1, vocab))
+
+    def verdicts(target: np.ndarray) -> np.ndarray:
+        one = match(target, drafts, count, noise) if rule == "match" else RULES[rule](target, draft, drafts, count, coins, noise[:, 0])
+        return np.stack(one, axis=1)
+
+    clean, at = verdicts(target), random.integers(-1, length + 1, size)
+    target[at >= 0, at[at >= 0]] = np.nan
+    found = verdicts(target)
+    same = (found == clean).all(axis=1)
+    assert same[at < 0].all()
+    assert (same | (found[:, 0] >= at)).all()
+    assert (same & (at >= 0)).any()
+    assert ((found[:, 0] >= at) & (at >= 0)).any()
+    assert ((found[:, 1] >= 0) & (found[:, 1] < vocab)).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_gone_nan_ends_the_offer(rule: str) -> None:
+    size, length, vocab = 400, 3, 4
+    target, draft, drafts, count = random_rows(size, length, vocab)
+    random = np.random.default_rng(1)
+    coins, noise = random.random((size, length)), random.gumbel(size=(size, vocab))
+    at = random.integers(0, length + 1, size).astype(np.int32)
+    shorter = RULES[rule](target, draft, drafts, at, coins, noise)
+    draft[at < length, at[at < length]] = np.nan
+    for found, wanted in zip(RULES[rule](target, draft, drafts, count, coins, noise), shorter, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_match_rule_gives_the_tokens_of_plain_sampling() -> None:
+    """Whatever was drafted, the tokens are argmax(target + noise) of each position, up to and including the first that differs."""
+    random = np.random.default_rng(0)
+    rows, length, vocab = 4000, 3, 4
+    target = log(random.dirichlet(np.ones(vocab), (rows, length + 1)))
+    noise = random.gumbel(size=(rows, length + 1, vocab))
+    plain = (target + noise).argmax(-1)
+    drafts = np.where(random.random((rows, length)) < 0.7, plain[:, :length], random.integers(vocab, size=(rows, length))).astype(np.int32)
+    count = random.integers(0, length + 1, rows).astype(np.int32)
+    verdict = match(target, drafts, count, noise)
+    accepted, next_token = np.asarray(verdict.accepted), np.asarray(verdict.next_token)
+    assert set(zip(count.tolist(), accepted.tolist(), strict=True)) == {(c, a) for c in range(length + 1) for a in range(c + 1)}
+    for row in range(rows):
+        kept = [*drafts[row, : accepted[row]], int(next_token[row])]
+        assert kept == plain[row, : accepted[row] + 1].tolist()
+        assert accepted[row] == count[row] or drafts[row, accepted[row]] != plain[row, accepted[row]]
+
+
+def test_coupled_drafts_agree_as_often_as_the_source_promises() -> None:
+    """With shared noise, acceptance is at least (1 - TV) / (1 + TV) (Daliri et al., theorem 2), and at most 1 - TV."""
+    random = np.random.default_rng(1)
+    rows, vocab = 100_000, 8
+    target, draft = random.dirichlet(np.ones(vocab), 2)
+    noise = random.gumbel(size=(rows, 2, vocab))
+    drafts = (log(draft) + noise[:, :1]).argmax(-1).astype(np.int32)
+    verdict = match(log(np.broadcast_to(target, (rows, 2, vocab))), drafts, np.ones(rows, np.int32), noise)
+    rate, distance = float(np.asarray(verdict.accepted).mean()), np.abs(target - draft).sum() / 2
+    slack = 4 / np.sqrt(rows)
+    assert (1 - distance) / (1 + distance) - slack < rate < 1 - distance + slack
+    counts = np.bincount(np.where(np.asarray(verdict.accepted) > 0, drafts[:, 0], np.asarray(verdict.next_token)), minlength=vocab)
+    assert chi_square(counts, rows * target) > 1e-3
+
+
+Keys = Callable[[jax.Array, jax.Array, int, int], jax.Array]
+"""(row keys, committed lengths, stream, count) -> keys [B count]."""
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "size", "tokens", "keys"))
+def decoded(
+    rule: str, target: jax.Array, draft: jax.Array, verified: jax.Array, size: int, tokens: int, keys: Keys = sampling.offset_keys
+) -> jax.Array:
+    """The first tokens of `size` rows, [size tokens], by rounds of 2 drafts.
+
+    Target and draft have one law [V] at every position; the draft is verified as if it had the law `verified`.
+    """
+    length, vocab, dtype = 2, len(target), jnp.dtype(jnp.float32)
+    offsets = jnp.arange(length + 1, dtype=jnp.int32)
+    wide, narrow, checked = (jnp.broadcast_to(law, (size, count, vocab)) for law, count in ((target, 3), (draft, 2), (verified, 2)))
+    offered = jnp.full((size,), length, jnp.int32)
+    rows = sampling.row_keys(jax.random.key(3), jnp.arange(size, dtype=jnp.int32))
+
+    def verify(lengths: jax.Array) -> tuple[jax.Array, Verdict]:
+        if rule == "match":
+            noise = sampling.gumbel(sampling.position_keys(rows, lengths, length + 1), vocab, dtype)
+            drafts = sampling.categorical(narrow, noise[:, :length])
+            return drafts, match_rule(wide, drafts, offered, noise)
+        drafts = sampling.categorical(narrow, sampling.gumbel(keys(rows, lengths, sampling.DRAFT, length), vocab, dtype))
+        coins = sampling.uniform(keys(rows, lengths, sampling.COIN, length), dtype)
+        noise = sampling.gumbel(keys(rows, lengths, sampling.NEXT, 1), vocab, dtype)[:, 0]
+        return drafts, {"token": token_rule, "block": block_rule}[rule](wide, checked, drafts, offered, coins, noise)
+
+    def one_round(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        lengths, out = state
+        drafts, verdict = verify(lengths)
+        accepted = verdict.accepted[:, None]
+        block = jnp.where(offsets < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.next_token[:, None])
+        where = jnp.where(offsets <= accepted, lengths[:, None] + offsets, tokens)  # beyond the last token: dropped
+        out = jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(out, where, block)
+        return lengths + verdict.accepted + 1, out
+
+    return jax.lax.fori_loop(0, tokens, one_round, (jnp.zeros((size,), jnp.int32), jnp.full((size, tokens), -1, jnp.int32)))[1]
+
+
+def by_position(rows: jax.Array, lengths: jax.Array, stream: int, count: int) -> jax.Array:
+    """Keys by absolute position, as no draft that is drawn may have them: what lay beyond the cut would come back in the next round."""
+    return jnp.concatenate([sampling.offset_keys(rows, lengths + offset, stream, 1) for offset in range(count)], axis=1)
+
+
+def draft_noise_again(rows: jax.Array, lengths: jax.Array, stream: int, count: int) -> jax.Array:
+    """The token after the cut drawn with the noise of the first draft (drafters.md section 7, bug 1)."""
+    return sampling.offset_keys(rows, lengths, sampling.DRAFT if stream == sampling.NEXT else stream, count)
+
+
+def fit(decoded: jax.Array, target: jax.Array) -> float:
+    """The p-value of all tokens of a row taken together, each of the target's law."""
+    tokens = np.asarray(decoded)
+    count, vocab = tokens.shape[1], len(target)
+    law = np.exp(np.asarray(target, np.float64))
+    expected = np.ones(1)
+    for _ in range(count):
+        expected = np.outer(expected, law / law.sum()).ravel()
+    return chi_square(np.bincount(tokens @ vocab ** np.arange(count)[::-1], minlength=vocab**count), len(tokens) * expected)
+
+
+THIRD, TWO_THIRDS = (jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
+
+
+@pytest.mark.parametrize("rule", [*RULES, "match"])
+def test_several_rounds_with_the_engines_keys_have_the_targets_law(rule: str) -> None:
+    """The 10/9 vector of drafters.md 6.10, four tokens."""
+    tokens = decoded(rule, THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4)
+    assert fit(tokens, THIRD) > 1e-3
+    for position in range(4):
+        assert fit(tokens[:, position : position + 1], THIRD) > 1e-3
+
+
+def test_several_rounds_keyed_by_position_are_seen_to_be_wrong() -> None:
+    """engine.md section 1: after the first token P(0) is .389, .361, .353."""
+    tokens = decoded("block", THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4, by_position)
+    assert fit(tokens, THIRD) < 1e-9
+    np.testing.assert_allclose(np.mean(tokens == 0, axis=0), [1 / 3, 0.389, 0.361, 0.353], atol=0.004)
+    assert all(fit(tokens[:, position : position + 1], THIRD) < 1e-9 for position in (1, 2, 3))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_known_bugs_are_seen_to_be_wrong(rule: str) -> None:
+    logits = 1.5 * np.random.default_rng(3).normal(size=3)
+    target, draft, hotter = (logprobs(sign * logits, factor) for sign, factor in ((1, 1.0), (-1, 1.0), (-1, 1.3)))
+    assert fit(decoded(rule, target, draft, draft, 200_000, 2, draft_noise_again), target) < 1e-9
+    assert fit(decoded(rule, target, draft, hotter, 200_000, 2), target) < 1e-9
+
+
+def logprobs(logits: np.ndarray, factor: float = 1.0) -> jax.Array:
+    with np.errstate(divide="ignore"):
+        return sampling.processed_logprobs(jnp.asarray(logits, jnp.float32), Processing(temperature=0.8), jnp.int32(0), factor)
+
+
+CASES = {
+    "opposite": lambda logits: (logits, -logits, 1.0),
+    "disjoint": lambda logits: (
+        np.where(np.arange(len(logits)) % 2, -np.inf, logits),
+        np.where(np.arange(len(logits)) % 2, 0.0, -np.inf),
+        1.0,
+    ),
+    "one-hot": lambda logits: (logits, np.where(np.arange(len(logits)) == np.argsort(logits)[-2], 0.0, -np.inf), 1.0),
+    "equal": lambda logits: (logits, logits, 1.0),
+    "hotter": lambda logits: (logits, logits[::-1], 1.7),
+    "bfloat16": lambda logits: (logits, np.asarray(jnp.asarray(0.7 * logits, jnp.bfloat16).astype(jnp.float32)), 1.0),
+}
+
+
+def laws(case: str, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Target and draft; the draft's logits may come in bfloat16, and its temperature may be another."""
+    target, draft, factor = CASES[case](1.5 * np.random.default_rng(vocab).normal(size=vocab))
+    return logprobs(target), logprobs(draft, factor)
+
+
+@pytest.mark.parametrize("vocab", [3, 16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rule", [*RULES, "match"])
+def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> None:
+    target, draft = laws(case, vocab)
+    assert fit(decoded(rule, target, draft, draft, 200_000, 2), target) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"), [(40_000, ["opposite"]), pytest.param(200_000, list(CASES), marks=pytest.mark.slow)], ids=["40k", "200k"]
+)
+def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> None:
+    """The first token of a round of two drafts out of 4096. The draws are made once, for all laws and rules."""
+    vocab, length, chunk = 4096, 2, 1000
+    pairs = [laws(case, vocab) for case in cases]
+    offered = jnp.full((chunk,), length, jnp.int32)
+
+    @jax.jit
+    def first_tokens(numbers: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]) -> list[list[jax.Array]]:
+        rows, start = sampling.row_keys(jax.random.key(5), numbers), jnp.zeros((chunk,), jnp.int32)
+        noise = [
+            sampling.gumbel(sampling.offset_keys(rows, start, stream, count), vocab, jnp.dtype(jnp.float32))
+            for stream, count in ((sampling.DRAFT, length), (sampling.NEXT, 1))
+        ]
+        coins = sampling.uniform(sampling.offset_keys(rows, start, sampling.COIN, length), jnp.dtype(jnp.float32))
+        tokens = []
+        for target, draft in pairs:
+            wide, narrow = jnp.broadcast_to(target, (chunk, length + 1, vocab)), jnp.broadcast_to(draft, (chunk, length, vocab))
+            drafts = sampling.categorical(narrow, noise[0])
+            verdicts = [rule(wide, narrow, drafts, offered, coins, noise[1][:, 0]) for rule in (token_rule, block_rule)]
+            verdicts.append(match_rule(wide, drafts, offered, jnp.concatenate(noise, axis=1)))
+            tokens.append([jnp.where(verdict.accepted > 0, drafts[:, 0], verdict.next_token) for verdict in verdicts])
+        return tokens
+
+    counts = np.zeros((len(cases), 3, vocab), int)
+    for first in range(0, size, chunk):
+        found = np.asarray(first_tokens(jnp.arange(first, first + chunk, dtype=jnp.int32), pairs))
+        for place in np.ndindex(counts.shape[:2]):
+            counts[place] += np.bincount(found[place], minlength=vocab)
+    for row, (target, _) in zip(counts, pairs, strict=True):
+        law = np.exp(np.asarray(target, np.float64))
+        for observed in row:
+            assert chi_square(observed, size * law / law.sum()) > 1e-3

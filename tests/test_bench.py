@@ -1,0 +1,157 @@
+"""The benchmark of drafts: a table, and one line of JSON whose numbers agree with one another."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec import bench
+from jaxspec.batches import Batches
+from jaxspec.bench import VARIANTS, Variant, config_of, main
+from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.consistency import check
+from jaxspec.data import load_problems
+from jaxspec.interrupt import Interrupt
+from jaxspec.program import make_job
+from jaxspec.state import Prompts
+from tests.conftest import small_mesh
+
+CONFIG = Config(
+    model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
+    rollout=RolloutConfig(max_new_tokens=8, draft=DraftConfig(draft_length=2), lookup=LookupConfig(past=2, min_match=1)),
+    grpo=GrpoConfig(prompts=4, group_size=4),
+    data=DataConfig(digits=1, max_prompt_length=6),
+    sft=SftConfig(steps=0),
+    offline=OfflineConfig(steps=0),
+)
+SMALL = {
+    "model.layers": 4,
+    "model.embed": 16,
+    "model.heads": 2,
+    "model.kv_heads": 2,
+    "model.head_size": 8,
+    "model.ffn": 24,
+    "model.vocab": 24,
+    "sft.steps": 30,
+    "sft.rows": 16,
+    "offline.steps": 5,
+    "offline.samples": 64,
+    "offline.rows": 16,
+    "data.digits": 1,
+    "data.max_prompt_length": 6,
+    "rollout.max_new_tokens": 13,
+    "grpo.prompts": 4,
+    "grpo.group_size": 4,
+}
+ROWS = ["draft", "sampling", "verify", "K", "acceptance_length", "tokens_per_target_pass", "coverage", "conditional_rate"]
+ROWS += ["expected_acceptance", "draft_temperature", "round_cost", "tokens_per_s"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
+    vocab = 16 if kind == "eagle3" else 0
+    own = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7))
+    for variant in VARIANTS:
+        config = config_of(variant, dataclasses.replace(CONFIG, rollout=own))
+        check(config, devices=1)
+        draft = config.rollout.draft
+        assert (draft.kind, draft.draft_length, draft.temperature) == (variant.kind, 2, 0.7)
+        assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
+        assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
+    names = [variant.name for variant in VARIANTS]
+    assert names[0] == "none"  # the yardstick of round_cost
+    assert set(names) == {
+        *("none", "eagle3", "eagle3-generic", "mtp", "model", "ngram", "history", "eagle3+history", "eagle3+ngram"),
+    }
+
+
+def test_history_gets_other_answers_to_the_same_prompts() -> None:
+    jobs = [make_job(config_of(variant, CONFIG), small_mesh(2)) for variant in (Variant("none", "none"), Variant("history", "history"))]
+    batches = [Batches(job, *load_problems(CONFIG.data, job.tokenizer)) for job in jobs]
+    with Interrupt() as interrupt:
+        policy = bench.load_policy(jobs[0], interrupt)
+        plain, target = bench.prepare(VARIANTS[0], jobs[0], interrupt, policy, batches[0].train(0))
+    bench._remember([plain], batches, target, 1)
+    asked: Prompts = batches[1].train(0)
+    answered = plain.generate(target, batches[0].train(0))
+    assert (np.asarray(asked.history_lengths) > np.asarray(asked.lengths)[:, None]).all()
+    for prompt in range(CONFIG.grpo.prompts):
+        start = int(asked.lengths[prompt])
+        for text in np.asarray(asked.history[prompt]):
+            np.testing.assert_array_equal(text[:start], np.asarray(asked.tokens[prompt, :start]))
+    own = {tuple(row) for row in np.asarray(answered.tokens).tolist()}
+    assert not own & {tuple(text) for texts in np.asarray(asked.history).tolist() for text in texts}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["drafts", "--rows", "0", "--config", "rl_think.py"], ["--rows is '0'"]),
+        (["drafts", "--rows", "many"], ["--rows is 'many'"]),
+        (["drafts"], ["no --config", "python -m jaxspec.bench drafts --config rl_think.py"]),
+        (["drafts", "--config", "rl_think.py", "--offline.steps", "0"], ["offline.steps is 0", "--offline.steps 300"]),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], words: list[str]) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "kept")
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert [word for word in words if word not in error] == []
+
+
+@pytest.mark.parametrize(("argv", "status"), [([], 2), (["generate"], 2), (["--help"], 0)])
+def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], status: int) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == status
+    printed = capsys.readouterr()
+    assert "drafts" in printed.out + printed.err
+
+
+@pytest.mark.slow
+def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
+    chosen = [place for place, variant in enumerate(VARIANTS) if variant.name in ("none", "model", "history")]
+    script = f"""
+import sys
+from jaxspec import bench
+bench.VARIANTS = tuple(bench.VARIANTS[place] for place in {chosen})
+sys.exit(bench.main(sys.argv[1:]))
+"""
+    flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
+    variables = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    variables = variables | {"JAX_NUM_CPU_DEVICES": "2"}
+    command = [sys.executable, "-c", script, "drafts", "--config", str(repository / "configs/rl_think.py"), "--rows", "40", *flags]
+    done = subprocess.run(command, env=variables, cwd=repository, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *before, last = done.stdout.splitlines()
+    line = json.loads(last)
+    assert line.keys() == {"bench", "machine", "versions", "answers", "rows"}
+    assert (line["bench"], line["answers"]) == ("drafts", 48)  # three batches of 16
+    assert line["versions"].keys() == {"python", "jaxspec", "jax", "flax"}
+    assert [row["draft"] for row in line["rows"]] == ["none", "model", "history"]
+    for row in line["rows"]:
+        assert list(row) == ROWS
+        shown = next(text.split() for text in before if text.split()[:1] == [row["draft"]])
+        assert f"{row['acceptance_length']:.2f}" == shown[4]
+        assert f"{row['round_cost']:.2f}" == shown[-2]
+        depths = row["K"]
+        assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [depths, depths]
+        drafts_kept = float(np.sum(np.cumprod(row["conditional_rate"])))
+        # A round keeps its accepted drafts and one token more, unless the row ends with a draft.
+        assert drafts_kept - 1e-5 <= row["acceptance_length"] <= 1 + drafts_kept + 1e-5
+        every = 1 + row["coverage"] * (row["acceptance_length"] - 1)
+        assert row["tokens_per_target_pass"] == pytest.approx(every, rel=1e-5)
+        assert row["tokens_per_s"] > 0
+    none, model, history = line["rows"]
+    assert (none["K"], none["acceptance_length"], none["tokens_per_target_pass"], none["round_cost"]) == (0, 1, 1, 1)
+    assert (none["sampling"], none["verify"], history["sampling"], history["verify"]) == (None, None, None, "block")
+    assert (model["sampling"], model["verify"], model["coverage"]) == ("auto", "block", 1)
+    assert 0 < history["coverage"] < 1
+    assert history["draft_temperature"] == []
+    assert len(model["draft_temperature"]) == 3

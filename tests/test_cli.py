@@ -1,0 +1,210 @@
+"""From the command line to a config: files, scales, overrides, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from jaxspec.cli import load_config, override, read_config, refuse_foreign, take_option
+from jaxspec.config import Config, ConfigError, DraftConfig, RolloutConfig
+from jaxspec.consistency import check
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+NAMES = ("draft_offline.py", "rl_think.py", "rl_zero.py")
+
+
+def load(*argv: str) -> tuple[Config, str]:
+    return load_config(argv, "train", "Trains.")
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    return str(caught.value)
+
+
+def exit_message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        load(*argv)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    return printed.out + printed.err
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class TestLoad:
+    def test_every_setting_is_documented_in_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            load("--config", "rl_think.py", "--help")
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        for key in ("--rollout.draft.draft_length", "--staged, --no_staged", "Longest response, in tokens.", "(default: 40)"):
+            assert key in text
+
+    def test_defaults_name_and_workdir(self) -> None:
+        config, name = load("--config", "rl_think.py")
+        assert name == "rl_think-tiny"
+        assert config == replace(read_config(CONFIGS / "rl_think.py")[0], workdir="runs/rl_think-tiny")
+
+    @pytest.mark.parametrize("argv", [["--config", "rl_think.py:qwen3_8b"], ["--config=rl_think.py:qwen3_8b"]])
+    def test_scale(self, argv: list[str]) -> None:
+        config, name = load(*argv)
+        assert (name, config.model.layers, config.model.dtype) == ("rl_think-qwen3_8b", 36, "bfloat16")
+
+    def test_overrides_on_either_side(self) -> None:
+        argv = ["--grpo.group_size", "32", "--config", "rl_think.py", "--rollout.draft.draft_length=5", "--workdir", "here"]
+        config, _ = load(*argv)
+        assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (32, 5, "here")
+
+    def test_values_keep_their_text(self) -> None:
+        config, _ = load(
+            "--config", "rl_think.py", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"
+        )
+        assert config.data.instruction == "Answer: $X, in \\boxed{}"
+        assert config.draft_training.learning_rate == 1e-5
+
+    @pytest.mark.parametrize(("flag", "staged"), [("--staged", True), ("--no-staged", False), ("--no_staged", False)])
+    def test_booleans(self, flag: str, staged: bool) -> None:
+        assert load("--config", "rl_think.py", flag)[0].staged is staged
+
+    def test_looked_up_as_given_then_in_configs_then_shipped(self, elsewhere: Path) -> None:
+        assert load("--config", "rl_think.py")[0].steps == read_config(CONFIGS / "rl_think.py")[0].steps
+        local = "from jaxspec.config import Config\nSCALES = ('one',)\ndef get_config(scale):\n    return Config(steps={})\n"
+        (elsewhere / "configs").mkdir()
+        (elsewhere / "configs" / "rl_think.py").write_text(local.format(7))
+        assert load("--config", "rl_think.py")[0].steps == 7
+        (elsewhere / "rl_think.py").write_text(local.format(8))
+        config, name = load("--config", "rl_think.py")
+        assert (config.steps, name) == (8, "rl_think-one")
+        assert load("--config", str(elsewhere / "configs" / "rl_think.py:one"))[0].steps == 7
+
+    def test_configs_travel_together(self, elsewhere: Path) -> None:
+        shutil.copytree(CONFIGS, elsewhere / "copied")
+        assert load("--config", "copied/draft_offline.py")[1] == "draft_offline-tiny"
+
+    def test_kind_none(self) -> None:
+        assert load("--config", "rl_think.py", "--rollout.draft.kind", "none")[0].rollout.draft.kind == "none"
+
+    @pytest.mark.parametrize(
+        ("kind", "foreign"),
+        [
+            (["--rollout.draft.kind", "none"], ["--rollout.draft.draft_length", "5"]),
+            (["--rollout.draft.kind=none"], ["--rollout.draft.sampling=argmax"]),
+            (["--rollout.draft.kind=ngram"], ["--rollout.draft.vocab", "8"]),
+            (["--rollout.draft.kind=ngram"], ["--rollout.lookup.past", "8"]),
+            (["--rollout.draft.kind=history"], ["--rollout.lookup.rule", "hf"]),
+            (["--rollout.draft.kind=eagle3"], ["--rollout.lookup.min_match", "3"]),
+            (["--rollout.draft.kind=eagle3"], ["--rollout.draft.temperature", "0.8"]),
+            (["--rollout.draft.kind=mtp"], ["--rollout.draft.vocab=8"]),
+        ],
+    )
+    def test_settings_foreign_to_the_kind(self, kind: list[str], foreign: list[str]) -> None:
+        message = refused("--config", "rl_think.py", *kind, *foreign)
+        assert f"kind {kind[-1].split('=')[-1]}" in message
+        assert foreign[0].split("=")[0] in message
+
+    def test_settings_of_the_kind(self) -> None:
+        lookup = load("--config", "rl_think.py", "--rollout.draft.kind", "ngram", "--rollout.lookup.min_match", "3")[0].rollout
+        assert (lookup.draft.kind, lookup.lookup.min_match, lookup.lookup_kind) == ("ngram", 3, "ngram")
+        beside = load("--config", "rl_think.py", "--rollout.lookup.beside", "history", "--rollout.lookup.past", "4")[0].rollout
+        assert (beside.lookup_kind, beside.past) == ("history", 4)
+
+
+class TestRefusals:
+    def test_no_config(self) -> None:
+        message = refused("--steps", "3")
+        assert all(name in message for name in (*NAMES, "python -m jaxspec.train --config rl_think.py"))
+
+    @pytest.mark.parametrize("given", ["rl_thnk.py", "rl_think", "configs/rl_thin.py:tiny"])
+    def test_config_name(self, given: str) -> None:
+        assert "did you mean rl_think.py?" in refused("--config", given)
+
+    def test_scale_name(self) -> None:
+        message = refused("--config", "rl_think.py:qwen3_0.6")
+        assert "did you mean qwen3_0.6b?" in message
+        assert "tiny" in message
+
+    def test_key(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--rollout.draft.draft_length" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.draf_length", "5")
+
+    def test_value(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "eagle3" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.kind", "eagle4")
+
+    def test_local_check_behind_an_override(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "grpo.group_size is 1" in exit_message(capsys, "--config", "rl_think.py", "--grpo.group_size", "1")
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("steps: 60, seed: 0", "not a Python file"),
+            ("x = 1", "must define SCALES and get_config"),
+            ("SCALES = ('a',)\ndef get_config(scale):\n    return 3", "returns a int, not a jaxspec.config.Config"),
+        ],
+    )
+    def test_files_that_are_no_configs(self, elsewhere: Path, text: str, reason: str) -> None:
+        (elsewhere / "mine.py").write_text(text)
+        assert reason in refused("--config", "mine.py")
+
+    def test_help_without_config_teaches(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            load("--help")
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        for part in (*NAMES, "Trains.", "Examples:", "--rollout.draft.kind none", "Batches to generate and learn from."):
+            assert part in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_files(name: str) -> None:
+    for scale in ("tiny", "qwen3_0.6b", "qwen3_8b"):
+        config, run = read_config(CONFIGS / name, scale)
+        assert run == f"{Path(name).stem}-{scale}"
+        check(config if scale == "tiny" else replace(config, data=replace(config.data, path="train.jsonl")), devices=1)
+        head = (CONFIGS / name).read_text().split('"""')[1]
+        assert "python -m jaxspec.train" in head
+        assert "Vary:" in head
+        assert "Expect (" in head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """The options of another command line."""
+
+    rows: int = 3
+    """Rows."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+
+
+class TestAnotherCommandLine:
+    @pytest.mark.parametrize("argv", [["--file", "a", "--rows", "5"], ["--rows=5", "--file=a"]])
+    def test_an_option_that_comes_first_is_taken_out(self, argv: list[str]) -> None:
+        given, rest = take_option(argv, "python -m jaxspec.other", "file", "FILE")
+        assert given == "a"
+        assert override(Other(rows=4), rest, "other", "Does something else.") == Other(rows=5)
+
+    def test_it_may_be_absent(self) -> None:
+        assert take_option(["--rows", "5"], "other", "file", "FILE", "b") == ("b", ["--rows", "5"])
+
+    def test_its_value_may_not(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            take_option(["--file"], "other", "file", "FILE")
+        assert caught.value.code == 2
+        assert "usage: other --file FILE ..." in capsys.readouterr().err
+
+    def test_defaults_are_those_of_the_instance(self) -> None:
+        default = Other(rows=7, draft=DraftConfig(kind="mtp", layers=2))
+        assert override(default, ["--draft.draft_length", "5"], "other", "") == replace(
+            default, draft=replace(default.draft, draft_length=5)
+        )
+
+    def test_foreign_settings_are_named_as_they_were_given(self) -> None:
+        with pytest.raises(ConfigError, match=r"draft\.kind ngram.* no use for --draft\.vocab; "):
+            refuse_foreign(RolloutConfig(draft=DraftConfig(kind="ngram")), ["--draft.vocab", "3"], "")

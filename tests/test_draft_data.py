@@ -1,0 +1,203 @@
+"""What a draft is trained on: whose responses, which text, in which order, and the vocabulary counted from them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, MeshConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.data import PromptStream, load_problems
+from jaxspec.draft_data import batch_of, coverage, joined, responder, responses, split, training_text, vocabulary
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import Job, make_job
+from jaxspec.tasks import SftBatch
+from jaxspec.tokenizer import character_tokenizer
+from jaxspec.train_draft import plain_step
+
+from .conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.stop_ids[0]
+
+
+def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
+    """One-digit sums, a random float32 policy, batches of 4 samples."""
+    return Config(
+        model=tiny_model(vocab=TOKENIZER.size, dtype="float32"),
+        rollout=RolloutConfig(max_new_tokens=6, draft=DraftConfig(draft_length=2), **(rollout or {})),
+        data=DataConfig(digits=1, max_prompt_length=6),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(**{"samples": 16, "rows": 4, **offline}),
+        mesh=MeshConfig(data=1),
+    )
+
+
+def a_job(**changes: Any) -> Job:
+    return make_job(a_config(**changes), small_mesh())
+
+
+def some_rows(*rows: tuple[list[int], list[int]]) -> SftBatch:
+    """Prompts and responses end to end."""
+    size = max(len(prompt) + len(response) for prompt, response in rows) + 1
+    tokens = np.array([[*prompt, *response] + [0] * (size - len(prompt) - len(response)) for prompt, response in rows], np.int32)
+    starts = np.array([len(prompt) for prompt, _ in rows], np.int32)
+    return SftBatch(tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32))
+
+
+class TestSplit:
+    @pytest.mark.parametrize(
+        ("samples", "rows", "trained", "held_out"), [(2048, 64, 30, 2), (4096, 64, 60, 4), (100, 64, 1, 1), (8, 4, 1, 1), (65, 1, 61, 4)]
+    )
+    def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(self, samples, rows, trained, held_out):
+        ours, theirs = split(OfflineConfig(samples=samples, rows=rows))
+        assert [*ours, *theirs] == list(range(trained + held_out))
+        assert (len(ours), len(theirs)) == (trained, held_out)
+
+    def test_fewer_samples_than_two_batches_are_refused_with_numbers(self):
+        with pytest.raises(ConfigError, match=r"offline.samples 64.*offline.rows 64.*at least 128"):
+            OfflineConfig(samples=64, rows=64)
+
+
+class TestResponder:
+    def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self):
+        job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
+        policy = tiny_network(Decoder, job.config.model, scale=2.0)
+        stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], job.config.seed)
+        respond = responder(job, plain_step(job), policy)
+        for number in (0, 3):
+            batch = respond(number)
+            for row, (tokens, start, end) in enumerate(zip(*batch, strict=True)):
+                assert tuple(tokens[:start]) == stream[number * 4 + row].ids
+                text = [int(token) for token in tokens[:start]]
+                while len(text) < start + 6 and (len(text) == start or text[-1] != END):
+                    logits = numpy_decoder(policy, text)[0][-1]
+                    logits[[5, 6, *([END] if len(text) - start < 2 else [])]] = -np.inf
+                    text.append(int(logits.argmax()))
+                assert text == tokens[:end].tolist()
+
+    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self):
+        job = a_job()
+        policy = tiny_network(Decoder, job.config.model)
+        respond = responder(job, plain_step(job), policy)
+        first, second = respond(1), respond(2)
+        again = responder(job, plain_step(job), policy)(1)
+        assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+        assert not np.array_equal(first.tokens[:, 6:], second.tokens[:, 6:])
+
+
+class TestTrainingText:
+    def file(self, folder: Path, *lines: Any) -> str:
+        path = folder / "corpus.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return str(path)
+
+    def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path):
+        path = self.file(tmp_path, {"text": "1+2=3", "id": 7}, "", {"text": ";,#"})
+        rows = training_text(a_config(text=path), TOKENIZER)
+        assert rows is not None
+        assert rows.tokens.shape == (2, 12)
+        for text, row, start, end in zip(("1+2=3", ";,#"), *rows, strict=True):
+            assert row[:end].tolist() == [*TOKENIZER.bos_ids, *TOKENIZER.encode(text), END]
+            assert start == 1
+            assert (row[end:] == TOKENIZER.pad_id).all()
+
+    def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self):
+        config = Config(data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64))
+        rows = training_text(config, TOKENIZER)
+        assert rows is not None
+        texts = [TOKENIZER.decode(row[start:end]) for row, start, end in zip(*rows, strict=True)]
+        assert len(texts) == 200
+        assert {text[0] == "?" for text in texts} == {True, False}  # pages of the solution book, and other documents
+        assert training_text(Config(), TOKENIZER) is None
+
+    @pytest.mark.parametrize(
+        ("lines", "words"),
+        [
+            ([], ["the file is empty", "column 'text'"]),
+            (["", "  "], ["the file is empty"]),
+            ([{"text": "1"}, "{"], ["line 2", "not JSON", "one JSON object a line"]),
+            ([[1]], ["line 1", "a list instead of an object"]),
+            ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' among 'txt'", "rename 'txt'"]),
+            ([{"question": "1"}], ["line 1", "no column 'text' among 'question'", "give the text one"]),
+            ([{"text": 12}], ["line 1", "column 'text' holds a int", "quotes"]),
+            ([{"text": "1+1"}, {"text": "1" * 11}], ["line 2", "column 'text' takes 13 tokens", "= 12", "--rollout.max_new_tokens"]),
+            ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
+        ],
+    )
+    def test_bad_lines_are_named_with_file_line_column_and_remedy(self, tmp_path, lines, words):
+        path = self.file(tmp_path, *lines)
+        with pytest.raises(ConfigError) as error:
+            training_text(a_config(text=path), TOKENIZER)
+        assert all(word in str(error.value) for word in ["offline.text", path, *words])
+
+    def test_a_missing_file_is_named(self):
+        with pytest.raises(ConfigError, match=r"offline.text nowhere.jsonl: No such file.*generic"):
+            training_text(a_config(text="nowhere.jsonl"), TOKENIZER)
+
+    def test_the_longest_text_that_fits_is_taken(self, tmp_path):
+        rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER)
+        assert rows is not None
+        assert rows.lengths.tolist() == [12]
+
+
+class TestBatchOf:
+    def rows(self, count: int) -> SftBatch:
+        return some_rows(*(([place], [place, place]) for place in range(count)))
+
+    def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self):
+        rows = self.rows(6)
+        drawn = [batch_of(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]  # six epochs
+        epochs = np.reshape(drawn, (6, 6))
+        assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 3
+        assert drawn[5] == batch_of(rows, 5, 4, seed=1).tokens[:, 0].tolist()
+        assert drawn != [batch_of(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)]
+
+    def test_parts_of_a_row_stay_together(self):
+        rows = some_rows(([1], [2]), ([3, 4], [5, 6, 7]), ([8], [9, 9]))
+        batch = batch_of(rows, 0, 3, seed=0)
+        by_first = {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*batch, strict=True)}
+        assert by_first == {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*rows, strict=True)}
+
+    def test_few_rows_fill_a_batch_by_repeating(self):
+        assert Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1] == 2
+
+
+class TestVocabulary:
+    ROWS = some_rows(([9, 9, 9, 9], [3, 3, 3, 7, 7, 12]), ([9], [7, 3, 5, 5]))
+
+    @pytest.mark.parametrize(
+        ("size", "stops", "expected"),
+        [
+            (2, (1,), [1, 3]),  # the end token never occurs, and is in; the prompts' 9 does not count
+            (4, (1,), [1, 3, 5, 7]),
+            (5, (1, 12), [1, 3, 5, 7, 12]),
+            (8, (1,), [0, 1, 2, 3, 4, 5, 7, 12]),  # 0, 2 and 4 are the lowest that never occur
+        ],
+    )
+    def test_the_most_frequent_response_tokens_and_the_ends(self, size, stops, expected):
+        ids = vocabulary(self.ROWS, size, 16, stops)
+        assert ids.tolist() == expected
+        assert ids.dtype == np.int32
+
+    def test_what_an_ordinary_count_gives(self):
+        random = np.random.default_rng(0)
+        rows = some_rows(*((random.integers(0, 50, 5).tolist(), random.geometric(0.1, 40).clip(2, 49).tolist()) for _ in range(30)))
+        counts = Counter(token for tokens, start, end in zip(*rows, strict=True) for token in tokens[start:end].tolist())
+        best = sorted(counts, key=lambda token: (-counts[token], token))[:11]
+        ids = vocabulary(rows, 12, 50, (0,))
+        assert ids.tolist() == sorted([0, *best])
+        assert coverage(rows, ids) == pytest.approx(sum(counts[token] for token in best) / sum(counts.values()))
+
+    def test_response_tokens_are_those_between_prompt_and_end(self):
+        assert self.ROWS.tokens[responses(self.ROWS)].tolist() == [3, 3, 3, 7, 7, 12, 7, 3, 5, 5]
+
+
+def test_joined_batches_keep_all_rows_in_order():
+    batches = [SftBatch(*(np.full(shape, value, np.int32) for shape in ((2, 5), (2,), (2,)))) for value in (1, 2)]
+    whole = joined(batches)
+    assert whole.tokens.shape == (4, 5)
+    assert whole.lengths.tolist() == [1, 1, 2, 2]

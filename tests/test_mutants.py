@@ -1,0 +1,215 @@
+"""Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test fail.
+
+The rows are those of the table in the README's section on losslessness (drafters.md, section 7, with the engines' issue numbers). A mutant
+replaces text that must be there exactly once, so that none of them can rot into a change that changes nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Mutant(NamedTuple):
+    row: str
+    """Of the list of known bugs."""
+    bug: str
+    file: str
+    old: str
+    new: str
+    killer: str
+    """The test that fails, under tests/."""
+
+
+LAW = "rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding"
+MUTANTS = [
+    Mutant(
+        "1",
+        "the draft's noise is used again for the residual",
+        "rollout/generate.py",
+        "engine.keys, lengths, sampling.NEXT, 1)",
+        "engine.keys, lengths, sampling.DRAFT, 1)",
+        "rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding[eagle3, block, 2, sample]",
+    ),
+    Mutant(
+        "2",
+        "a coin of 0 accepts what the target excludes",
+        "rollout/verify.py",
+        "keep = coins * jnp.exp(draft_at_draft) < jnp.exp(target_at_draft)",
+        "keep = coins * jnp.exp(draft_at_draft) <= jnp.exp(target_at_draft)",
+        "rollout/test_verify_sampled.py::test_extreme_coins",
+    ),
+    Mutant(
+        "3",
+        "verification takes the draft at another temperature than it was drawn at",
+        "rollout/generate.py",
+        "    draft_logprobs, _ = at(_factors(drafter, settings))",
+        "    draft_logprobs, _ = at(1.0)",
+        f"{LAW}[eagle3, block, 3, at (0.7,), truncated]",
+    ),
+    Mutant(
+        "4",
+        "a rejected token is drawn from the target, not from the residual",
+        "rollout/verify.py",
+        "residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)",
+        "residual = jnp.exp(log_weight[:, None] + target)",
+        "rollout/test_verify.py::test_one_round_then_plain_decoding_has_the_targets_law",
+    ),
+    Mutant(
+        "5",
+        "the draft's distributions follow the wrong row",
+        "rollout/generate.py",
+        "comparison.draft_logprobs, proposal.tokens",
+        "jnp.roll(comparison.draft_logprobs, 1, axis=0), proposal.tokens",
+        f"{LAW}[eagle3, block, 2, sample]",
+    ),
+    Mutant(
+        "6",
+        "processors see the start of the block at all its positions",
+        "rollout/generate.py",
+        "return block_positions(rollout.lengths - rollout.prompt_lengths, count)",
+        "return block_positions(rollout.lengths - rollout.prompt_lengths, count) * 0 + (rollout.lengths - rollout.prompt_lengths)[:, None]",
+        f"{LAW}[eagle3, block, 3, at (0.7,), truncated]",
+    ),
+    Mutant(
+        "7",
+        "the recorded log-probability is that before temperature and truncation",
+        "rollout/generate.py",
+        "_commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)",
+        "_commit(rollout, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite, settings)",
+        "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
+    ),
+    Mutant(
+        "8",
+        "the round is not in the keys of its coins",
+        "sampling.py",
+        "key = jax.random.fold_in(jax.random.fold_in(key, stream), position)",
+        "key = jax.random.fold_in(jax.random.fold_in(key, stream), 0 * position)",
+        "test_sampling.py::test_coins_of_different_rounds_are_unrelated",
+    ),
+    Mutant(
+        "10",
+        "drafts that were not offered are verified",
+        "rollout/verify.py",
+        "accepted = jnp.minimum(leading(keep), count)",
+        "accepted = leading(keep)",
+        "rollout/test_verify.py::test_one_round_then_plain_decoding_has_the_targets_law",
+    ),
+    Mutant(
+        "11",
+        "attention sees what a rejected draft left in the cache",
+        "models/attention.py",
+        "return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]",
+        "return jnp.arange(slots, dtype=jnp.int32) <= jnp.max(positions, axis=1)[:, None, None] + 0 * positions[:, :, None] + 1",
+        "rollout/test_lossless.py::test_coupled_tokens_are_those_of_plain_decoding[vllm, 5, mesh 1x1]",
+    ),
+    Mutant(
+        "12",
+        "tokens after an end token inside the block are kept",
+        "rollout/generate.py",
+        "jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, verdict.accepted + 1)",
+        "verdict.accepted + 1",
+        "rollout/test_generate.py::test_the_end_token_cuts_the_block_at_every_offset",
+    ),
+    Mutant(
+        "12",
+        "the minimum length counts one token too few",
+        "sampling.py",
+        "(produced < processing.min_new_tokens)",
+        "(produced + 1 < processing.min_new_tokens)",
+        "test_sampling.py::test_processors_follow_their_order",
+    ),
+    Mutant(
+        "13",
+        "a block may run past the length limit",
+        "rollout/generate.py",
+        "count = jnp.where(going, jnp.minimum(until_end, room), 0)",
+        "count = jnp.where(going, until_end, 0)",
+        "rollout/test_generate.py::test_the_end_token_cuts_the_block_at_every_offset",
+    ),
+    Mutant(
+        "16",
+        "the draft's cache keeps its own states instead of the target's",
+        "drafts/recurrent.py",
+        "features=jnp.where(went_on[:, None, None], kept.features, state.features),",
+        "features=jnp.where(went_on[:, None, None], 0 * kept.features, state.features),",
+        "drafts/test_recurrent.py::test_every_round_equals_a_prefill_from_scratch",
+    ),
+    Mutant(
+        "17",
+        "rows are numbered within their shard",
+        "rollout/generate.py",
+        "rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
+        "rows = (0 * first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
+        "rollout/test_lossless.py::test_coupled_tokens_are_those_of_plain_decoding[hf, 2, mesh 8x1]",
+    ),
+    Mutant(
+        "18",
+        "block verification stops at the first coin that fails",
+        "rollout/verify.py",
+        "accepted = jnp.max(jnp.where(keep, kept, 0), axis=1, initial=0)",
+        "accepted = leading(keep)",
+        "rollout/test_verify.py::test_acceptance_of_the_published_vectors",
+    ),
+    Mutant(
+        "18",
+        "block verification draws the residual without its weight",
+        "rollout/verify.py",
+        "log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]",
+        "log_weight = jnp.zeros_like(log_weights[:, 0])",
+        "rollout/test_verify.py::test_one_round_then_plain_decoding_has_the_targets_law",
+    ),
+    Mutant(
+        "-",
+        "block coins are keyed by absolute position",
+        "sampling.py",
+        "stream), position)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count, dtype=jnp.int32))",
+        "stream), 0)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count, dtype=jnp.int32))",
+        "rollout/test_verify_sampled.py::test_several_rounds_with_the_engines_keys_have_the_targets_law",
+    ),
+]
+
+
+def mutated(mutant: Mutant, text: str) -> str:
+    """The file with the bug in it."""
+    assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} places like {mutant.old!r}"
+    return text.replace(mutant.old, mutant.new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.row}: {mutant.bug}")
+def test_the_suite_fails_on_every_mutant(mutant: Mutant, repository: Path, tmp_path: Path) -> None:
+    for folder in ("jaxspec", "tests", "configs"):
+        shutil.copytree(repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(repository / "pyproject.toml", tmp_path)
+    file = tmp_path / "jaxspec" / mutant.file
+    file.write_text(mutated(mutant, file.read_text()))
+    path, _, test = mutant.killer.partition("::")
+    name, _, case = test.partition("[")
+    node = f"tests/{path}::{name}[{case}" if case else f"tests/{path}::{name}"
+    cache = f"cache_dir={repository / '.pytest_cache'}"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", cache, node]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"^FAILED .*(assert|AssertionError|Error: )", done.stdout, re.MULTILINE), done.stdout[-2000:]
+
+
+def test_every_mutant_is_a_change(repository: Path) -> None:
+    for mutant in MUTANTS:
+        text = (repository / "jaxspec" / mutant.file).read_text()
+        assert mutated(mutant, text) != text
+
+
+def test_the_readme_lists_every_mutant(repository: Path) -> None:
+    """Bug and killing test stand side by side in the section on losslessness."""
+    lines = (repository / "README.md").read_text().splitlines()
+    for mutant in MUTANTS:
+        test = re.sub(r"\[.*", "", mutant.killer)
+        assert any(mutant.bug in line and test.split("::")[-1] in line for line in lines), f"{mutant.bug} | {test}"

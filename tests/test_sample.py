@@ -1,0 +1,312 @@
+"""Answers on the terminal: what is printed is what generation gives, marked where drafts were accepted; what is refused, and how."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from rich.console import Console
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxspec.checkpoint import Checkpoints
+from jaxspec.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DraftConfig,
+    GrpoConfig,
+    MeshConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+    to_json,
+)
+from jaxspec.models.decoder import Decoder
+from jaxspec.program import make_job
+from jaxspec.sample import Writer, main
+from jaxspec.session import Piece
+from jaxspec.state import EOS, Drafter, Prompts
+from jaxspec.tokenizer import Tokenizer, character_tokenizer
+from tests.conftest import no_history, small_mesh, tiny_network
+
+CONFIG = Config(
+    model=ModelConfig(vocab=24, layers=4, embed=16, heads=4, kv_heads=2, head_size=4, ffn=24, tied=False, remat=False),
+    rollout=RolloutConfig(max_new_tokens=24, verify="coupled", draft=DraftConfig(kind="model", layers=4, draft_length=3)),
+    grpo=GrpoConfig(prompts=8, group_size=2),
+    data=DataConfig(max_prompt_length=6),
+    mesh=MeshConfig(shard_above=0),
+    sft=SftConfig(steps=0),
+    offline=OfflineConfig(steps=0),
+)
+PROMPTS = ("3+4=", "1,2,", "9#9#")
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has its devices and its compilation cache already."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "kept")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with checkpoints 1 (its draft is blind) and 3 (its draft is the policy itself), saved from a mesh of eight."""
+    folder = tmp_path_factory.mktemp("run")
+    job = make_job(CONFIG, small_mesh(8, 1))
+    save = Checkpoints(folder / "checkpoints")
+    finished = jax.jit(lambda: job.step.nothing_finished(16))()
+    start = jax.jit(job.step.start, out_shardings=job.step.state_shardings())
+    for number, draft in ((1, tiny_network(Decoder, CONFIG.model, seed=9, scale=0.0)), (3, policy())):
+        save.save(number, (start(policy(), draft), finished), {"batch": number})
+    save.close()
+    (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
+    return folder
+
+
+def policy() -> Decoder:
+    return tiny_network(Decoder, CONFIG.model, seed=3, scale=3.0)
+
+
+def answers(*texts: str, seed: int = 0, temperature: float = 1.0, rows: int = 1) -> list[list[list[int]]]:
+    """Response ids of each row to each prompt of a session, by plain decoding in one piece, end token included."""
+    plain = dataclasses.replace(CONFIG.rollout, temperature=temperature, draft=DraftConfig(kind="none"))
+    data = dataclasses.replace(CONFIG.data, max_prompt_length=6)
+    step = make_job(dataclasses.replace(CONFIG, rollout=plain, data=data, seed=seed, mesh=MeshConfig()), small_mesh(1, 1)).step
+    step = dataclasses.replace(step, settings=step.settings._replace(group_size=rows))
+    call = jax.jit(step.generate)
+    given = []
+    for number, text in enumerate(texts):
+        ids = character_tokenizer().chat(text)
+        prompts = Prompts(
+            tokens=jnp.asarray([ids + [0] * (6 - len(ids))], jnp.int32),
+            lengths=jnp.asarray([len(ids)], jnp.int32),
+            live=jnp.ones((1,), bool),
+            stream=jnp.int32(3),
+            batch=jnp.int32(number),
+            **no_history(1),
+        )
+        rollout = jax.device_get(call(policy(), Drafter(network=None, choice=jnp.zeros((0,), jnp.int32)), prompts))
+        given.append([row[len(ids) : end].tolist() for row, end in zip(rollout.tokens, rollout.lengths, strict=True)])
+    return given
+
+
+def marked(pieces: list[tuple[list[int], int]]) -> str:
+    """Text with brackets around what each round accepted."""
+    decode, text = character_tokenizer().decode, ""
+    for tokens, accepted in pieces:
+        drafted = decode(tokens[:accepted])
+        text += (f"[{drafted}]" if drafted else "") + decode(tokens[accepted:])
+    return text
+
+
+def cut(response: list[int], proposals) -> list[tuple[list[int], int]]:
+    """Rounds of the coupled rule over a response that is known: `proposals(committed)` is compared token by token."""
+    pieces, done = [], 0
+    while done < len(response):
+        rest = response[done:]
+        drafted = proposals(response[:done])
+        accepted = next((place for place, token in enumerate(drafted) if place >= len(rest) or token != rest[place]), len(drafted))
+        pieces.append((rest[: accepted + 1], accepted))
+        done += min(accepted + 1, len(rest))
+    return pieces
+
+
+def sample(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> list[str]:
+    assert main(["--checkpoint", str(run), *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def plain(text: str) -> str:
+    return text.replace("[", "").replace("]", "")
+
+
+def test_the_text_is_that_of_plain_decoding_with_every_accepted_token_in_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(PROMPTS) + "\n\n"))
+    printed = sample(capsys, run)
+    expected = answers(*PROMPTS)
+    assert f"checkpoint 3 of {run}: model draft, K=3, coupled rule" in printed[0]
+    assert "[in brackets]" in printed[1]
+    blocks = [printed[start : start + 3] for start in range(2, len(printed), 3)]
+    assert len(blocks) == len(PROMPTS)
+    for prompt, (row,), (asked, text, end) in zip(PROMPTS, expected, blocks, strict=True):
+        assert asked == f"> {prompt}"
+        pieces = cut(row, lambda done, row=row: (row + [-1] * 3)[len(done) : len(done) + 3])  # a draft that is never wrong
+        assert text == marked(pieces)
+        assert plain(text) == character_tokenizer().decode(row)
+        assert f"acceptance_length {len(row) / len(pieces):.2f}, {len(row) / len(pieces):.2f} tokens a target pass" in end
+        assert f"{len(row)} tokens in" in end
+        assert end.endswith("ended by eos" if row[-1] in character_tokenizer().stop_ids else "ended by length")
+
+
+@pytest.mark.slow
+def test_a_lookup_in_place_of_the_runs_draft_marks_what_it_found(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    (row,), ids = answers(PROMPTS[1], temperature=0.5)[0], character_tokenizer().chat(PROMPTS[1])
+
+    def latest(done: list[int]) -> list[int]:
+        text = ids + done
+        best = (0, 0, 0)
+        for place in range(1, len(text)):  # the token after text[:place]
+            size = next((n for n in range(5) if n >= place or text[place - 1 - n] != text[-1 - n]), 5)
+            best = max(best, (size, min(4, len(text) - place), place))
+        return text[best[2] : best[2] + 4] if best[0] >= 1 else []
+
+    pieces = cut(row, latest)
+    assert sum(accepted for _, accepted in pieces) > 0, "the oracle finds nothing"
+    words = ("--temperature", "0.5", "--prompt", PROMPTS[1], "--lookup.min_match", "1", "--draft.draft_length", "4")
+    for kind in (("ngram", "--lookup.rule", "latest"), ("history",)):  # a single row of history has only its own text
+        printed = sample(capsys, run, "--draft.kind", *kind, *words)
+        assert printed[2] == marked(pieces)
+        drafted = [
+            tokens for (tokens, _), done in zip(pieces, np.cumsum([0] + [len(t) for t, _ in pieces]), strict=False) if latest(row[:done])
+        ]
+        assert f"acceptance_length {np.mean([len(tokens) for tokens in drafted]):.2f}" in printed[3]
+
+
+@pytest.mark.slow
+def test_plain_decoding_beside_it_has_the_same_text_and_no_marks(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    printed = sample(capsys, run, "--draft.kind", "none", "--prompt", PROMPTS[0], "--seed", "5")
+    assert "no draft" in printed[0]
+    assert printed[2] == marked([(answers(PROMPTS[0], seed=5)[0][0], 0)])
+    assert "acceptance_length 1.00, 1.00 tokens a target pass" in printed[3]
+
+
+@pytest.mark.slow
+def test_an_older_checkpoint_and_a_longer_answer(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    words = ("--prompt", PROMPTS[0], "--temperature", "0", "--draft.draft_length", "5", "--verify", "block", "--draft.sampling", "argmax")
+    printed = sample(capsys, run / "checkpoints" / "1", *words)
+    assert f"checkpoint 1 of {run}: model draft, K=5, block rule, temperature 0" in printed[0]
+    assert plain(printed[2]) == character_tokenizer().decode(answers(PROMPTS[0], temperature=0.0)[0][0])
+
+
+@pytest.mark.slow
+def test_several_answers_follow_one_another(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    printed = sample(capsys, run, "--prompt", PROMPTS[2], "--samples", "3", "--seed", "1")
+    rows = answers(PROMPTS[2], seed=1, rows=3)[0]
+    assert [plain(line) for line in printed[3:9:2]] == [character_tokenizer().decode(row) for row in rows]
+    assert [line.split(":")[0] for line in printed[2:8:2]] == ["-- 1 of 3", "-- 2 of 3", "-- 3 of 3"]
+    ended = sum(row[-1] in character_tokenizer().stop_ids for row in rows)
+    assert printed[8].endswith({0: "length x 3", 1: "eos, length x 2", 2: "eos x 2, length", 3: "eos x 3"}[ended])
+    assert len({tuple(row) for row in rows}) > 1
+    assert EOS == 1
+
+
+class TestWriter:
+    def test_characters_of_several_bytes_appear_whole(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = tokenizers.Tokenizer(models.BPE({"<eos>": 0} | {token: place for place, token in enumerate(alphabet, start=1)}, []))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+        tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, "bytes")
+        ids = tokenizer.encode("aé漢🙂b")
+        assert len(ids) == 1 + 2 + 3 + 4 + 1
+        file = io.StringIO()
+        writer, seen = Writer(Console(file=file), tokenizer), []
+        for token in ids:
+            writer.write(Piece([token], 0))
+            seen.append(file.getvalue())
+        assert list(dict.fromkeys(seen)) == ["a", "aé", "aé漢", "aé漢🙂", "aé漢🙂b"]
+        writer.write(Piece(ids[1:2], 0))  # ends in the middle of a character
+        writer.close()
+        assert file.getvalue() == "aé漢🙂b\N{REPLACEMENT CHARACTER}\n"
+
+    def test_a_terminal_shows_drafts_in_colour(self) -> None:
+        file, tokenizer = io.StringIO(), character_tokenizer()
+        writer = Writer(Console(file=file, force_terminal=True, color_system="standard"), tokenizer)
+        writer.write(Piece(tokenizer.encode("12+"), 2))
+        writer.write(Piece(tokenizer.encode("3"), 0))
+        writer.close()
+        assert file.getvalue() == "\x1b[4;32m12\x1b[0m+3\n"
+
+
+class TestRefusals:
+    @pytest.fixture
+    def broken(self, tmp_path: Path) -> Path:
+        (tmp_path / "hugging/checkpoints").mkdir(parents=True)
+        (tmp_path / "hugging/config.json").write_text('{"model_type": "qwen3"}')
+        (tmp_path / "bare").mkdir()
+        (tmp_path / "young/checkpoints").mkdir(parents=True)
+        (tmp_path / "young/config.json").write_text(json.dumps(to_json(CONFIG)))
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("folder", "words"),
+        [
+            ("nowhere", ["no such folder", "the folder of a training run"]),
+            ("bare", ["no config.json", "the folder of a training run"]),
+            ("hugging", ["not that of a training run", "RUN/checkpoints/NUMBER"]),
+            ("young", ["no checkpoint yet", "after 20 batches"]),
+        ],
+    )
+    def test_folders(self, broken: Path, folder: str, words: list[str]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            main(["--checkpoint", str(broken / folder)])
+        assert [word for word in (str(broken / folder), *words) if word not in str(caught.value)] == []
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            (["--draft.kind", "eagle3"], ["the run's draft is model", "--draft.kind eagle3", "model, none, ngram and history"]),
+            (["--draft.layers", "2"], ["--draft.layers 2", "trained with 4"]),
+            (["--draft.kind", "none", "--draft.draft_length", "2"], ["draft.kind none", "no use for --draft.draft_length"]),
+            (["--draft.draft_length", "30"], ["draft_length 30", "max_new_tokens 24"]),
+            (["--prompt", "12345+67890="], ["13 tokens", "limit is 6", "--max_prompt_length 13"]),
+            (["--prompt", "who?"], ["'who'"]),
+        ],
+    )
+    def test_settings(self, run: Path, given: list[str], words: list[str]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            main(["--checkpoint", str(run), *given])
+        assert [word for word in words if word not in str(caught.value)] == []
+
+    def test_a_checkpoint_that_is_not_there(self, run: Path) -> None:
+        with pytest.raises(ConfigError, match="no checkpoint 2; it has 1, 3"):
+            main(["--checkpoint", str(run / "checkpoints" / "2")])
+
+    def test_a_bad_line_is_named_and_the_next_one_answered(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path
+    ) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"what\n{PROMPTS[0]}\n"))
+        status = main(["--checkpoint", str(run), "--draft.kind", "none", "--seed", "5"])
+        printed = capsys.readouterr()
+        assert status == 2
+        assert "'what'" in printed.err
+        assert printed.out.splitlines()[4] == character_tokenizer().decode(answers(PROMPTS[0], seed=5)[0][0])
+
+    def test_help_shows_the_runs_settings(self, capsys: pytest.CaptureFixture[str], run: Path) -> None:
+        for words, default in ((["--checkpoint", str(run)], "(default: 24)"), ([], "(default: 28)")):
+            with pytest.raises(SystemExit) as caught:
+                main([*words, "--help"])
+            assert caught.value.code == 0
+            text = capsys.readouterr().out
+            assert default in text
+            assert "in brackets" in re.sub(r"[│\s]+", " ", text).replace("[in ", "in ")
+
+
+@pytest.mark.slow
+def test_the_program_leaves_a_run_as_it_is(run: Path, repository: Path, tmp_path: Path) -> None:
+    half = run / "checkpoints" / "4.orbax-checkpoint-tmp-1"  # of a run that is saving
+    half.mkdir()
+    before = sorted(path for path in run.rglob("*"))
+    variables = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    variables = {name: value for name, value in variables.items() if name not in ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR")}
+    command = [sys.executable, "-m", "jaxspec.sample", "--checkpoint", str(run)]
+    done = subprocess.run(command, input=PROMPTS[0], env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert plain(done.stdout.splitlines()[3]) == character_tokenizer().decode(answers(PROMPTS[0])[0][0])
+    assert sorted(path for path in run.rglob("*")) == before
+    half.rmdir()
+    refused = subprocess.run([*command[:-1], "nowhere"], env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "error: --checkpoint nowhere" in refused.stderr

@@ -1,0 +1,329 @@
+"""Offline training of the draft: interrupted anywhere it ends in the same weights; what it reports is what the draft reaches."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec import train_draft
+from jaxspec.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    MeshConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+)
+from jaxspec.interrupt import Interrupt
+from jaxspec.metrics import Progress
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.mtp import Mtp
+from jaxspec.program import Job, make_job
+from jaxspec.tasks import SftBatch
+from jaxspec.tokenizer import character_tokenizer
+from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
+
+from .conftest import numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
+
+ROOT = Path(__file__).parent.parent
+VOCAB = character_tokenizer().size
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+class Seen(Progress):
+    """Remembers the steps it is told of, and dies at one."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        super().__init__("", 1, console=Console(quiet=True))
+        self.steps: list[int] = []
+        self._dies_at = dies_at
+
+    def update(self, step: int, **numbers: float | int | None) -> None:
+        self.steps.append(step)
+        if step == self._dies_at:
+            raise Killed
+
+
+def a_job(kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = None, **parts: Any) -> Job:
+    """One-digit sums, a random float32 policy, 8 samples in batches of 4, 6 updates."""
+    config = Config(
+        **{
+            "model": tiny_model(vocab=VOCAB, dtype="float32"),
+            "rollout": RolloutConfig(max_new_tokens=6, draft=DraftConfig(kind=kind, draft_length=2, **(draft or {}))),
+            "data": DataConfig(digits=1, max_prompt_length=6),
+            "sft": SftConfig(steps=0),
+            "draft_training": DraftTrainingConfig(ttt_steps=2),
+            "offline": OfflineConfig(samples=8, rows=4, steps=6, learning_rate=1e-2),
+            "mesh": MeshConfig(data=shards),
+            **parts,
+        }
+    )
+    return make_job(config, small_mesh(shards))
+
+
+def random_rows(count: int, seed: int = 0) -> SftBatch:
+    """Prompts of 2 to 6 tokens and responses of 0 to 6."""
+    random = np.random.default_rng(seed)
+    starts = random.integers(2, 7, count).astype(np.int32)
+    return SftBatch(
+        random.integers(0, VOCAB, (count, 12)).astype(np.int32), starts, (starts + random.integers(0, 7, count)).astype(np.int32)
+    )
+
+
+def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is kept after every step."""
+    monkeypatch.setattr(train_draft, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(train_draft, "KEEP_COST", 0.0)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return jax.tree.all(jax.tree.map(lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other))
+
+
+class TestTrain:
+    @pytest.mark.parametrize(("kind", "draft"), [("eagle3", {"vocab": 12}), ("model", {"ffn": 8})])
+    def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(self, tmp_path, monkeypatch, kind, draft):
+        job, rows = a_job(kind, draft=draft), random_rows(13)
+        policy = tiny_network(Decoder, job.config.model)
+        monkeypatch.setattr(train_draft, "KEEP_SECONDS", float("inf"))
+        whole = train(job, policy, rows, tmp_path, Seen())
+        assert not list(tmp_path.iterdir())
+        always_kept(monkeypatch)
+        keeps = iter([True, True, False, False])  # the last steps before the kill are lost
+        original = train_draft._keep
+        monkeypatch.setattr(train_draft, "_keep", lambda file, tree: original(file, tree) if next(keeps, True) else None)
+        with pytest.raises(Killed):
+            train(job, policy, rows, tmp_path, Seen(dies_at=4))
+        (tmp_path / "learner.writing").write_bytes(b"half a file")
+        seen = Seen()
+        resumed = train(job, policy, rows, tmp_path, seen)
+        assert seen.steps == [3, 4, 5, 6]
+        assert same_bits(whole, resumed)
+        again = train(job, policy, rows, tmp_path, Seen())
+        assert same_bits(whole, again)  # nothing left to do
+
+    def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path):
+        job = a_job(draft={"vocab": 12})
+        rows = SftBatch(np.full((4, 12), 17, np.int32), np.full(4, 3, np.int32), np.full(4, 9, np.int32))
+        network = train(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
+        assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
+
+
+class TestCollect:
+    def test_responses_are_kept_as_they_come_and_never_sampled_twice(self, tmp_path):
+        job = a_job()
+        policy, other = (tiny_network(Decoder, job.config.model, seed=seed) for seed in (0, 1))
+        kept, killed = tmp_path / "kept", tmp_path / "killed"
+        kept.mkdir()
+        killed.mkdir()
+        whole = collect(job, policy, [0, 1, 5], kept, Seen())
+        with pytest.raises(Killed):
+            collect(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
+        (killed / "responses-1.writing").write_bytes(b"half a file")
+        mixed = collect(job, other, [0, 1, 5], killed, Seen())
+        assert same_bits(mixed[0], whole[0])  # kept
+        assert not same_bits(mixed[1], whole[1])  # sampled now, from the other policy
+        assert same_bits(collect(job, policy, [5, 1, 0], killed, Seen()), mixed)
+
+
+class TestMeasure:
+    def test_a_small_model_overlaps_the_policy_as_numpy_says(self):
+        job = a_job("model", draft={"layers": 4})
+        policy, network = (tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1))
+        held_out = [random_rows(4, seed=3), random_rows(4, seed=4)]
+        overlaps = []
+        for batch in held_out:
+            for tokens, start, end in zip(*batch, strict=True):
+                target, draft = (numpy_softmax(numpy_decoder(model, tokens)[0]) for model in (policy, network))
+                overlaps += [np.minimum(target[place - 1], draft[place - 1]).sum() for place in range(start, end)]
+        assert len(overlaps) > 20
+        np.testing.assert_allclose(measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4)
+
+    def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self):
+        job = a_job("mtp")
+        policy, network = tiny_network(Decoder, job.config.model), tiny_network(Mtp, job.config.model)
+        acceptance = measure(job, policy, network, [random_rows(4)])
+        assert len(acceptance) == train_draft.DEPTHS
+        assert all(0 < share < 1 for share in acceptance)
+
+    def test_tokens_kept(self):
+        assert tokens_kept([0.5, 0.5, 1.0]) == pytest.approx([1.5, 1.75, 2.0])
+
+
+class TestClosingTable:
+    def shown(self, depths: int, **changes: Any) -> str:
+        reached = {"kind": "eagle3", "responses": 128, "vocabulary": None, "coverage": None, "acceptance": [0.9, 0.8, 0.7], **changes}
+        text = io.StringIO()
+        Console(file=text, width=100).print(closing_table(reached, depths))
+        return text.getvalue()
+
+    def test_depths_and_the_tokens_they_would_keep(self):
+        lines = [line.split() for line in self.shown(2).splitlines()]
+        assert ["1", "0.900", "1.90"] in lines
+        assert ["2", "0.800", "2.62"] in lines
+        assert not any(line and line[0] == "3" for line in lines)
+        assert "eagle3 on 128 held-out responses" in self.shown(2)
+
+    def test_what_limits_the_numbers_is_said(self):
+        assert "24 tokens are 99.50%" in self.shown(3, vocabulary=24, coverage=0.995)
+        assert "true tokens only" in self.shown(3, kind="model", acceptance=[0.9])
+        assert "true tokens" not in self.shown(3)
+
+
+class TestCachedDraft:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch) -> Path:
+        monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+        return tmp_path / "cache"
+
+    def test_killed_and_called_again_it_holds_what_an_uninterrupted_one_does(self, cache, monkeypatch, capsys):
+        job = a_job("mtp", 2, offline=OfflineConfig(samples=12, rows=4, steps=5))
+        (cache / "0123456789abcdef.partial").mkdir(parents=True)  # of another key
+        (cache / "0123456789abcdef.partial" / "learner.npz").write_bytes(b"another draft's")
+        always_kept(monkeypatch)
+        original = train_draft.Progress.update
+
+        def killed(progress: Any, step: int, **numbers: float) -> None:
+            original(progress, step, **numbers)
+            if "loss" in numbers and step == 3:
+                raise Killed
+
+        with Interrupt() as interrupt:
+            monkeypatch.setattr(train_draft.Progress, "update", killed)
+            with pytest.raises(Killed):
+                cached_draft(job, interrupt)
+            monkeypatch.setattr(train_draft.Progress, "update", original)
+            assert not list(cache.glob("*/weights.npz"))
+            capsys.readouterr()
+            weights = cached_draft(job, interrupt)
+            assert "going on at step 3 of 5" in capsys.readouterr().out
+            first, reached = np.load(weights), json.loads(weights.with_name(ACCEPTANCE).read_text())
+            assert [path.name for path in cache.glob("*.partial")] == ["0123456789abcdef.partial"]
+            assert reached["responses"] == 4
+            assert len(reached["acceptance"]) == train_draft.DEPTHS
+            monkeypatch.setenv("JAXSPEC_CACHE", str(cache.with_name("another")))
+            second = np.load(cached_draft(job, interrupt))
+        assert all(np.array_equal(first[name], second[name]) for name in first.files)
+
+    def test_a_text_replaces_the_samples_but_not_those_held_out(self, tmp_path, monkeypatch):
+        path = tmp_path / "corpus.jsonl"
+        path.write_text('{"text": "1+1=2"}\n{"text": "#"}\n')
+        job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
+        trained, measured = [], []
+
+        def remember_training(job: Job, policy: Any, rows: SftBatch, *rest: Any) -> Any:
+            trained.append(rows)
+            return tiny_network(Eagle3, job.config.model)
+
+        monkeypatch.setattr(train_draft, "train", remember_training)
+        monkeypatch.setattr(train_draft, "measure", lambda job, policy, network, held_out: measured.append(held_out) or [0.5])
+        with Interrupt() as interrupt:
+            cached_draft(job, interrupt)
+            cached_draft(a_job(offline=OfflineConfig(samples=12, rows=4, steps=1)), interrupt)
+        texts = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(*trained[0], strict=True)]
+        assert texts == ["1+1=2", "#"]
+        assert len(trained[1].tokens) == 8
+        assert same_bits(measured[0], measured[1])
+        assert not any(np.array_equal(row, other) for row in measured[0][0].tokens for other in trained[1].tokens)
+
+    def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(self, tmp_path, monkeypatch):
+        text = tmp_path / "corpus.jsonl"
+
+        def build(job: Job, interrupt: Interrupt, text: Any, partial: Path, folder: Path) -> None:
+            (folder / "weights.npz").write_bytes(b"")
+
+        monkeypatch.setattr(train_draft, "build", build)
+
+        def rollout(draft: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+            return {"rollout": RolloutConfig(max_new_tokens=6, draft=DraftConfig(**{"draft_length": 2, **(draft or {})}), **changes)}
+
+        def offline(**changes: Any) -> dict[str, Any]:
+            return {"offline": OfflineConfig(**{"samples": 8, "rows": 4, "steps": 6, "learning_rate": 1e-2, **changes})}
+
+        def training(**changes: Any) -> dict[str, Any]:
+            return {"draft_training": DraftTrainingConfig(**{"ttt_steps": 2, **changes})}
+
+        shaping = [
+            *({"seed": 1}, {"sft": SftConfig(steps=0, wrong_steps=0.1)}, {"model": tiny_model(vocab=VOCAB, ffn=32, dtype="float32")}),
+            *(rollout({"kind": "mtp"}), rollout({"vocab": 12}), rollout({"ffn": 8}), rollout({"kind": "mtp", "layers": 2})),
+            *(rollout({"kind": "mtp", "embedding_first": False}), rollout(temperature=0.5), rollout(top_k=3), rollout(top_p=0.5)),
+            *(rollout(min_new_tokens=1), rollout(banned=(3,)), {"data": DataConfig(digits=1, max_prompt_length=6, task="subtract")}),
+            *(offline(samples=12), offline(steps=7), offline(rows=2), offline(learning_rate=1e-3), offline(text=str(text))),
+            *(training(loss="lk"), training(ttt_steps=3), training(decay=0.5), training(grad_clip=1.0)),
+        ]
+        free = [
+            *({"steps": 3}, {"workdir": "elsewhere"}, training(online=False), training(learning_rate=1.0)),
+            *(rollout({"draft_length": 3}), rollout({"sampling": "argmax"}), rollout(verify="token")),
+        ]
+        with Interrupt() as interrupt:
+
+            def entry(**parts: Any) -> Path:
+                return cached_draft(a_job(**parts), interrupt)
+
+            text.write_text('{"text": "1"}\n')
+            shaped = [entry(**parts) for parts in shaping]
+            text.write_text('{"text": "2"}\n')
+            shaped += [entry(), entry(**offline(text=str(text)))]
+            assert len(set(shaped)) == len(shaped)
+            assert {entry(**parts) for parts in free} == {entry()}
+
+    def test_a_text_that_cannot_be_used_is_named_before_any_work(self, cache):
+        job = a_job(offline=OfflineConfig(samples=8, rows=4, text="nowhere.jsonl"))
+        with Interrupt() as interrupt, pytest.raises(ConfigError, match=r"nowhere.jsonl"):
+            cached_draft(job, interrupt)
+        assert not cache.exists()
+
+
+SMALL = [
+    *("--config", "draft_offline.py", "--model.layers", "4", "--model.embed", "16", "--model.ffn", "16", "--model.head_size", "4"),
+    *("--sft.steps", "0", "--data.digits", "1", "--rollout.max_new_tokens", "6", "--offline.samples", "32", "--offline.rows", "16"),
+    *("--mesh.data", "1"),
+]
+
+
+class TestProgram:
+    def command(self, *options: str) -> list[str]:
+        return [sys.executable, "-m", "jaxspec.train_draft", *SMALL, *options]
+
+    def test_nothing_to_train_is_said_with_what_would_be(self, monkeypatch, capsys):
+        for job in (a_job("ngram"), a_job(offline=OfflineConfig(steps=0))):
+            with Interrupt() as interrupt, pytest.raises(ConfigError, match=r"nothing to train; set --offline.steps, .*eagle3, mtp, model"):
+                train_draft.main(job, interrupt)
+
+    @pytest.mark.slow
+    def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(self, tmp_path):
+        environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = self.command("--offline.steps", "6000")
+        with subprocess.Popen(command, **options) as process:
+            deadline = time.monotonic() + 300
+            while not list(tmp_path.glob("*.partial/learner.npz")) and time.monotonic() < deadline:
+                assert process.poll() is None
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            told = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+        assert "stopped while training the draft" in told
+        assert "goes on from there" in told
+        first, second = (subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2))
+        assert "going on at step" in first
+        assert "6000/6000" not in second
+        start = "eagle3 on 16 held-out responses"
+        assert first[first.index(start) :] == second[second.index(start) :]
