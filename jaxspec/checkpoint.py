@@ -94,7 +94,7 @@ class Checkpoints:
     With several processes each method is called by all of them, and arrays are global.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, read_only: bool = False) -> None:
         # Orbax logs a traceback of each failed save and raises it too; the user reads it once, as SaveError.
         logging.getLogger("absl").addFilter(_not_from_orbax)
         self._folder = Path(folder).absolute()
@@ -105,8 +105,9 @@ class Checkpoints:
                 item_handlers={"arrays": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                    # A killed save leaves its half under a temporary name.
-                    cleanup_tmp_directories=True,
+                    # A killed save leaves its half under a temporary name; a reader leaves a live run's half alone.
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
                 ),
             )
 

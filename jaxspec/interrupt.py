@@ -68,15 +68,17 @@ class Interrupt:
         return self._requested
 
     @contextlib.contextmanager
-    def nothing_unsaved(self, doing: str, *cleanups: Callable[[], None]) -> Iterator[None]:
+    def nothing_unsaved(
+        self, doing: str, *cleanups: Callable[[], None], then: str = "nothing to save; the same command starts again"
+    ) -> Iterator[None]:
         """Marks a region in which a signal ends the process at once, with status 0, after the cleanups and a line that says so.
 
-        `doing` completes "stopped while ...". Called in the main thread; regions nest: the inner one names what is done, all clean up.
+        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions nest: the inner one names what is done, all clean up.
         """
         self._take()
         with self._lock:
             outer = self._doing, self._cleanups
-            self._doing, self._cleanups = doing, cleanups + self._cleanups
+            self._doing, self._cleanups = f"{doing}; {then}", cleanups + self._cleanups
             if self._requested:
                 self._leave_unsaved()
         try:
@@ -123,7 +125,7 @@ class Interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave_unsaved(self) -> None:
-        self._leave(0, f"stopped while {self._doing}; nothing to save; the same command starts again")
+        self._leave(0, f"stopped while {self._doing}")
 
     def _leave(self, status: int, message: str) -> None:
         # A cleanup or a full pipe may block; the process ends nevertheless.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -85,11 +84,8 @@ def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
     """
     trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
     state, finished, _ = abstract(trained, run.config.grpo.prompts)
-    with tempfile.TemporaryDirectory() as here:
-        # Opening the run's own folder would clear away what a run that is alive is just saving.
-        Path(here, str(run.number)).symlink_to(run.folder / "checkpoints" / str(run.number))
-        with contextlib.closing(Checkpoints(Path(here))) as checkpoints:
-            (state, _), _ = checkpoints.restore(run.number, (state, finished))
+    with contextlib.closing(Checkpoints(run.folder / "checkpoints", read_only=True)) as checkpoints:
+        (state, _), _ = checkpoints.restore(run.number, (state, finished))
     draft = state.draft.replace(optimizer=None) if state.draft and job.config.rollout.draft.learned else None
     tuner = _tuner(state.tuner, job.step, trained.settings.grid)
     bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft, tuner=tuner)

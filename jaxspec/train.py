@@ -23,6 +23,7 @@ from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
 from jaxspec.config import ConfigError, differing_keys, to_json
 from jaxspec.data import load_problems
+from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.program import Job, process_0_first, run
@@ -63,6 +64,9 @@ class Position:
 def main(job: Job, interrupt: Interrupt) -> int:
     """Trains, or resumes; returns the exit status."""
     config = job.config
+    if config.rollout.temperature == 0:
+        raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
+    training_text(config, job.tokenizer)  # a bad file is named before any long work
     workdir = open_workdir(job)
     with interrupt.nothing_unsaved("starting"):
         problems, held_out = load_problems(config.data, job.tokenizer)

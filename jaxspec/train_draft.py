@@ -161,21 +161,21 @@ def plain_step(job: Job) -> Step:
 def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, folder: Path) -> None:
     """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial` on the way."""
     offline, draft = job.config.offline, job.config.rollout.draft
-    began, goes_on = time.perf_counter(), "what is done is kept, and the same command goes on from there"
+    began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
     partial.mkdir(exist_ok=True)
     policy = load_policy(job, interrupt)
     ours, held_out = draft_data.split(offline)
     numbers = [*(() if text else ours), *held_out]
-    with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved(f"sampling ({goes_on})", progress.stop):
+    with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved("sampling", progress.stop, then=then):
         batches = collect(job, policy, numbers, partial, progress)
     rows, measured = text or draft_data.joined([batches[number] for number in ours]), [batches[number] for number in held_out]
-    with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved(f"training the draft ({goes_on})", progress.stop):
+    with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop, then=then):
         network = train(job, policy, rows, partial, progress)
     reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured) * offline.rows, "vocabulary": None, "coverage": None}
     if draft.vocab:
         ids = np.asarray(network.vocabulary[...])
         reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(draft_data.joined(measured), ids)}
-    with interrupt.nothing_unsaved(f"measuring the draft ({goes_on})"):
+    with interrupt.nothing_unsaved("measuring the draft", then=then):
         reached["acceptance"] = measure(job, policy, network, measured)
         save_tree(folder / WEIGHTS, network)
         (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")

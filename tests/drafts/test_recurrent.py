@@ -175,14 +175,15 @@ def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarra
             below = outputs[layer - 1][s - 1] if s else np.zeros(read.shape[1])
             query, residual, pair = slot(network, layer, below if layer else read[s], embedding[text[s + 1]], s)
             seen[layer].append(pair)
-            outputs[layer].append(finish(network, layer, query, residual, [*seen[layer][: max(s - layer + 1, 0)], *([pair] * (layer > 0))]))
+            visible = [*seen[layer][layer : max(s - layer + 1, 0)], *([pair] * (layer > 0))]
+            outputs[layer].append(finish(network, layer, query, residual, visible))
     hidden, laws, own = outputs[0][-1], [], [[] for _ in range(case.depth)]
     for step in range(1, LENGTH + 1):
         laws.append(np.asarray(network.logits(case.target, jnp.asarray(hidden)[None, None]))[0, 0])
         layer = step % case.depth
         query, residual, pair = slot(network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step)
         own[layer].append(pair)
-        hidden = finish(network, layer, query, residual, [*seen[layer], *own[layer]])
+        hidden = finish(network, layer, query, residual, [*seen[layer][layer:], *own[layer]])
     return laws
 
 
