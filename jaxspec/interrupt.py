@@ -73,7 +73,8 @@ class Interrupt:
     ) -> Iterator[None]:
         """Marks a region in which a signal ends the process at once, with status 0, after the cleanups and a line that says so.
 
-        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions nest: the inner one names what is done, all clean up.
+        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions nest: the inner one names what is done,
+        all clean up.
         """
         self._take()
         with self._lock:
