@@ -151,7 +151,7 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     if draft is not None:
         total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
         assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, "both acceptance and rejection must be common for this to test anything"
-        assert total.accepted[-1] > 100
+        assert total.accepted[-1 if draft.draws else 0] > 100  # a whole block found by look-up is rare in texts so short
     for number, text in enumerate(texts):
         law = sequence_law(pair[0], text, case.processing, new)
         assert sum(law.values()) == pytest.approx(1)
@@ -262,7 +262,7 @@ def test_float32_flips_are_near_ties_and_rare() -> None:
     processing = Processing(stop_ids=(1,))
     runs = [compiled(draft, Settings(64, 64, processing, None)) for draft in (None, recurrent(3, True))]
     tokens = flips = 0
-    for seed in range(3):
+    for seed in range(5):
         made = tiny_prompts(32, WIDTH, 64, seed)
         wanted, found = (run((target, network), made, seed) for run in runs)
         tokens += int((wanted.lengths - wanted.prompt_lengths).sum())
