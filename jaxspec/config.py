@@ -280,7 +280,7 @@ class OfflineConfig:
     """Updates; 0 keeps random weights."""
     rows: int = 64
     """Sequences a batch."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
     """Peak AdamW learning rate; cosine decay to a tenth."""
 
     def __post_init__(self) -> None:

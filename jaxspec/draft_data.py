@@ -18,13 +18,10 @@ from jaxspec.config import Config, ConfigError, OfflineConfig
 from jaxspec.data import PromptStream, load_problems, pad_prompts
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
-from jaxspec.state import Prompts, PyTree
-from jaxspec.step import Step
+from jaxspec.state import OFFLINE, Prompts, PyTree
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import Tokenizer
 
-STREAM = 2
-"""Key stream of these rollouts, apart from training's and evaluation's."""
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
 _ORDER, _TEXT = 2, 3
@@ -38,13 +35,13 @@ def split(offline: OfflineConfig) -> tuple[range, range]:
     return range(first), range(first, count)
 
 
-def responder(job: Job, plain: Step, policy: Decoder) -> Callable[[int], SftBatch]:
+def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """Returns what answers batch number n of the training prompts, once each, under the rollout's own processing.
 
-    `plain` decodes without a draft. A batch depends on the seed, the policy and its number alone.
+    Decoding is plain. A batch depends on the seed, the policy and its number alone.
     """
     config, rows = job.config, job.config.offline.rows
-    alone = dataclasses.replace(plain, settings=plain.settings._replace(group_size=1))
+    alone = dataclasses.replace(job.step.plain(), settings=job.step.settings._replace(group_size=1))
     stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
 
     @jax.jit
@@ -63,7 +60,7 @@ def responder(job: Job, plain: Step, policy: Decoder) -> Callable[[int], SftBatc
             tokens=tokens,
             lengths=lengths,
             live=live,
-            stream=jnp.int32(STREAM),
+            stream=jnp.int32(OFFLINE),
             batch=jnp.int32(number),
             history=history,
             history_lengths=history_lengths,

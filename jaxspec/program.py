@@ -18,6 +18,7 @@ from jaxspec.cli import load_config
 from jaxspec.config import Config, ConfigError, ModelConfig
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
+from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
@@ -44,7 +45,7 @@ class Job:
 
 
 def run(program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None) -> int:
-    """Runs `body` with what the command line asks for, and returns the exit status: 2 for a `ConfigError`, whose message is printed."""
+    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a training that diverged."""
     try:
         config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description)
         with Interrupt() as interrupt:
@@ -52,6 +53,9 @@ def run(program: str, description: str, body: Callable[[Job, Interrupt], int], a
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def open_job(config: Config) -> Job:

@@ -147,7 +147,7 @@ def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
     unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
     measure, _ = ahead(step.measure, engine.collect(running), drafter, out_shardings=whole)
     logprob, recomputed = ahead(step.logprob, state, finished.rollout)
-    tune, _ = ahead(step.tune, state.tuner, finished, out_shardings=layout.tuner)
+    tune, _ = ahead(step.tune, state.overlap_by_factor, finished, out_shardings=layout.overlap_by_factor)
     train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
     train_policy, (_, metrics) = ahead(
         step.train_policy, state.policy, finished, recomputed, donate_argnums=0, out_shardings=(layout.policy, whole)
@@ -166,8 +166,8 @@ def staged_step(step: Step, prompts: int) -> Runner:
         draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
         policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
         clock.seconds["time/train"] += clock.seconds["time/draft"]
-        tuner = phases.tune(state.tuner, finished)
-        return state.replace(policy=policy, draft=draft, tuner=tuner), numbers({**metrics, **draft_metrics}) | clock.seconds
+        measured = phases.tune(state.overlap_by_factor, finished)
+        return state.replace(policy=policy, draft=draft, overlap_by_factor=measured), numbers({**metrics, **draft_metrics}) | clock.seconds
 
     def generate(target: Decoder, drafter: Drafter, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
         running = phases.begin(target, drafter, prompts)
@@ -190,6 +190,37 @@ def staged_step(step: Step, prompts: int) -> Runner:
     return call
 
 
+class Timed(NamedTuple):
+    """A rollout against the clock."""
+
+    rollout: Rollout
+    prefill_seconds: float
+    loop_seconds: float
+    rounds: int
+    """Of the longest loop: that of the shard whose rows took most."""
+
+
+class TimedGeneration:
+    """Generation compiled in two parts, so that its rounds are timed without the prefill."""
+
+    def __init__(self, step: Step, target: Decoder, drafter: Drafter, prompts: Prompts):
+        def to_the_end(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
+            return step.advance(target, drafter, running, jnp.int32(np.iinfo(np.int32).max))
+
+        self._begin, running = ahead(step.begin, target, drafter, prompts)
+        same = jax.tree.map(lambda leaf: leaf.sharding, running)
+        self._advance, _ = ahead(to_the_end, target, drafter, running, donate_argnums=2, out_shardings=same)
+
+    def __call__(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> Timed:
+        """Answers all prompts."""
+        began = time.perf_counter()
+        running = jax.block_until_ready(self._begin(target, drafter, prompts))
+        middle = time.perf_counter()
+        rollout = jax.block_until_ready(engine.collect(self._advance(target, drafter, running)))
+        end = time.perf_counter()
+        return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.rounds)))
+
+
 class Comparison(NamedTuple):
     """Plain and speculative decoding of the same rows."""
 
@@ -199,33 +230,29 @@ class Comparison(NamedTuple):
     plain_seconds: float
     spec_seconds: float
     round_cost: float
-    """Seconds of a round of draft and verification over seconds of a plain step; loops are as long as their longest row."""
+    """Seconds of a round of draft and verification over seconds of a plain step, prefill left out."""
 
 
-def compare(step: Step, plain: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
+def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
     """Times generation of the same prompts with and without the draft, in turn; medians, and target passes a sequence.
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
     target, drafter = jax.jit(step.prepare)(state)
-    speculative = jax.jit(step.generate).lower(target, drafter, prompts).compile()
     nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
-    plainly = jax.jit(plain.generate).lower(target, nothing, prompts).compile()
-    calls = {"spec": lambda: speculative(target, drafter, prompts), "plain": lambda: plainly(target, nothing, prompts)}
+    drafters, made = (nothing, drafter), (step.plain(), step)
+    calls = [TimedGeneration(each, target, drafter, prompts) for each, drafter in zip(made, drafters, strict=True)]
+
+    def pair() -> list[Timed]:
+        return [call(target, drafter, prompts) for call, drafter in zip(calls, drafters, strict=True)]
+
     began = time.perf_counter()
-    rows = int(prompts.tokens.shape[0]) * step.settings.group_size
-    count = jax.jit(lambda rollout: (jnp.sum(rollout.statistics.rounds), jnp.max(rollout.statistics.rounds)))
-    rounds = {name: [int(number) for number in count(call())] for name, call in calls.items()}  # also warms up
-    pair = np.float32(time.perf_counter() - began)
+    passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
+    taken = np.float32(time.perf_counter() - began)
     if jax.process_count() > 1:  # all must make the same number of calls
-        pair = multihost_utils.broadcast_one_to_all(pair)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(max(1, min(repeats, int(budget / pair)))):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - began)
-    plain_passes, spec_passes = (rounds[name][0] / rows for name in ("plain", "spec"))
-    plain_seconds, spec_seconds = (float(np.median(seconds[name])) for name in ("plain", "spec"))
-    cost = (spec_seconds / rounds["spec"][1]) / (plain_seconds / rounds["plain"][1])
-    return Comparison(rows, plain_passes, spec_passes, plain_seconds, spec_seconds, cost)
+        taken = multihost_utils.broadcast_one_to_all(taken)
+    pairs = [pair() for _ in range(max(1, min(repeats, int(budget / taken))))]
+    seconds = [float(np.median([each.prefill_seconds + each.loop_seconds for each in runs])) for runs in zip(*pairs, strict=True)]
+    rounds = [float(np.median([each.loop_seconds / each.rounds for each in runs])) for runs in zip(*pairs, strict=True)]
+    rows = int(prompts.tokens.shape[0]) * step.settings.group_size
+    return Comparison(rows, passes[0] / rows, passes[1] / rows, *seconds, rounds[1] / rounds[0])

@@ -17,6 +17,9 @@ else:
 PyTree = Any
 """A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
 
+TRAIN, EVALUATE, OFFLINE, SAMPLE, REMEMBER, COMPARE = range(6)
+"""Key streams of calls (`Prompts.stream`): two kinds of call never share noise."""
+
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
 """Status of a row: still generating, ended by an end token, cut at the length limit, stopped by non-finite logits, never started."""
 
@@ -65,7 +68,7 @@ class Prompts(Tree):
     live: Bool[AnyArray, " n"]
     """False: no response is generated (padding of an evaluation, or the last call of a run)."""
     stream: Int[AnyArray, ""]
-    """Key stream: training and evaluation never share noise."""
+    """One of the key streams above."""
     batch: Int[AnyArray, ""]
     """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
     history: Int[AnyArray, "n H S"]
@@ -88,8 +91,10 @@ class Statistics(Tree):
     """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do not count."""
     kept: Int[AnyArray, " B"]
     """Tokens kept in rounds that offered a draft."""
-    overlap: Float[AnyArray, "B K F"]
-    """Expected acceptance sum_v min(target, draft), over the rounds of `reached`, at each draft temperature factor of the grid."""
+    overlap: Float[AnyArray, "B K"]
+    """Expected acceptance sum_v min(target, draft), over the rounds of `reached`."""
+    overlap_by_factor: Float[AnyArray, "n K F"]
+    """The same at each draft temperature factor of the grid, in the first row of each of the n groups."""
     draft_entropy: Float[AnyArray, "B K"]
     """Over the rounds of `reached`, in nats; 0 for drafts that draw nothing."""
     target_entropy: Float[AnyArray, " B"]
@@ -133,14 +138,6 @@ class Learner(Tree):
 
 
 @pytree
-class Tuner(Tree):
-    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
-
-    overlap: Float[AnyArray, "K F"]
-    reached: Float[AnyArray, " K"]
-
-
-@pytree
 class Drafter(Tree):
     """The draft in the rollout layout, and at which temperature of the grid it samples each depth."""
 
@@ -154,6 +151,7 @@ class TrainState(Tree):
 
     policy: Learner
     draft: Learner | None
-    tuner: Tuner
+    overlap_by_factor: Float[AnyArray, "K F"]
+    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
     draft_online: Bool[Array, ""]
     """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key, Num
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
@@ -21,14 +21,14 @@ from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optim
 from jaxspec.rl.advantage import group_advantages
-from jaxspec.rl.draft_loss import LOSSES, Objective, draft_loss, external_loss
+from jaxspec.rl.draft_loss import LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
 from jaxspec.rl.loss import grpo_loss, masked_mean
-from jaxspec.rollout import draft_temperature
+from jaxspec.rollout import acceptance, draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, Statistics, TrainState, Tuner
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, TrainState
 from jaxspec.sync import cast, to_rollout
 
 Metrics = dict[str, Num[Array, ""]]
@@ -53,14 +53,24 @@ class Step:
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
 
+    @property
+    def draft_length(self) -> int:
+        """Tokens drafted a round (K); 0: plain decoding."""
+        return self.draft.length if self.draft else 0
+
+    def plain(self) -> "Step":
+        """The same step with plain decoding."""
+        return dataclasses.replace(self, draft=None)
+
     # ---- state
 
     def start(self, policy: Decoder, network: PyTree) -> TrainState:
         """The state before the first batch, from weights."""
         draft = None if network is None else optim.start(network, self.draft_optimizer)
         online = jnp.asarray(self.config.draft_training.online and network is not None)
-        tuner = draft_temperature.start(self.draft.length if self.draft else 0, self.settings.grid)
-        return TrainState(policy=optim.start(policy, self.policy_optimizer), draft=draft, tuner=tuner, draft_online=online)
+        measured = draft_temperature.start(self.draft_length, self.settings.grid)
+        learner = optim.start(policy, self.policy_optimizer)
+        return TrainState(policy=learner, draft=draft, overlap_by_factor=measured, draft_online=online)
 
     def fresh(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
@@ -86,7 +96,7 @@ class Step:
             lengths=count,
             logprobs=jnp.zeros((rows, size), wide),
             status=count,
-            statistics=engine.no_statistics(rows, self.draft.length if self.draft else 0, len(self.settings.grid), wide),
+            statistics=acceptance.no_statistics(rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide),
         )
         off = jnp.zeros((rows,), bool)
         return Finished(rollout=rollout, rewards=jnp.zeros((rows,), jnp.float32), valid=off, learn=jnp.zeros((), bool))
@@ -97,7 +107,7 @@ class Step:
         """Policy and draft in the rollout layout and type."""
         network = state.draft.network if state.draft else None
         policy, network = to_rollout((state.policy.network, network), self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
-        return policy, Drafter(network=network, choice=draft_temperature.choose(state.tuner, self.settings.grid))
+        return policy, Drafter(network=network, choice=draft_temperature.choose(state.overlap_by_factor, self.settings.grid))
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
@@ -124,7 +134,7 @@ class Step:
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            **acceptance_metrics(rollout.statistics, tokens, drafter.choice, self.settings.grid),
+            **acceptance.acceptance_metrics(rollout.statistics, tokens, drafter.choice, self.settings.grid),
             **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
         }
 
@@ -163,14 +173,10 @@ class Step:
 
     def train_draft(self, draft: Learner, policy: Decoder, rollout: Rollout, valid: Array, forward: Forward) -> tuple[Learner, Metrics]:
         """One update of the draft on the policy's detached hidden states, with its own optimizer and clip."""
-        dtype, options = jnp.dtype(self.config.model.dtype), self.config.draft_training
-        objective = Objective(LOSSES[options.loss], options.ttt_steps, options.decay, self.settings.processing.temperature)
         mask = response_mask(rollout) & valid[:, None]
-        target = cast(policy, dtype)
 
-        def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " S"]]:
-            loss = external_loss if isinstance(network, Decoder) else draft_loss
-            result = loss(cast(network, dtype), target, forward, rollout.tokens, mask, objective)
+        def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " A"]]:
+            result = self.draft_loss(network, policy, rollout, mask, forward, self.config.draft_training.ttt_steps)
             return result.loss, result.acceptance
 
         (loss, acceptance), gradients = optim.value_and_grad(loss_of, draft.network, has_aux=True)
@@ -179,6 +185,14 @@ class Step:
         skipped = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
         return draft, {"loss/draft": loss, "grad_norm/draft": norm, **depths, **skipped}
 
+    def draft_loss(
+        self, network: PyTree, policy: Decoder, rollout: Rollout, mask: Bool[Array, "B S"], forward: Forward, depths: int
+    ) -> DraftLoss:
+        """The draft's loss and acceptance at `depths` depths over the tokens of `mask`, in the type of the rollout."""
+        options, dtype = self.config.draft_training, jnp.dtype(self.config.model.dtype)
+        objective = Objective(LOSSES[options.loss], depths, options.decay, self.settings.processing.temperature)
+        return draft_loss(cast(network, dtype), cast(policy, dtype), forward, rollout.tokens, mask, objective)
+
     def train(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[TrainState, Metrics]:
         """Policy update, then draft update; both from the weights that `recomputed` was made with."""
         policy, metrics = self.train_policy(state.policy, finished, recomputed)
@@ -186,11 +200,12 @@ class Step:
         gradients_done = ~(metrics["grad_norm/policy"] < -1)
         waiting = state.replace(draft_online=state.draft_online & gradients_done)
         draft, draft_metrics = self.maybe_train_draft(waiting, finished, recomputed)
-        return state.replace(policy=policy, draft=draft, tuner=self.tune(state.tuner, finished)), metrics | draft_metrics
+        measured = self.tune(state.overlap_by_factor, finished)
+        return state.replace(policy=policy, draft=draft, overlap_by_factor=measured), metrics | draft_metrics
 
-    def tune(self, tuner: Tuner, finished: Finished) -> Tuner:
+    def tune(self, measured: Float[Array, "K F"], finished: Finished) -> Float[Array, "K F"]:
         """What the rollout measured about the draft's temperature, for the next ones."""
-        return draft_temperature.update(tuner, finished.rollout.statistics)
+        return draft_temperature.update(measured, finished.rollout.statistics)
 
     def maybe_train_draft(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[Learner | None, Metrics]:
         """The draft update where the draft learns online; its metrics are NaN where it is frozen."""
@@ -221,36 +236,6 @@ class Step:
         with jax.named_scope("generate"):
             rollout = self.generate(target, drafter, prompts)
         return state, rollout, learn_metrics, self.measure(rollout, drafter)
-
-
-def acceptance_metrics(statistics: Statistics, tokens: Num[Array, ""], choice: Int[Array, " K"], grid: tuple[float, ...]) -> Metrics:
-    """What speculation did, over all rows of `statistics`, which hold `tokens` response tokens (drafters.md, section 8).
-
-    Rates by depth are unconditional (of the rounds with a draft) or conditional (of those that kept every draft before); `choice` are the
-    draft temperatures of `grid` that were used.
-    """
-    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0).astype(jnp.float32), statistics)
-
-    def share(part: Array, whole: Array) -> Array:
-        return part / jnp.maximum(whole, 1)
-
-    overlap = jnp.take_along_axis(total.overlap, choice[:, None], axis=1)[:, 0]
-    by_depth = {
-        "acceptance_rate": share(total.accepted, total.drafted[:1]),
-        "conditional_rate": share(total.accepted, total.reached),
-        "expected_acceptance": share(overlap, total.reached),
-        "draft_entropy": share(total.draft_entropy, total.reached),
-        "draft_temperature": jnp.asarray(grid, jnp.float32)[choice],
-    }
-    drafted, generated = jnp.sum(total.drafted[:1]), tokens.astype(jnp.float32)
-    return {
-        "rollout/tokens_per_target_pass": share(generated, total.rounds),
-        "rollout/acceptance_length": jnp.where(drafted > 0, share(total.kept, drafted), 1),
-        "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.drafted)),
-        "rollout/coverage": share(drafted, total.rounds),
-        "rollout/target_entropy": share(total.target_entropy, generated),
-        **{f"rollout/{name}_{depth}": value for name, values in by_depth.items() for depth, value in enumerate(values, start=1)},
-    }
 
 
 def _nothing(function, *arguments) -> Metrics:
@@ -284,6 +269,6 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...]) -> Step:
 def _grid(config: Config) -> tuple[float, ...]:
     """Factors on the temperature among which the draft's is chosen."""
     draft = config.rollout.draft
-    if draft.sampling == "argmax" or config.rollout.temperature == 0:
+    if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.learned:
         return (0.0,)
-    return draft_temperature.GRID if draft.sampling == "auto" and draft.learned else (float(draft.temperature),)
+    return draft_temperature.GRID if draft.sampling == "auto" else (float(draft.temperature),)

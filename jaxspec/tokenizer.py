@@ -17,6 +17,8 @@ from jaxspec.config import ConfigError
 
 CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""What `load_tokenizer` reads."""
 BASE_END = "<|endoftext|>"  # base models of the Qwen family end with it, whatever the chat's own end token
 
 
@@ -130,16 +132,15 @@ def load_tokenizer(folder: str) -> Tokenizer:
     Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends of generation_config.json.
     Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
     """
-    path = Path(folder) / "tokenizer.json"
+    path, config, chat_template, generation_config = (Path(folder) / name for name in FILES)
     if not path.is_file():
         raise ConfigError(f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a Hugging Face tokenizer")
     if "model" not in _read_json(path):
         raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
-    settings = _read_json(path.with_name("tokenizer_config.json"))
-    template = path.with_name("chat_template.jinja")
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    ends = _read_json(path.with_name("generation_config.json")).get("eos_token_id")
+    settings = _read_json(config)
+    if chat_template.is_file():
+        settings["chat_template"] = chat_template.read_text(encoding="utf-8")
+    ends = _read_json(generation_config).get("eos_token_id")
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids)
 

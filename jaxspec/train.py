@@ -27,19 +27,14 @@ from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.program import Job, process_0_first, run
+from jaxspec.rl.optim import require_progress
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, PyTree, TrainState
-from jaxspec.train_draft import cached_draft, load_policy, plain_step
+from jaxspec.train_draft import cached_draft, load_policy
 from jaxspec.train_sft import cached_policy
 
-PATIENCE = 3
-"""Non-finite updates in a row that end the run."""
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
-
-
-class Diverged(RuntimeError):
-    """Too many updates in a row were not finite."""
 
 
 @dataclasses.dataclass
@@ -66,7 +61,6 @@ def main(job: Job, interrupt: Interrupt) -> int:
     config = job.config
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
-    training_text(config, job.tokenizer)  # a bad file is named before any long work
     workdir = open_workdir(job)
     with interrupt.nothing_unsaved("starting"):
         problems, held_out = load_problems(config.data, job.tokenizer)
@@ -125,11 +119,12 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
     offline = config.offline.steps > 0 and shapes.draft is not None
+    text = training_text(config, job.tokenizer) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
     policy = load_policy(job, interrupt)
     if offline:
-        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt)), _network(shapes))
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
@@ -227,12 +222,11 @@ class Loop:
         skipped = {f"skipped_{name}": line[f"skipped/{name}"] for name in ("policy", "draft") if line.get(f"skipped/{name}")}
         self.progress.update(line["step"] + 1, **{name: line[key] for name, key in shown.items()}, **skipped)
         for name in ("policy", "draft"):
-            if line.get(f"skipped_in_row/{name}", 0) >= PATIENCE:
-                raise Diverged(
-                    f"the {name}'s loss or gradient was not finite in {PATIENCE} updates in a row, the last after batch {line['step']}. "
-                    f"Look at loss/{name}, grad_norm/{name} and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at "
-                    f"samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier checkpoints are intact."
-                )
+            look = (
+                f"Look at loss/{name}, grad_norm/{name} and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at "
+                f"samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier checkpoints are intact."
+            )
+            require_progress(line.get(f"skipped_in_row/{name}", 0), name, f"batch {line['step']}", look)
 
     def evaluate(self, position: Position, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop."""
@@ -275,7 +269,7 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
     summary: dict[str, float] = {}
     if job.step.draft is not None:
         job.say("comparing with plain decoding of the last batch")
-        made = compare(job.step, plain_step(job), position.state, batches.train(job.config.steps - 1))
+        made = compare(job.step, position.state, batches.compare(job.config.steps - 1))
         summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}
         summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
     if jax.process_index() == 0:
@@ -283,13 +277,5 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
     return 0
 
 
-def _main() -> int:
-    try:
-        return run("train", "Post-trains a language model with GRPO and lossless speculative rollouts.", main)
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(run("train", "Post-trains a language model with GRPO and lossless speculative rollouts.", main))

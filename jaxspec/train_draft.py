@@ -28,13 +28,13 @@ from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
-from jaxspec.rl.draft_loss import LOSSES, Objective, draft_loss, external_loss
 from jaxspec.rl.logprob import positions_of, response_mask
 from jaxspec.runner import abstract, placed
 from jaxspec.state import Learner, PyTree, Rollout
-from jaxspec.step import Metrics, Step, build_step
+from jaxspec.step import Metrics, Step
 from jaxspec.sync import cast
 from jaxspec.tasks import SftBatch
+from jaxspec.tokenizer import FILES
 from jaxspec.train_sft import WEIGHTS, cached_policy, policy_key
 
 ACCEPTANCE = "acceptance.json"
@@ -50,7 +50,7 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
 
     Each batch is kept in `folder` as soon as it is there, and read from there if it is already.
     """
-    respond = draft_data.responder(job, plain_step(job), policy)
+    respond = draft_data.responder(job, policy)
     rows, whole = job.config.offline.rows, meshes.replicated(job.mesh)
     size = job.config.data.max_prompt_length + job.config.rollout.max_new_tokens
     shapes: list[Any] = [jax.ShapeDtypeStruct(shape, np.int32, sharding=whole) for shape in ((rows, size), (rows,), (rows,))]
@@ -104,6 +104,8 @@ def train(job: Job, policy: Decoder, rows: SftBatch, folder: Path, progress: Pro
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
+        skipped, look = float(metrics["skipped_in_row/draft"]), "Lower --offline.learning_rate; what was kept of this draft is useless."
+        optim.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)
     return learner.network
 
 
@@ -138,24 +140,15 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[SftBatch]
     """Expected acceptance sum_v min(target, draft) by depth, over the response tokens of `held_out`; a small model has one depth."""
     training = job.config.draft_training
     depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.draft_length)
-    objective = Objective(LOSSES[training.loss], depths, training.decay, job.step.settings.processing.temperature)
 
     @jax.jit
-    def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " S"]:
+    def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " A"]:
         rollout, forward = _read(job.step, policy, batch)
-        own, target = cast((network, policy), jnp.dtype(job.config.model.dtype))
-        loss = external_loss if isinstance(network, Decoder) else draft_loss
-        return loss(own, target, forward, rollout.tokens, response_mask(rollout), objective).acceptance
+        return job.step.draft_loss(network, policy, rollout, response_mask(rollout), forward, depths).acceptance
 
     rows = meshes.rows_sharding(job.mesh)
     by_batch = [jax.device_get(acceptance(network, policy, jax.device_put(batch, rows))) for batch in held_out]
     return np.average(by_batch, axis=0, weights=[draft_data.responses(batch).sum() for batch in held_out]).tolist()
-
-
-def plain_step(job: Job) -> Step:
-    """The same step with plain decoding."""
-    rollout = dataclasses.replace(job.config.rollout, draft=dataclasses.replace(job.config.rollout.draft, kind="none"))
-    return build_step(dataclasses.replace(job.config, rollout=rollout), job.mesh, job.tokenizer.stop_ids)
 
 
 def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, folder: Path) -> None:
@@ -179,25 +172,32 @@ def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, 
         reached["acceptance"] = measure(job, policy, network, measured)
         save_tree(folder / WEIGHTS, network)
         (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")
-    kept = tokens_kept(reached["acceptance"][: draft.draft_length])[-1]
-    job.say(f"the draft took {time.perf_counter() - began:.0f} s; on held-out responses it would keep {kept:.2f} tokens a round")
+    by_length = tokens_kept(reached["acceptance"][: draft.draft_length])
+    would = f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep {by_length[-1]:.2f} tokens on held-out responses"
+    job.say(f"the draft took {time.perf_counter() - began:.0f} s; {would}")
 
 
-def cached_draft(job: Job, interrupt: Interrupt) -> Path:
+def cached_draft(job: Job, interrupt: Interrupt, text: SftBatch | None) -> Path:
     """The file of the draft's weights, trained first if the cache does not hold it; in process 0, which does it for all.
 
+    `text` is what `draft_data.training_text` read for this job.
+
     Raises:
-      ConfigError: the training text cannot be used, or the cache cannot be written, or it is not shared with process 0.
+      ConfigError: the cache cannot be written, or it is not shared with process 0.
+      Diverged: the training went wrong; nothing is cached.
     """
     offline, kind = job.config.offline, job.config.rollout.draft.kind
-    text = draft_data.training_text(job.config, job.tokenizer)
     key = _key(job, text)
     partial = cache_folder() / f"{key}.partial"
     source = f"{len(text.tokens)} rows of {offline.text}" if text else f"{offline.samples} responses"
 
     def build_here(folder: Path) -> None:
         job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
-        build(on_this_process(job), interrupt, text, partial, folder)
+        try:
+            build(on_this_process(job), interrupt, text, partial, folder)
+        except optim.Diverged:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     with interrupt.nothing_unsaved("looking for the draft"):
         folder = cached(key, in_process_0(build_here), job.say)
@@ -208,7 +208,9 @@ def cached_draft(job: Job, interrupt: Interrupt) -> Path:
 def _key(job: Job, text: SftBatch | None) -> str:
     """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network, training, code."""
     config: Config = job.config
-    data = dataclasses.replace(config.data, path=_digest(config.data.path), tokenizer=_digest(config.data.tokenizer, "tokenizer.json"))
+    tokenizer = [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
+    path = [Path(config.data.path)] if config.data.path else []
+    data = dataclasses.replace(config.data, path=_digest(path), tokenizer=_digest(tokenizer))
     offline = dataclasses.replace(
         config.offline, text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else ""
     )
@@ -220,9 +222,9 @@ def _key(job: Job, text: SftBatch | None) -> str:
     return content_key("draft", policy_key(job), law, data, offline, network, objective, code)
 
 
-def _digest(*path: str) -> str:
-    """The content of a file, as far as a cache key goes; empty where no file is set."""
-    return hashlib.sha256(Path(*path).read_bytes()).hexdigest() if path[0] else ""
+def _digest(files: list[Path]) -> str:
+    """The content of those files that there are, as far as a cache key goes."""
+    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "-" for file in files)
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
@@ -254,7 +256,8 @@ def main(job: Job, interrupt: Interrupt) -> int:
         either = f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
         raise ConfigError(f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights (eagle3, mtp, model)")
     load_problems(job.config.data, job.tokenizer)  # bad data is named before any work
-    weights = process_0_first(lambda: cached_draft(job, interrupt))
+    text = draft_data.training_text(job.config, job.tokenizer)
+    weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
         Console().print(closing_table(reached, max(training.ttt_steps, draft.draft_length)))

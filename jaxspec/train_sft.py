@@ -50,17 +50,19 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     def fresh() -> Learner:
         return optim.start(job.step.fresh().policy.network, optimizer)
 
-    def step(learner: Learner, batch: PyTree) -> tuple[Learner, Float[Array, ""]]:
+    def step(learner: Learner, batch: PyTree) -> tuple[Learner, tuple[Float[Array, ""], Int[Array, ""]]]:
         loss, gradients = optim.value_and_grad(lambda network: document_loss(network, *batch, dtype=config.model.dtype), learner.network)
-        return optim.update(learner, gradients, loss, optimizer)[0], loss
+        learner, _ = optim.update(learner, gradients, loss, optimizer)
+        return learner, (loss, learner.skipped_in_row)
 
     layout = job.step.train_layout(jax.eval_shape(fresh))
     learner = jax.jit(fresh, out_shardings=layout)()
     update = jax.jit(step, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh)))
     for number in range(1, sft.steps + 1):
         batch = tasks.sample_sft_batch(config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length)
-        learner, loss = update(learner, jax.device_put(batch, rows))
+        learner, (loss, skipped_in_row) = update(learner, jax.device_put(batch, rows))
         progress.update(number, loss=float(loss))
+        optim.require_progress(int(skipped_in_row), "policy", f"step {number} of the warm start", "Lower --sft.learning_rate.")
     return learner.network
 
 

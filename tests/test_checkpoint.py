@@ -36,7 +36,7 @@ def _state(seed: int = 0) -> TrainState:
     network = _Network(jax.random.key(seed))
     optimizer = optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)).init(network)  # pyright: ignore[reportArgumentType]
     learner = Learner(network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0))
-    return TrainState(policy=learner, draft=None, tuner=draft_temperature.start(8, (0.0, 1.0)), draft_online=jnp.bool_(True))
+    return TrainState(policy=learner, draft=None, overlap_by_factor=draft_temperature.start(8, (0.0, 1.0)), draft_online=jnp.bool_(True))
 
 
 def _place(tree: Any, devices: int) -> tuple[Any, Any]:

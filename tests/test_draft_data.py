@@ -15,7 +15,6 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
-from jaxspec.train_draft import plain_step
 
 from .conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
 
@@ -66,7 +65,7 @@ class TestResponder:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
         stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], job.config.seed)
-        respond = responder(job, plain_step(job), policy)
+        respond = responder(job, policy)
         for number in (0, 3):
             batch = respond(number)
             for row, (tokens, start, end) in enumerate(zip(*batch, strict=True)):
@@ -81,9 +80,9 @@ class TestResponder:
     def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self):
         job = a_job()
         policy = tiny_network(Decoder, job.config.model)
-        respond = responder(job, plain_step(job), policy)
+        respond = responder(job, policy)
         first, second = respond(1), respond(2)
-        again = responder(job, plain_step(job), policy)(1)
+        again = responder(job, policy)(1)
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         assert not np.array_equal(first.tokens[:, 6:], second.tokens[:, 6:])
 

@@ -1,9 +1,7 @@
-"""The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft; and what its program may not do."""
+"""The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft."""
 
 import functools
 import itertools
-import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +14,7 @@ from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, GrpoCon
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
+from jaxspec.rollout.draft_temperature import DECAY, GRID
 from jaxspec.rollout.generate import collect
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
@@ -29,8 +28,10 @@ MODEL = tiny_model(vocab=16, kv_heads=4)
 STOP = (1,)
 
 
-def config_of(verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0) -> Any:
-    draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling="sample")
+def config_of(
+    verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0, sampling: Any = "sample"
+) -> Any:
+    draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
     return tiny_config(
         MODEL,
         rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, temperature=temperature),
@@ -318,6 +319,28 @@ def test_rows_without_a_reward_have_no_influence() -> None:
     assert moved(states[4].draft, states[0].draft)
 
 
+def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> None:
+    """What each batch measured, decayed and added up in numpy, says at which temperature each depth of the next batch is drafted."""
+    made = program(sampling="auto", data=2)
+    step, sums = made.step, np.zeros((LENGTH, len(GRID)))
+    state, finished = start(step), place(step, step.nothing_finished(ROWS))
+    chosen = []
+    for batch in range(5):
+        state, rollout, _, generated = made.call(state, finished, prompts_of(step, batch))
+        best = [GRID[place] for place in sums.argmax(-1)] if batch else [1.0] * LENGTH
+        assert [float(generated[f"rollout/draft_temperature_{depth}"]) for depth in range(1, LENGTH + 1)] == pytest.approx(best)
+        chosen.append(best)
+        statistics = host(rollout).statistics
+        by_factor, first = statistics.overlap_by_factor, slice(None, None, GROUP)
+        assert by_factor.shape == (PROMPTS, LENGTH, len(GRID))
+        at_chosen = by_factor[:, np.arange(LENGTH), [GRID.index(factor) for factor in best]]
+        np.testing.assert_allclose(at_chosen, statistics.overlap[first], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(state.overlap_by_factor, sums, rtol=1e-5)
+        sums = DECAY * sums + by_factor.sum(0)
+        finished = score(step, rollout, batch)
+    assert len(set(map(tuple, chosen))) > 1, "a grid on which nothing ever changes tests nothing"
+
+
 def test_metrics_are_those_of_the_rollout() -> None:
     made = program()
     run = twenty(True)
@@ -330,7 +353,7 @@ def test_metrics_are_those_of_the_rollout() -> None:
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,
         "conditional_rate": counts.accepted.sum(0) / counts.reached.sum(0),
-        "expected_acceptance": counts.overlap.sum((0, 2)) / counts.reached.sum(0),
+        "expected_acceptance": counts.overlap.sum(0) / counts.reached.sum(0),
         "draft_entropy": counts.draft_entropy.sum(0) / counts.reached.sum(0),
         "draft_temperature": np.ones(LENGTH),
     }
@@ -351,83 +374,3 @@ def test_metrics_are_those_of_the_rollout() -> None:
     assert set(generated) == set(expected)
     for name, value in expected.items():
         assert float(generated[name]) == pytest.approx(float(value)), name
-
-
-# ---- what the compiled program may not do
-
-
-class Hlo:
-    """The text of a compiled program, by computation."""
-
-    def __init__(self, text: str):
-        self.lines: dict[str, list[str]] = {}
-        name = ""
-        for line in text.splitlines():
-            head = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-            if head:
-                name = head.group(1)
-                self.lines[name] = []
-            elif name:
-                self.lines[name].append(line)
-
-    def reached_from(self, is_root: Callable[[str], bool]) -> list[str]:
-        """All lines of the computations that the chosen instructions call, however deep."""
-        waiting = [name for lines in self.lines.values() for line in lines if is_root(line) for name in self._called(line)]
-        seen: set[str] = set()
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += [called for line in self.lines[name] for called in self._called(line)]
-        return [line for name in sorted(seen) for line in self.lines[name]]
-
-    def _called(self, line: str) -> list[str]:
-        return [name for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0]) if name in self.lines]
-
-
-def groups(line: str) -> list[tuple[int, ...]]:
-    """The device groups of a collective, whichever way they are written."""
-    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
-    if listed:
-        return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
-    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line)
-    if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        inner = re.findall(r"'(\w+)'", named.group(2))
-        assert set(inner) <= set(sizes), line
-        order = [place for place, name in enumerate(sizes) if name not in inner] + [list(sizes).index(name) for name in inner]
-        devices = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
-        return [tuple(row) for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    assert iota, line
-    shape, dims = ([int(number) for number in iota.group(place).split(",")] for place in (1, 2))
-    order = [int(number) for number in iota.group(3).split(",")] if iota.group(3) else list(range(len(dims)))
-    return [tuple(row) for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()]
-
-
-@pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
-def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
-    data, tensor = 4, 2
-    made = program(data, tensor, shard_above=0, verify=verify)
-    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
-    hlo = Hlo(made.call.lower(*arguments).compile().as_text())
-
-    def is_loop(line: str) -> bool:
-        return " while(" in line and "generate" in line
-
-    loop = hlo.reached_from(is_loop)
-    peers = {tuple(range(first, first + tensor)) for first in range(0, data * tensor, tensor)}
-    collectives = [line for line in loop if re.search(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(", line)]
-    assert collectives, "tensor shards must talk"
-    for line in collectives:
-        assert "collective-permute" not in line, line
-        assert set(groups(line)) <= peers, line
-    # Weights are whole over `data` before the loop starts, though the train layout shards them.
-    outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
-    assert any(not set(groups(line)) <= peers for line in outside)
-    rows, slots = ROWS // data, WIDTH + NEW + LENGTH
-    for layers in (MODEL.layers, 1):
-        shape = f"f64[{layers},{rows},{slots},{MODEL.kv_heads // tensor},{MODEL.head_size}]"
-        assert any(shape in line for line in loop), "the caches are not where they are expected"
-        copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
-        assert not copies, copies

@@ -27,12 +27,14 @@ from jaxspec.config import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 from jaxspec.program import Job, make_job
+from jaxspec.rl.optim import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
@@ -76,6 +78,10 @@ def a_job(kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = 
         }
     )
     return make_job(config, small_mesh(shards))
+
+
+def trained_draft(job: Job, interrupt: Interrupt) -> Path:
+    return cached_draft(job, interrupt, training_text(job.config, job.tokenizer))
 
 
 def random_rows(count: int, seed: int = 0) -> SftBatch:
@@ -208,18 +214,18 @@ class TestCachedDraft:
         with Interrupt() as interrupt:
             monkeypatch.setattr(train_draft.Progress, "update", killed)
             with pytest.raises(Killed):
-                cached_draft(job, interrupt)
+                trained_draft(job, interrupt)
             monkeypatch.setattr(train_draft.Progress, "update", original)
             assert not list(cache.glob("*/weights.npz"))
             capsys.readouterr()
-            weights = cached_draft(job, interrupt)
+            weights = trained_draft(job, interrupt)
             assert "going on at step 3 of 5" in capsys.readouterr().out
             first, reached = np.load(weights), json.loads(weights.with_name(ACCEPTANCE).read_text())
             assert [path.name for path in cache.glob("*.partial")] == ["0123456789abcdef.partial"]
             assert reached["responses"] == 4
             assert len(reached["acceptance"]) == train_draft.DEPTHS
             monkeypatch.setenv("JAXSPEC_CACHE", str(cache.with_name("another")))
-            second = np.load(cached_draft(job, interrupt))
+            second = np.load(trained_draft(job, interrupt))
         assert all(np.array_equal(first[name], second[name]) for name in first.files)
 
     def test_a_text_replaces_the_samples_but_not_those_held_out(self, tmp_path, monkeypatch):
@@ -235,8 +241,8 @@ class TestCachedDraft:
         monkeypatch.setattr(train_draft, "train", remember_training)
         monkeypatch.setattr(train_draft, "measure", lambda job, policy, network, held_out: measured.append(held_out) or [0.5])
         with Interrupt() as interrupt:
-            cached_draft(job, interrupt)
-            cached_draft(a_job(offline=OfflineConfig(samples=12, rows=4, steps=1)), interrupt)
+            trained_draft(job, interrupt)
+            trained_draft(a_job(offline=OfflineConfig(samples=12, rows=4, steps=1)), interrupt)
         texts = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(*trained[0], strict=True)]
         assert texts == ["1+1=2", "#"]
         assert len(trained[1].tokens) == 8
@@ -275,7 +281,7 @@ class TestCachedDraft:
         with Interrupt() as interrupt:
 
             def entry(**parts: Any) -> Path:
-                return cached_draft(a_job(**parts), interrupt)
+                return trained_draft(a_job(**parts), interrupt)
 
             text.write_text('{"text": "1"}\n')
             shaped = [entry(**parts) for parts in shaping]
@@ -284,11 +290,12 @@ class TestCachedDraft:
             assert len(set(shaped)) == len(shaped)
             assert {entry(**parts) for parts in free} == {entry()}
 
-    def test_a_text_that_cannot_be_used_is_named_before_any_work(self, cache):
-        job = a_job(offline=OfflineConfig(samples=8, rows=4, text="nowhere.jsonl"))
-        with Interrupt() as interrupt, pytest.raises(ConfigError, match=r"nowhere.jsonl"):
-            cached_draft(job, interrupt)
-        assert not cache.exists()
+    def test_one_that_diverges_is_not_cached(self, cache):
+        job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=9, learning_rate=1e30))
+        with Interrupt() as interrupt, pytest.raises(Diverged, match=r"draft's .* offline training.*--offline.learning_rate"):
+            trained_draft(job, interrupt)
+        assert not list(cache.glob("*/weights.npz"))
+        assert not list(cache.glob("*.partial"))
 
 
 SMALL = [

@@ -7,7 +7,7 @@ from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_p
 from jaxspec.models.attention import attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.kv import KVCache, append, empty_cache, repeat_rows
+from jaxspec.models.kv import KVCache, empty_cache, extend, repeat_rows
 from jaxspec.models.mtp import Mtp
 from jaxspec.state import Prompts, Tree, pytree
 
@@ -141,7 +141,6 @@ def _layer(
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
     """Runs one layer at its slots of the cache."""
     heads = network.heads(layer, hidden, embedded, positions)
-    index = jnp.asarray(layer, jnp.int32)
-    cache = KVCache(keys=append(cache.keys, index, positions, heads.key), values=append(cache.values, index, positions, heads.value))
+    cache = extend(cache, jnp.asarray(layer, jnp.int32), positions, heads.key, heads.value)
     attended = attend(heads.query, cache.keys[layer], cache.values[layer], mask)
     return cache, network.finish(layer, heads.residual, attended)

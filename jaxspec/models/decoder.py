@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.attention import attend, up_to_position
-from jaxspec.models.kv import KVCache, append
+from jaxspec.models.kv import KVCache, extend
 from jaxspec.models.layers import dense, rms_norm, swiglu
 from jaxspec.models.rope import rotary_table, rotate
 
@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
             if cache is None:
                 attended = attend(query, key, value, mask)
             else:
-                cache = KVCache(keys=append(cache.keys, index, positions, key), values=append(cache.values, index, positions, value))
+                cache = extend(cache, index, positions, key, value)
                 attended = attend(query, cache.keys[index], cache.values[index], mask)
             x = x + jnp.einsum("BTNH,NHD->BTD", attended, weights.output[...])
             normed = rms_norm(x, weights.ffn_norm[...], config.norm_eps)

@@ -40,6 +40,19 @@ def append(
     return lax.scatter(cache, where, fresh, numbers, unique_indices=True, indices_are_sorted=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
+def extend(
+    cache: KVCache, layer: Int[Array, ""], positions: Int[Array, "B T"], keys: Float[Array, "B T M H"], values: Float[Array, "B T M H"]
+) -> KVCache:
+    """Appends keys and values of a block.
+
+    What is not finite becomes a NaN key with a value of 0: who may see it gets NaN, and to who may not it is nothing (0 x NaN is not), so
+    that a token which is drafted and rejected cannot harm those before it.
+    """
+    broken = ~(jnp.isfinite(keys) & jnp.isfinite(values)).all(axis=-1, keepdims=True)
+    keys, values = jnp.where(broken, jnp.nan, keys), jnp.where(broken, 0, values)
+    return KVCache(keys=append(cache.keys, layer, positions, keys), values=append(cache.values, layer, positions, values))
+
+
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
     """Gives each of `times` rows of a group a copy of its prompt's entries."""
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=1), cache)

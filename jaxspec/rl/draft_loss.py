@@ -79,22 +79,22 @@ class DraftLoss(NamedTuple):
     """Loss and expected acceptance, by depth."""
 
     loss: Float[Array, ""]
-    acceptance: Float[Array, " S"]
+    acceptance: Float[Array, " A"]
     """Mean of sum_v min(target, draft): the chance that a draft of this depth is accepted, given that the ones before were."""
 
 
 def draft_loss(
-    network: Eagle3 | Mtp,
+    network: Eagle3 | Mtp | Decoder,
     target: Decoder,
     forward: Forward,
     tokens: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
     objective: Objective,
 ) -> DraftLoss:
-    """The draft's loss at `objective.steps` depths, averaged over the tokens of `mask`.
+    """The draft's loss, averaged over the tokens of `mask`: at `objective.steps` depths, or at one for a small model of its own.
 
     Args:
-      network: the draft; depth i runs its layer i mod `network.depth`.
+      network: the draft; depth i of EAGLE-3 and MTP runs its layer i mod `network.depth`.
       target: the policy; no gradient reaches it.
       forward: the policy's own pass over `tokens`, with taps where the draft reads them.
       tokens: whole sequences.
@@ -104,6 +104,20 @@ def draft_loss(
     Source: EAGLE-3, arXiv 2503.01840 (training-time test); attention sees the layer's true slots and the entry's own deeper states.
     """
     target, forward = jax.lax.stop_gradient((target, forward))
+    if isinstance(network, Decoder):
+        return _external_loss(network, target, forward, tokens, mask, objective)
+    return _unrolled_loss(network, target, forward, tokens, mask, objective)
+
+
+def _unrolled_loss(
+    network: Eagle3 | Mtp,
+    target: Decoder,
+    forward: Forward,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    objective: Objective,
+) -> DraftLoss:
+    """Depth after depth, each on the states of the one before."""
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
     embedded = target.embedding[...][tokens]
@@ -131,14 +145,10 @@ def draft_loss(
     return DraftLoss(total / sum(weights), jnp.stack(overlaps))
 
 
-def external_loss(
+def _external_loss(
     network: Decoder, target: Decoder, forward: Forward, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], objective: Objective
 ) -> DraftLoss:
-    """The loss of a small model of its own that predicts what the target predicts at each position, averaged over the tokens of `mask`.
-
-    It reads true tokens only, so there is one depth: `objective.steps` and `objective.decay` say nothing. Arguments as in `draft_loss`.
-    """
-    target, forward = jax.lax.stop_gradient((target, forward))
+    """A small model predicts what the target predicts at each position; it reads true tokens only, so there is one depth."""
     hidden = network(tokens, positions_of(tokens)).hidden
     loss, overlap = _compare(network, target, hidden, forward.hidden, _shift(mask, 1), objective)
     return DraftLoss(loss, overlap[None])

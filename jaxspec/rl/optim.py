@@ -11,6 +11,23 @@ from jaxtyping import Array, Float
 
 from jaxspec.state import Learner, PyTree
 
+PATIENCE = 3
+"""Non-finite updates in a row that end a training."""
+
+
+class Diverged(RuntimeError):
+    """Too many updates in a row were not finite."""
+
+
+def require_progress(skipped_in_row: float, name: str, after: str, look: str) -> None:
+    """Ends a training whose updates are no longer finite.
+
+    Raises:
+      Diverged: says of which network (`name`), `after` which update, and where to `look`.
+    """
+    if skipped_in_row >= PATIENCE:
+        raise Diverged(f"the {name}'s loss or gradient was not finite in {PATIENCE} updates in a row, the last after {after}. {look}")
+
 
 def adamw(learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW (betas 0.9, 0.95)."""

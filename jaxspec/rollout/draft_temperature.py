@@ -1,14 +1,14 @@
 """The draft's sampling temperature, one factor for each depth: the one whose logged expected acceptance was best.
 
-sum_v min(target, draft_T) is measured for every T of a small grid wherever a round compared target and draft, so nothing is explored and
+sum_v min(target, draft_T) is measured for every T of a small grid where a round compared target and draft, so nothing is explored and
 nothing beyond the cut is looked at. Factors are fixed before a call draws anything: sampling stays exact (drafters.md 6.3, 6.8).
 """
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jaxspec.state import Statistics, Tuner
+from jaxspec.state import Statistics
 
 GRID = (0.0, 0.5, 0.65, 0.8, 0.9, 1.0, 1.1, 1.25)
 """Factors on the rollout's temperature; 0 drafts the most likely token."""
@@ -16,21 +16,17 @@ DECAY = 0.8
 """Weight of what was known before each batch: the draft and the policy move."""
 
 
-def start(length: int, grid: tuple[float, ...]) -> Tuner:
+def start(draft_length: int, grid: tuple[float, ...]) -> Float[Array, "K F"]:
     """Nothing measured yet."""
-    return Tuner(overlap=jnp.zeros((length, len(grid)), jnp.float32), reached=jnp.zeros((length,), jnp.float32))
+    return jnp.zeros((draft_length, len(grid)), jnp.float32)
 
 
-def update(tuner: Tuner, statistics: Statistics) -> Tuner:
-    """Adds what a batch measured, over all rows of the mesh."""
-    overlap, reached = jnp.sum(statistics.overlap, axis=0), jnp.sum(statistics.reached, axis=0)
-    return Tuner(
-        overlap=DECAY * tuner.overlap + overlap.astype(tuner.overlap.dtype),
-        reached=DECAY * tuner.reached + reached.astype(tuner.reached.dtype),
-    )
+def update(measured: Float[Array, "K F"], statistics: Statistics) -> Float[Array, "K F"]:
+    """Adds a batch, over all groups of the mesh."""
+    return DECAY * measured + jnp.sum(statistics.overlap_by_factor, axis=0).astype(measured.dtype)
 
 
-def choose(tuner: Tuner, grid: tuple[float, ...]) -> Int[Array, " K"]:
+def choose(measured: Float[Array, "K F"], grid: tuple[float, ...]) -> Int[Array, " K"]:
     """Place in the grid of the best factor at each depth; that of 1, or the nearest to it, where nothing was measured."""
     unmeasured = int(np.argmin(np.abs(np.asarray(grid) - 1)))
-    return jnp.where(tuner.reached > 0, jnp.argmax(tuner.overlap, axis=-1).astype(jnp.int32), unmeasured)
+    return jnp.where(jnp.any(measured > 0, axis=-1), jnp.argmax(measured, axis=-1).astype(jnp.int32), unmeasured)

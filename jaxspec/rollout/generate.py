@@ -19,8 +19,9 @@ from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_p
 from jaxspec.mesh import DATA
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.kv import KVCache, empty_cache, repeat_rows
-from jaxspec.rollout.verify import Verdict, match_rule
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Drafter, Prompts, PyTree, Rollout, Statistics, Tree, pytree
+from jaxspec.rollout import acceptance
+from jaxspec.rollout.verify import Verdict, leading, match_rule
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Drafter, Prompts, PyTree, Rollout, Tree, pytree
 
 
 class Settings(NamedTuple):
@@ -91,7 +92,7 @@ def begin(
         lengths=lengths,
         logprobs=jnp.zeros((count * group, size), wide),
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
-        statistics=no_statistics(count * group, length, len(settings.grid), wide),
+        statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
     )
     keys = sampling.row_keys(key, rows.reshape(-1))
     return Engine(rollout=rollout, keys=keys, cache=repeat_rows(forward.cache, group), draft=draft_state)
@@ -116,26 +117,12 @@ def collect(engine: Engine) -> Rollout:
     return engine.rollout
 
 
-def no_statistics(rows: int, length: int, factors: int, dtype: Any) -> Statistics:
-    """Zeros."""
-    count, by_depth = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, length), jnp.int32)
-    return Statistics(
-        rounds=count,
-        drafted=by_depth,
-        reached=by_depth,
-        accepted=by_depth,
-        kept=count,
-        overlap=jnp.zeros((rows, length, factors), dtype),
-        draft_entropy=jnp.zeros((rows, length), dtype),
-        target_entropy=jnp.zeros((rows,), dtype),
-    )
-
-
 def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
     """Draft K, verify once, commit; rows that have ended stay as they are."""
     rollout = engine.rollout
     length, rows, vocab = draft.length if draft else 0, rollout.tokens.shape[0], target.config.vocab
-    matching = settings.rule is None or draft is None or not draft.draws or settings.grid == (0.0,)
+    drawn = draft is not None and draft.draws and settings.grid != (0.0,)  # at temperature 0 the most likely token is taken, none drawn
+    matching = settings.rule is None or not drawn
     noise = _noise(engine, length, vocab, matching)
     draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros((rows,), jnp.int32))
     if draft is not None:
@@ -149,21 +136,25 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
         with_taps = draft is not None and draft.with_taps
         forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=with_taps)
         logits = target.logits(forward.hidden)
-        target_logprobs = sampling.processed_logprobs(logits, settings.processing, _produced(rollout, length + 1))
-        comparison = _compare(rollout, drafter, settings, proposal, target_logprobs)
+        produced = _produced(rollout, length + 1)
+        target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
+        told = proposal if drawn else proposal._replace(logits=None)
+        comparison = acceptance.compare(
+            told, target_logprobs, produced, settings.processing, _factors(drafter, settings), settings.grid, settings.group_size
+        )
+        finite = jnp.isfinite(logits).all(axis=-1)
+        offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))  # where the target fails, nothing can be verified
         if matching:
-            verdict = match_rule(target_logprobs, proposal.tokens, proposal.offered, noise)
+            verdict = match_rule(target_logprobs, proposal.tokens, offered, noise)
         else:
             assert settings.rule is not None, "matching covers it"
-            verdict = settings.rule(
-                target_logprobs, comparison.draft_logprobs, proposal.tokens, proposal.offered, *_coins(engine, length, vocab)
-            )
+            verdict = settings.rule(target_logprobs, comparison.draft_logprobs, proposal.tokens, offered, *_coins(engine, length, vocab))
     with jax.named_scope("commit"):
-        finite = jnp.isfinite(logits).all(axis=-1)
-        rollout, block, count = _commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)
-        statistics = _count(engine.rollout, verdict, proposal.offered, comparison, sampling.entropy(target_logprobs), count)
+        rollout, block, kept = _commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)
+        entropy = sampling.entropy(target_logprobs)
+        statistics = acceptance.count(engine.rollout, verdict, proposal.offered, comparison, entropy, kept, settings.group_size)
         if draft is not None:
-            draft_state = draft.commit(draft_state, Kept(block, _features(draft, forward), positions, count))
+            draft_state = draft.commit(draft_state, Kept(block, _features(draft, forward), positions, kept))
     return engine.replace(rollout=rollout.replace(statistics=statistics), cache=forward.cache, draft=draft_state)
 
 
@@ -198,7 +189,7 @@ def _factors(drafter: Drafter, settings: Settings) -> Float[Array, " K"] | float
 
 
 def _sampler(rollout: Rollout, drafter: Drafter, settings: Settings, noise: Float[Array, "B T V"]) -> Sampler:
-    """Draws drafts from the very distribution that `_compare` verifies them with."""
+    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule."""
     factors = _factors(drafter, settings)
 
     def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
@@ -207,62 +198,6 @@ def _sampler(rollout: Rollout, drafter: Drafter, settings: Settings, noise: Floa
         return sampling.categorical(sampling.processed_logits(logits, settings.processing, produced, factor), noise[:, offset])
 
     return sample
-
-
-class _Comparison(NamedTuple):
-    """Target and draft at each depth."""
-
-    draft_logprobs: Float[Array, "B K V"] | None
-    overlap: Float[Array, "B K F"]
-    draft_entropy: Float[Array, "B K"]
-
-
-def _compare(
-    rollout: Rollout, drafter: Drafter, settings: Settings, proposal: Proposal, target_logprobs: Float[Array, "B K1 V"]
-) -> _Comparison:
-    """The draft's distributions, and how far they cover the target's at every factor of the grid; a draft gone NaN covers nothing."""
-    (rows, length), logits = proposal.tokens.shape, proposal.logits
-    target_logprobs = target_logprobs[:, :length]
-    if logits is None or settings.grid == (0.0,):
-        at_draft = jnp.exp(jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2))
-        overlap = jnp.broadcast_to(at_draft, (rows, length, len(settings.grid)))
-        return _Comparison(None, overlap, jnp.zeros((rows, length), target_logprobs.dtype))
-    produced, target_probs = _produced(rollout, length), jnp.exp(target_logprobs)
-
-    def at(factor: Float[Array, " K"] | float) -> tuple[Float[Array, "B K V"], Float[Array, "B K"]]:
-        draft_logprobs = sampling.processed_logprobs(logits, settings.processing, produced, factor)
-        return draft_logprobs, jnp.nan_to_num(jnp.sum(jnp.minimum(target_probs, jnp.exp(draft_logprobs)), axis=-1))
-
-    draft_logprobs, _ = at(_factors(drafter, settings))
-    overlap = jnp.stack([at(factor)[1] for factor in settings.grid], axis=-1)
-    return _Comparison(draft_logprobs, overlap, jnp.nan_to_num(sampling.entropy(draft_logprobs)))
-
-
-def _count(
-    rollout: Rollout,
-    verdict: Verdict,
-    offers: Int[Array, " B"],
-    comparison: _Comparison,
-    entropy: Float[Array, "B K1"],
-    kept: Int[Array, " B"],
-) -> Statistics:
-    """Adds one round, in which each row was offered `offers` drafts and kept `kept` tokens."""
-    statistics, ran = rollout.statistics, rollout.status == RUNNING
-    depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
-    offered = ran[:, None] & (depths <= offers[:, None])
-    reached = offered & (depths <= kept[:, None])  # what stands before it was kept
-    accepted = depths <= jnp.minimum(verdict.accepted, kept)[:, None]
-    inside = jnp.arange(entropy.shape[1], dtype=jnp.int32) < kept[:, None]
-    return Statistics(
-        rounds=statistics.rounds + ran.astype(jnp.int32),
-        drafted=statistics.drafted + offered.astype(jnp.int32),
-        reached=statistics.reached + reached.astype(jnp.int32),
-        accepted=statistics.accepted + accepted.astype(jnp.int32),
-        kept=statistics.kept + jnp.where(offers > 0, kept, 0),
-        overlap=statistics.overlap + jnp.where(reached[:, :, None], comparison.overlap, 0),
-        draft_entropy=statistics.draft_entropy + jnp.where(reached, comparison.draft_entropy, 0),
-        target_entropy=statistics.target_entropy + jnp.sum(jnp.where(inside, entropy, 0), axis=1),
-    )
 
 
 def _commit(
@@ -277,16 +212,16 @@ def _commit(
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(offsets < verdict.accepted[:, None], jnp.pad(drafted, ((0, 0), (0, 1))), verdict.next_token[:, None])
-    running = rollout.status == RUNNING
-    failed = running & jnp.any(within & ~finite, axis=1)
-    going = running & ~failed
-    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & within
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, verdict.accepted + 1)
+    good = leading(within & finite)  # no draft is accepted beyond a failure, so at most the last token of the block is not
+    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & (offsets < good[:, None])
+    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good)
     room = rollout.prompt_lengths + settings.max_new_tokens - rollout.lengths
-    count = jnp.where(going, jnp.minimum(until_end, room), 0)
+    running = rollout.status == RUNNING
+    count = jnp.where(running, jnp.minimum(until_end, room), 0)
     kept = offsets < count[:, None]
-    at_end = going & jnp.any(ends & kept, axis=1)
-    status = jnp.where(failed, FAILED, jnp.where(at_end, EOS, jnp.where(going & (count == room), LENGTH, rollout.status)))
+    at_end = jnp.any(ends & kept, axis=1)
+    ended = jnp.where(at_end, EOS, jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)))
+    status = jnp.where(running, ended, rollout.status)
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, rollout.lengths[:, None] + offsets, size)  # beyond the buffer: dropped

@@ -12,7 +12,7 @@ from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import logprob, optim
-from jaxspec.rl.draft_loss import KL_DECAY, LOSSES, DraftLoss, Objective, draft_loss, external_loss
+from jaxspec.rl.draft_loss import KL_DECAY, LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.logprob import positions_of
 from jaxspec.sync import cast
 from tests.conftest import (
@@ -156,7 +156,7 @@ def test_an_external_model_is_compared_at_each_position() -> None:
             if MASK[row, t + 1]:
                 divergences.append((law[t] * np.log(law[t] / drafted[t])).sum())
                 overlaps.append(np.minimum(law[t], drafted[t]).sum())
-    run = jax.jit(external_loss, static_argnums=5)
+    run = jax.jit(draft_loss, static_argnums=5)
     for chosen in (objective("kl", 1, 1.0, 0.8), objective("kl", 3, 0.5, 0.8)):
         found = run(small, target, forward_of(target), jnp.asarray(TOKENS), jnp.asarray(MASK), chosen)
         assert float(found.loss) == pytest.approx(np.mean(divergences), abs=1e-11)

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl import logprob
 from jaxspec.rl.logprob import in_chunks, positions_of, response_mask, token_logprobs
-from jaxspec.rollout.generate import no_statistics
+from jaxspec.rollout.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
 from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
@@ -96,6 +96,6 @@ def test_response_mask_covers_responses_only() -> None:
         lengths=jnp.array([5, 1, 6], jnp.int32),
         logprobs=jnp.zeros((3, 6)),
         status=jnp.zeros(3, jnp.int32),
-        statistics=no_statistics(3, 1, 1, jnp.float64),
+        statistics=no_statistics(3, 1, 1, 1, jnp.float64),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]

@@ -1,0 +1,88 @@
+"""What the generation loop of the compiled step may not do: talk beyond its tensor peers, or copy the cache."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, place, program, prompts_of, start
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+class Hlo:
+    """The text of a compiled program, by computation."""
+
+    def __init__(self, text: str):
+        self.lines: dict[str, list[str]] = {}
+        name = ""
+        for line in text.splitlines():
+            head = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+            if head:
+                name = head.group(1)
+                self.lines[name] = []
+            elif name:
+                self.lines[name].append(line)
+
+    def reached_from(self, is_root: Callable[[str], bool]) -> list[str]:
+        """All lines of the computations that the chosen instructions call, however deep."""
+        waiting = [name for lines in self.lines.values() for line in lines if is_root(line) for name in self._called(line)]
+        seen: set[str] = set()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += [called for line in self.lines[name] for called in self._called(line)]
+        return [line for name in sorted(seen) for line in self.lines[name]]
+
+    def _called(self, line: str) -> list[str]:
+        return [name for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0]) if name in self.lines]
+
+
+def groups(line: str) -> list[tuple[int, ...]]:
+    """The device groups of a collective, whichever way they are written."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
+    if listed:
+        return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        inner = re.findall(r"'(\w+)'", named.group(2))
+        assert set(inner) <= set(sizes), line
+        order = [place for place, name in enumerate(sizes) if name not in inner] + [list(sizes).index(name) for name in inner]
+        devices = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
+        return [tuple(row) for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert iota, line
+    shape, dims = ([int(number) for number in iota.group(place).split(",")] for place in (1, 2))
+    order = [int(number) for number in iota.group(3).split(",")] if iota.group(3) else list(range(len(dims)))
+    return [tuple(row) for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()]
+
+
+@pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
+def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
+    data, tensor = 4, 2
+    made = program(data, tensor, shard_above=0, verify=verify)
+    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
+    hlo = Hlo(made.call.lower(*arguments).compile().as_text())
+
+    def is_loop(line: str) -> bool:
+        return " while(" in line and "generate" in line
+
+    loop = hlo.reached_from(is_loop)
+    peers = {tuple(range(first, first + tensor)) for first in range(0, data * tensor, tensor)}
+    collectives = [line for line in loop if re.search(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(", line)]
+    assert collectives, "tensor shards must talk"
+    for line in collectives:
+        assert "collective-permute" not in line, line
+        assert set(groups(line)) <= peers, line
+    # Weights are whole over `data` before the loop starts, though the train layout shards them.
+    outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
+    assert any(not set(groups(line)) <= peers for line in outside)
+    rows, slots = ROWS // data, WIDTH + NEW + LENGTH
+    for layers in (MODEL.layers, 1):
+        shape = f"f64[{layers},{rows},{slots},{MODEL.kv_heads // tensor},{MODEL.head_size}]"
+        assert any(shape in line for line in loop), "the caches are not where they are expected"
+        copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
+        assert not copies, copies
