@@ -55,13 +55,9 @@ def run(program: str, description: str, body: Callable[[Job, Interrupt], int], a
 
 
 def open_job(config: Config) -> Job:
-    """Starts JAX for this config: type width, compilation cache, processes, devices, mesh; must come before any use of a device."""
-    if config.model.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    """Starts JAX for this config on all devices of all processes, and builds its step for their mesh."""
     large = weights(config.model) > SHARED_WEIGHTS
-    meshes.prepare_devices(config.mesh.data * config.mesh.tensor or int(large))
+    start_jax(config, config.mesh.data * config.mesh.tensor or int(large))
     meshes.initialize_processes()
     data, tensor = check(config, jax.device_count(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
@@ -70,6 +66,15 @@ def open_job(config: Config) -> Job:
             f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"
         )
     return job
+
+
+def start_jax(config: Config, devices: int) -> None:
+    """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come before any use of a device."""
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    meshes.prepare_devices(devices)
 
 
 def weights(model: ModelConfig) -> int:
