@@ -1,4 +1,4 @@
-"""What drafts are worth on one policy, as a table and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`."""
+"""What drafts are worth on one policy, as tables and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`."""
 
 import argparse
 import importlib.metadata
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,18 @@ from rich.table import Table
 from jaxspec.batches import Batches
 from jaxspec.checkpoint import load_tree
 from jaxspec.cli import take_option
-from jaxspec.config import Config, require
+from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress, short
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, make_job, process_0_first, run
+from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.runner import abstract, ahead, put
 from jaxspec.state import Drafter, Prompts, Rollout, Tuner
-from jaxspec.step import acceptance_metrics
+from jaxspec.step import acceptance_metrics, build_step
 from jaxspec.train_draft import cached_draft, load_policy
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
@@ -43,24 +43,20 @@ STREAM = 4
 """Key stream of the earlier answers that history looks through."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
-LISTS = ("conditional rate", "expected acceptance", "draft T")
-"""Columns with a number for each depth."""
-TABLE_WIDTH = 160
-"""Where the output is no terminal."""
 REPEATS = 5
 """Timed calls of each row of the table, in turn."""
-
-Kind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
+VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
+"""What the rows of the table set."""
 
 
 class Variant(NamedTuple):
     """A row of the table: the config's draft settings with these in their place."""
 
     name: str
-    kind: Kind
-    sampling: Literal["argmax", "sample", "auto"] = "auto"
-    verify: Literal["block", "token", "coupled"] = "block"
-    beside: Literal["none", "ngram", "history"] = "none"
+    kind: DraftKind
+    sampling: DraftSampling = "auto"
+    verify: VerifyRule = "block"
+    beside: LookupKind = "none"
     generic: bool = False
     """Trained on text that the policy did not write."""
 
@@ -178,10 +174,12 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     config = job.config
     require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
     require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
-    jobs = [make_job(config_of(variant, config), job.mesh) for variant in VARIANTS]
-    for each in jobs:
-        check(each.config, job.mesh.size)
-    batches = [Batches(each, *load_problems(config.data, job.tokenizer)) for each in jobs]
+    configs = [config_of(variant, config) for variant in VARIANTS]
+    for each in configs:
+        check(each, job.mesh.size)
+    problems = load_problems(config.data, job.tokenizer)
+    jobs = [replace(job, config=each, step=build_step(each, job.mesh, job.tokenizer.stop_ids)) for each in configs]
+    batches = [Batches(each, *problems) for each in jobs]
     calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
     policy = load_policy(job, interrupt)
     benches, target = [], None
@@ -197,8 +195,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     plain = float(np.median(benches[0].round_seconds))
     table = [bench.row(plain) for bench in benches]
     answers = calls * config.grpo.prompts * config.grpo.group_size
-    console = Console()
-    (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(_table(table))
+    Console().print(*_tables(table), sep="\n")
     law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
     print(json.dumps({"bench": "drafts", "machine": machine(job), "versions": versions(), "answers": answers, "rows": table}), flush=True)
@@ -244,22 +241,24 @@ def _time(benches: list[Bench], batches: list[Batches], target: Decoder) -> None
             progress.update(number + 1)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """The rows as rich prints them."""
-    table = Table(box=box.SIMPLE, title="drafts", title_justify="left")
-    table.add_column("draft", no_wrap=True)
-    titles = ("sampling", "verify", "K", "acceptance length", "tokens a pass", "coverage", *LISTS, "round cost", "tokens/s")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=title in LISTS)
-
-    def listed(numbers: list[float]) -> str:
-        return " ".join(f"{number:.2f}" for number in numbers) or "-"
-
+def _tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by depth."""
+    whole = _table("drafts", "acceptance\nlength", "tokens\na pass", "coverage", "round\ncost", "tokens/s")
+    depths = _table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
-        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage")]
-        lists = [listed(row[name]) for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
-        cost, rate = f"{row['round_cost']:.2f}", short(row["tokens_per_s"])
-        table.add_row(row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"]), *numbers, *lists, cost, rate)
+        how = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
+        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage", "round_cost")]
+        whole.add_row(*how, *numbers, short(row["tokens_per_s"]))
+        lists = [row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
+        depths.add_row(*how, *(" ".join(f"{number:.2f}" for number in numbers) or "-" for numbers in lists))
+    return whole, depths
+
+
+def _table(name: str, *titles: str) -> Table:
+    table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
+    table.add_column("draft", no_wrap=True)
+    for title in ("sampling", "verify", "K", *titles):
+        table.add_column(title, justify="right")
     return table
 
 
@@ -289,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
     if not given.isdecimal() or int(given) < 1:
         print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
         return 2
-    return run(program, ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words)
+    return run(program, ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED)
 
 
 if __name__ == "__main__":

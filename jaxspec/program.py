@@ -43,10 +43,15 @@ class Job:
             print(message, flush=True)
 
 
-def run(program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None) -> int:
-    """Runs `body` with what the command line asks for, and returns the exit status: 2 for a `ConfigError`, whose message is printed."""
+def run(
+    program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None, varied: Sequence[str] = ()
+) -> int:
+    """Runs `body` with what the command line asks for, and returns the exit status: 2 for a `ConfigError`, whose message is printed.
+
+    `varied` is as in `load_config`.
+    """
     try:
-        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description)
+        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
             return body(open_job(config), interrupt)
     except ConfigError as error:
