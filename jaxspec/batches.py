@@ -67,10 +67,8 @@ class Batches:
 
     def score_training(self, batch: int, rollout: Rollout) -> Scored:
         """Rewards of a training batch, whose answers are remembered where drafts look through them."""
-        problems = self._training_problems(batch, self._owned_prompts())
-        if self.history.past:
-            self._remember(batch, problems, rollout)
-        return self._score(problems, rollout)
+        self.remember(batch, rollout)
+        return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
 
     def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
         """Rewards of an evaluation call."""
@@ -100,9 +98,12 @@ class Batches:
         host: dict[str, Any] = {"tokens": tokens, "lengths": lengths, "live": live, "history": history, "history_lengths": history_lengths}
         return put(Prompts(**host, stream=jnp.int32(stream), batch=jnp.int32(batch)), self._like)
 
-    def _remember(self, batch: int, problems: dict[int, Problem], rollout: Rollout) -> None:
-        """Every process keeps the answers of all, so that a resumed run may divide the prompts otherwise."""
+    def remember(self, batch: int, rollout: Rollout) -> None:
+        """Keeps the answers where drafts look through them: in every process those of all, so that a resumed run may divide otherwise."""
         group, past = self._group, self.history.past
+        if not past:
+            return
+        problems = self._training_problems(batch, self._owned_prompts())
         rows = np.asarray([place * group + member for place in problems for member in range(min(group, past))], np.int32)
         tokens, starts, ends = (_local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
         width = self._job.step.settings.max_new_tokens

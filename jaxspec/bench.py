@@ -1,4 +1,4 @@
-"""What drafts are worth on one policy, as a table and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`."""
+"""What drafts are worth on one policy, as tables and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`."""
 
 import argparse
 import importlib.metadata
@@ -7,15 +7,15 @@ import os
 import platform
 import re
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,44 +23,39 @@ from rich.table import Table
 from jaxspec.batches import Batches
 from jaxspec.checkpoint import load_tree
 from jaxspec.cli import take_option
-from jaxspec.config import Config, require
+from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
+from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress, short
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, make_job, process_0_first, run
+from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_temperature
-from jaxspec.rollout import generate as engine
-from jaxspec.runner import abstract, ahead, put
-from jaxspec.state import Drafter, Prompts, Rollout, Tuner
-from jaxspec.step import acceptance_metrics
+from jaxspec.rollout.acceptance import acceptance_metrics
+from jaxspec.runner import TimedGeneration, abstract, put
+from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout
+from jaxspec.step import build_step
 from jaxspec.train_draft import cached_draft, load_policy
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
 temperature; drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is one JSON object."""
-STREAM = 4
-"""Key stream of the earlier answers that history looks through."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
-LISTS = ("conditional rate", "expected acceptance", "draft T")
-"""Columns with a number for each depth."""
-TABLE_WIDTH = 160
-"""Where the output is no terminal."""
 REPEATS = 5
 """Timed calls of each row of the table, in turn."""
-
-Kind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
+VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
+"""What the rows of the table set."""
 
 
 class Variant(NamedTuple):
     """A row of the table: the config's draft settings with these in their place."""
 
     name: str
-    kind: Kind
-    sampling: Literal["argmax", "sample", "auto"] = "auto"
-    verify: Literal["block", "token", "coupled"] = "block"
-    beside: Literal["none", "ngram", "history"] = "none"
+    kind: DraftKind
+    sampling: DraftSampling = "auto"
+    verify: VerifyRule = "block"
+    beside: LookupKind = "none"
     generic: bool = False
     """Trained on text that the policy did not write."""
 
@@ -99,9 +94,9 @@ class Bench:
     variant: Variant
     job: Job
     drafter: Drafter
-    begin: Callable[..., engine.Engine]
-    advance: Callable[..., engine.Engine]
-    tuner: Tuner
+    call: TimedGeneration
+    measured: Float[Array, "K F"]
+    """Of the draft temperatures; see `rollout/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Those that are measured, on the host."""
     round_seconds: list[float] = field(default_factory=list)
@@ -111,32 +106,26 @@ class Bench:
     @property
     def tuned(self) -> Drafter:
         """The draft at the temperatures that are best by now."""
-        return self.drafter.replace(choice=put(draft_temperature.choose(self.tuner, self.job.step.settings.grid), self.drafter.choice))
+        return self.drafter.replace(choice=put(draft_temperature.choose(self.measured, self.job.step.settings.grid), self.drafter.choice))
 
     def generate(self, target: Decoder, prompts: Prompts) -> Rollout:
         """Answers a batch."""
-        drafter = self.tuned
-        return engine.collect(self.advance(target, drafter, self.begin(target, drafter, prompts)))
+        return self.call(target, self.tuned, prompts).rollout
 
     def time(self, target: Decoder, prompts: Prompts) -> None:
         """Answers a batch against the clock: tokens a second with its prefill, seconds a round without."""
-        drafter, began = self.tuned, time.perf_counter()
-        running = jax.block_until_ready(self.begin(target, drafter, prompts))
-        middle = time.perf_counter()
-        rollout = jax.block_until_ready(engine.collect(self.advance(target, drafter, running)))
-        end = time.perf_counter()
-        tokens, rounds = jax.device_get((jnp.sum(rollout.lengths - rollout.prompt_lengths), jnp.max(rollout.statistics.rounds)))
-        self.round_seconds.append((end - middle) / float(rounds))
-        self.rates.append(float(tokens) / (end - began))
+        made = self.call(target, self.tuned, prompts)
+        tokens = float(jnp.sum(made.rollout.lengths - made.rollout.prompt_lengths))
+        self.round_seconds.append(made.loop_seconds / made.rounds)
+        self.rates.append(tokens / (made.prefill_seconds + made.loop_seconds))
 
     def row(self, plain_round: float) -> dict[str, Any]:
         """The row of the table."""
-        settings, draft = self.job.step.settings, self.job.step.draft
+        grid, length = self.job.step.settings.grid, self.job.step.draft_length
         every = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(rollout.statistics for rollout in self.rollouts))
         tokens = sum(int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts)
-        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.choice, settings.grid)
+        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.choice, grid)
         measured = {name.removeprefix("rollout/"): float(value) for name, value in made.items()}
-        length = draft.length if draft else 0
 
         def by_depth(name: str) -> list[float]:
             return [measured[f"{name}_{depth}"] for depth in range(1, length + 1)]
@@ -160,17 +149,13 @@ def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, p
     step, network = job.step, None
     shapes = abstract(step, job.config.grpo.prompts)[0]
     if shapes.draft is not None:
-        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt)), shapes.draft.network)
+        network = load_tree(
+            process_0_first(lambda: cached_draft(job, interrupt, training_text(job.config, job.tokenizer))), shapes.draft.network
+        )
     target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(policy, network)
-    begin, running = ahead(step.begin, target, drafter, prompts)
-    same = jax.tree.map(lambda leaf: leaf.sharding, running)
-
-    def to_the_end(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
-        return step.advance(target, drafter, running, jnp.int32(np.iinfo(np.int32).max))
-
-    advance, _ = ahead(to_the_end, target, drafter, running, donate_argnums=2, out_shardings=same)
-    tuner = draft_temperature.start(step.draft.length if step.draft else 0, step.settings.grid)
-    return Bench(variant=variant, job=job, drafter=drafter, begin=begin, advance=advance, tuner=tuner), target
+    measured = draft_temperature.start(step.draft_length, step.settings.grid)
+    call = TimedGeneration(step, target, drafter, prompts)
+    return Bench(variant=variant, job=job, drafter=drafter, call=call, measured=measured), target
 
 
 def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
@@ -178,10 +163,12 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     config = job.config
     require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
     require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
-    jobs = [make_job(config_of(variant, config), job.mesh) for variant in VARIANTS]
-    for each in jobs:
-        check(each.config, job.mesh.size)
-    batches = [Batches(each, *load_problems(config.data, job.tokenizer)) for each in jobs]
+    configs = [config_of(variant, config) for variant in VARIANTS]
+    for each in configs:
+        check(each, job.mesh.size)
+    problems = load_problems(config.data, job.tokenizer)
+    jobs = [replace(job, config=each, step=build_step(each, job.mesh, job.tokenizer.stop_ids)) for each in configs]
+    batches = [Batches(each, *problems) for each in jobs]
     calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
     policy = load_policy(job, interrupt)
     benches, target = [], None
@@ -197,8 +184,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     plain = float(np.median(benches[0].round_seconds))
     table = [bench.row(plain) for bench in benches]
     answers = calls * config.grpo.prompts * config.grpo.group_size
-    console = Console()
-    (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(_table(table))
+    Console().print(*_tables(table), sep="\n")
     law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
     print(json.dumps({"bench": "drafts", "machine": machine(job), "versions": versions(), "answers": answers, "rows": table}), flush=True)
@@ -216,10 +202,9 @@ def _remember(benches: list[Bench], batches: list[Batches], target: Decoder, cou
     plain, prompts = benches[0], batches[0]
     for batch in range(count):
         asked = prompts.train(batch)
-        rollout = plain.generate(target, asked.replace(stream=put(np.int32(STREAM), asked.stream)))
+        rollout = plain.generate(target, asked.replace(stream=put(np.int32(REMEMBER), asked.stream)))
         for other in batches:
-            if other.history.past:
-                other.score_training(batch, rollout)
+            other.remember(batch, rollout)
 
 
 def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, calls: int) -> None:
@@ -229,7 +214,7 @@ def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, call
             for batch in range(TUNING + calls):
                 rollout = bench.generate(target, asked.train(batch))
                 if batch < TUNING:
-                    bench.tuner = draft_temperature.update(bench.tuner, rollout.statistics)
+                    bench.measured = draft_temperature.update(bench.measured, rollout.statistics)
                 else:
                     bench.rollouts.append(jax.device_get(rollout))
                 progress.update(number * (TUNING + calls) + batch + 1)
@@ -244,22 +229,24 @@ def _time(benches: list[Bench], batches: list[Batches], target: Decoder) -> None
             progress.update(number + 1)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """The rows as rich prints them."""
-    table = Table(box=box.SIMPLE, title="drafts", title_justify="left")
-    table.add_column("draft", no_wrap=True)
-    titles = ("sampling", "verify", "K", "acceptance length", "tokens a pass", "coverage", *LISTS, "round cost", "tokens/s")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=title in LISTS)
-
-    def listed(numbers: list[float]) -> str:
-        return " ".join(f"{number:.2f}" for number in numbers) or "-"
-
+def _tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by depth."""
+    whole = _table("drafts", "acceptance\nlength", "tokens\na pass", "coverage", "round\ncost", "tokens/s")
+    depths = _table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
-        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage")]
-        lists = [listed(row[name]) for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
-        cost, rate = f"{row['round_cost']:.2f}", short(row["tokens_per_s"])
-        table.add_row(row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"]), *numbers, *lists, cost, rate)
+        how = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
+        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage", "round_cost")]
+        whole.add_row(*how, *numbers, short(row["tokens_per_s"]))
+        lists = [row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
+        depths.add_row(*how, *(" ".join(f"{number:.2f}" for number in numbers) or "-" for numbers in lists))
+    return whole, depths
+
+
+def _table(name: str, *titles: str) -> Table:
+    table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
+    table.add_column("draft", no_wrap=True)
+    for title in ("sampling", "verify", "K", *titles):
+        table.add_column(title, justify="right")
     return table
 
 
@@ -289,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
     if not given.isdecimal() or int(given) < 1:
         print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
         return 2
-    return run(program, ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words)
+    return run(program, ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED)
 
 
 if __name__ == "__main__":

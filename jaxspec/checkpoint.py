@@ -70,7 +70,7 @@ def _layout(named: Mapping[str, Any]) -> _Layout:
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in named.items()}
 
 
-def _require_same(where: str, stored: _Layout, wanted: _Layout) -> None:
+def _require_same(where: str, stored: _Layout, wanted: _Layout, remedy: str = "Use that config again, or another --workdir") -> None:
     """Raises ConfigError that names the arrays in which two layouts differ."""
     differences = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
     differences += [f"{name} is not part of this run" for name in sorted(stored.keys() - wanted.keys())]
@@ -81,7 +81,7 @@ def _require_same(where: str, stored: _Layout, wanted: _Layout) -> None:
     if differences:
         more = differences[_SHOWN_DIFFERENCES:]
         shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {len(more)} more" if more else "")
-        raise ConfigError(f"{where} was written by another config: {shown}. Use that config again, or another --workdir")
+        raise ConfigError(f"{where} was written by another config: {shown}. {remedy}")
 
 
 def _from_host(leaf: Any, values: np.ndarray) -> jax.Array:
@@ -99,10 +99,15 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(_not_from_orbax)
         self._folder = Path(folder).absolute()
         self._saving: int | None = None
-        with _writing(f"checkpoints in {self._folder} cannot be opened", "name another folder with --workdir", ConfigError):
+        # What to do about a checkpoint of another config, and about a damaged one.
+        self._remedies = "Use that config again, or another --workdir", "delete that folder to go on from an earlier one"
+        if read_only:
+            self._remedies = "Set the run's config.json back, or use the jaxspec that wrote it", "choose another checkpoint of the run"
+        another = "name another folder" if read_only else "name another folder with --workdir"
+        with _writing(f"checkpoints in {self._folder} cannot be opened", another, ConfigError):
             self._manager = ocp.CheckpointManager(
                 self._folder,
-                item_handlers={"arrays": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
+                item_handlers={"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
                     # A killed save leaves its half under a temporary name; a reader leaves a live run's half alone.
@@ -122,7 +127,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._saving = step
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(named), host=ocp.args.JsonSave(dict(host)))
+        args = ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), host=ocp.args.JsonSave(dict(host)))
         with self._failing():
             self._manager.save(step, args=args, force=True)
 
@@ -130,10 +135,11 @@ class Checkpoints:
         """Returns the newest step that is saved or being saved."""
         return self._manager.latest_step()
 
-    def restore(self, step: int, abstract: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def restore(self, step: int, abstract: PyTree, whole: bool = True) -> tuple[PyTree, dict[str, Any]]:
         """Returns the arrays and the JSON object of a step.
 
-        `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding wanted now, on any mesh.
+        `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding wanted now, on any mesh; unless `whole`,
+        a part of that tree: what it lacks (None) is not read.
         Raises ConfigError if names, shapes or dtypes differ from the saved ones, or if the files are damaged.
         """
         named = _named(abstract)
@@ -141,14 +147,16 @@ class Checkpoints:
         where = f"checkpoint {self._folder / str(step)}"
         self.wait()
         try:
-            stored = self._manager.item_metadata(step)["arrays"]
-            _require_same(where, _layout(stored.tree), _layout(wanted))
-            args = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted), host=ocp.args.JsonRestore())
+            stored = _layout(self._manager.item_metadata(step)["arrays"].tree)
+            _require_same(where, {name: stored[name] for name in stored if whole or name in wanted}, _layout(wanted), self._remedies[0])
+            how = ocp.checkpoint_utils.construct_restore_args(wanted)
+            arrays = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=not whole)
+            args = ocp.args.Composite(arrays=arrays, host=ocp.args.JsonRestore())
             restored = self._manager.restore(step, args=args)
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, AttributeError) as reason:
-            raise ConfigError(f"{where} cannot be read ({_reason(reason)}); delete that folder to go on from an earlier one") from reason
+            raise ConfigError(f"{where} cannot be read ({_reason(reason)}); {self._remedies[1]}") from reason
         arrays = {**restored["arrays"]}
         arrays |= {name: _from_host(leaf, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in named.items() if not leaf.size}
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in named]), restored["host"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import runpy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,13 +22,14 @@ _SHIPPED = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "
 """The configs that come with jaxspec: inside an installed package, beside the package in a checkout."""
 
 
-def load_config(argv: Sequence[str], program: str, description: str) -> tuple[Config, str]:
+def load_config(argv: Sequence[str], program: str, description: str, varied: Sequence[str] = ()) -> tuple[Config, str]:
     """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m jaxspec.<program>`.
 
-    Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes `runs/` and that name.
+    Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes `runs/` and that name. A program that sets
+    the draft itself, and so has use for the settings of every kind, names what it sets in `varied`.
 
     Raises:
-      ConfigError: no config, an unknown config or scale, or a draft setting where there is no draft.
+      ConfigError: no config, an unknown config or scale, a draft setting where there is no draft, or one that is `varied`.
       SystemExit: 0 after `--help`; 2 after a message, for a setting or value that does not exist.
     """
     command = f"python -m jaxspec.{program}"
@@ -40,7 +42,9 @@ def load_config(argv: Sequence[str], program: str, description: str) -> tuple[Co
         require(bool({"-h", "--help"} & set(overrides)), f"no --config; {found}; try {command} --config rl_think.py, or {command} --help")
         default, name = Config(), ""
     config = override(default, overrides, f"{command} --config {given or 'NAME.py[:SCALE]'}", f"{description}\n\n{_guide(command)}")
-    refuse_foreign(config.rollout, overrides, "rollout.")
+    fixed = ", ".join(f"--{name}" for name in varied if name in _named(overrides))
+    require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
+    config = config if varied else replace(config, rollout=settle(config.rollout, overrides, "rollout."))
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
 
 
@@ -71,17 +75,36 @@ _DRAFT_FIELDS = {
 _LOOKUP_FIELDS = {"none": set(), "ngram": {"rule", "min_match", "max_match"}, "history": {"past", "min_match", "max_match"}}
 
 
-def refuse_foreign(rollout: RolloutConfig, argv: Sequence[str], prefix: str) -> None:
-    """Raises ConfigError for settings on the command line, such as `--{prefix}draft.vocab`, that the chosen kind has no use for."""
-    named = {word.partition("=")[0].removeprefix("--") for word in argv}
-    draft, lookup = rollout.draft, rollout.lookup_kind
-    used = {f"{prefix}draft.{field}" for field in _DRAFT_FIELDS[draft.kind] | {"kind"}}
-    used |= {f"{prefix}lookup.{field}" for field in _LOOKUP_FIELDS[lookup] | {"beside"}}
-    if draft.sampling != "sample":
-        used -= {f"{prefix}draft.temperature"}
-    foreign = ", ".join(sorted(f"--{key}" for key in named - used if key.startswith((f"{prefix}draft.", f"{prefix}lookup."))))
-    chosen = f"{prefix}draft.kind {draft.kind}, sampling {draft.sampling} and look-up {lookup}"
+def settle(rollout: RolloutConfig, argv: Sequence[str], prefix: str) -> RolloutConfig:
+    """Returns the rollout for the kind of draft on the command line: a vocabulary or look-up beside it that another kind had is dropped.
+
+    What the command line names stays, for `consistency.check` to judge.
+
+    Raises:
+      ConfigError: settings on the command line, such as `--{prefix}draft.vocab`, that the chosen kind has no use for.
+    """
+    named = {name.removeprefix(prefix) for name in _named(argv) if name.startswith(prefix)}
+    draft, lookup = rollout.draft, rollout.lookup
+    if "draft.kind" in named and draft.kind != "eagle3" and "draft.vocab" not in named:
+        draft = replace(draft, vocab=0)
+    if "draft.kind" in named and not draft.learned and "lookup.beside" not in named:
+        lookup = replace(lookup, beside="none")
+    rollout = replace(rollout, draft=draft, lookup=lookup)
+    idle = set() if draft.sampling == "sample" else {"temperature"}
+    used = {f"draft.{name}" for name in (_DRAFT_FIELDS[draft.kind] | {"kind"}) - idle}
+    used |= {f"lookup.{name}" for name in _LOOKUP_FIELDS[rollout.lookup_kind] | {"beside"}}
+    changed = {f"draft.{item.name}" for item in fields(draft) if getattr(draft, item.name) != item.default}
+    changed |= {f"lookup.{item.name}" for item in fields(lookup) if getattr(lookup, item.name) != item.default}
+    foreign = ", ".join(f"--{prefix}{name}" for name in sorted(named & changed - used))
+    chosen = f"{prefix}draft.kind {draft.kind}, sampling {draft.sampling} and look-up {rollout.lookup_kind}"
     require(not foreign, f"{chosen} have no use for {foreign}; leave it out, or choose another kind")
+    return rollout
+
+
+def _named(argv: Sequence[str]) -> set[str]:
+    """The settings that a command line names: tyro takes `-` for `_`, and `no_` before a flag."""
+    options = (word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--"))
+    return {re.sub(r"\bno_(?=\w+$)", "", option) for option in options}
 
 
 def read_config(path: Path, scale: str = "") -> tuple[Config, str]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
+DraftSampling = Literal["argmax", "sample", "auto"]
+LookupKind = Literal["none", "ngram", "history"]
+VerifyRule = Literal["block", "token", "coupled"]
 
 
 class ConfigError(ValueError):
@@ -58,12 +63,12 @@ class ModelConfig:
 class DraftConfig:
     """What proposes tokens, and how they are drawn."""
 
-    kind: Literal["eagle3", "mtp", "model", "ngram", "history", "none"] = "eagle3"
+    kind: DraftKind = "eagle3"
     """`eagle3`: a one-layer head on three of the policy's hidden states; `mtp`: multi-token-prediction layers; `model`: a small decoder;
     `ngram`, `history`: look-up alone (see rollout.lookup); `none`: plain decoding through the same code."""
     draft_length: int = 3
     """Tokens drafted a round (K); a round keeps 1 to K+1 tokens."""
-    sampling: Literal["argmax", "sample", "auto"] = "auto"
+    sampling: DraftSampling = "auto"
     """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the temperature that the run itself
     measures to be best for each depth."""
     temperature: float = 1.0
@@ -78,11 +83,11 @@ class DraftConfig:
     """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo does."""
 
     def __post_init__(self) -> None:
-        remedy = "at least 1 (use --rollout.draft.kind none for plain decoding)"
-        require(self.draft_length >= 1, f"rollout.draft.draft_length is {self.draft_length}; {remedy}")
-        require(self.temperature >= 0, f"rollout.draft.temperature is {self.temperature}; 0 (the most likely token) or more")
+        remedy = "at least 1 (draft.kind none is plain decoding)"
+        require(self.draft_length >= 1, f"draft.draft_length is {self.draft_length}; {remedy}")
+        require(self.temperature >= 0, f"draft.temperature is {self.temperature}; 0 (the most likely token) or more")
         for name, least in (("vocab", 0), ("ffn", 0), ("layers", 1)):
-            require(getattr(self, name) >= least, f"rollout.draft.{name} is {getattr(self, name)}; at least {least}")
+            require(getattr(self, name) >= least, f"draft.{name} is {getattr(self, name)}; at least {least}")
 
     @property
     def learned(self) -> bool:
@@ -94,7 +99,7 @@ class DraftConfig:
 class LookupConfig:
     """Drafts found in text that is there already: of the row itself, or of other answers to its prompt."""
 
-    beside: Literal["none", "ngram", "history"] = "none"
+    beside: LookupKind = "none"
     """Look-up beside a learned draft: a row uses it where it offers a whole block, else the learned draft."""
     rule: Literal["vllm", "hf", "latest"] = "vllm"
     """N-gram: longest match, earliest occurrence (`vllm`); the same, cut at an end token (`hf`); longest match, latest occurrence."""
@@ -106,9 +111,9 @@ class LookupConfig:
     """History: answers of the last epoch that are kept for each prompt; 0: only its sibling rows."""
 
     def __post_init__(self) -> None:
-        least = f"rollout.lookup.min_match {self.min_match} and max_match {self.max_match}: at least 1, the first not above the second"
+        least = f"lookup.min_match {self.min_match} and max_match {self.max_match}: at least 1, the first not above the second"
         require(1 <= self.min_match <= self.max_match, least)
-        require(self.past >= 0, f"rollout.lookup.past is {self.past}; at least 0")
+        require(self.past >= 0, f"lookup.past is {self.past}; at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,7 @@ class RolloutConfig:
     """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1: from all."""
     banned: tuple[int, ...] = ()
     """Token ids that are never sampled."""
-    verify: Literal["block", "token", "coupled"] = "block"
+    verify: VerifyRule = "block"
     """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled` gives the very tokens of plain decoding."""
     slice_rounds: int = 8
     """With --staged, rounds between two looks at signals."""
@@ -142,7 +147,7 @@ class RolloutConfig:
         require(shorter, f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens {self.max_new_tokens}")
 
     @property
-    def lookup_kind(self) -> Literal["none", "ngram", "history"]:
+    def lookup_kind(self) -> LookupKind:
         """The look-up in use, alone or beside a learned draft."""
         return self.draft.kind if self.draft.kind in ("ngram", "history") else self.lookup.beside
 
@@ -284,10 +289,10 @@ class OfflineConfig:
     """Peak AdamW learning rate; cosine decay to a tenth."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("rows", 1)):
+        for name, least in (("steps", 0), ("rows", 1), ("samples", 1)):
             require(getattr(self, name) >= least, f"offline.{name} is {getattr(self, name)}; at least {least}")
-        batches = f"offline.samples {self.samples} is less than two batches of offline.rows {self.rows}, and one is held out"
-        require(self.samples > self.rows, f"{batches}; at least {2 * self.rows}")
+        batch = f"offline.samples {self.samples} fit one batch of offline.rows {self.rows}, which is held out"
+        require(self.samples > self.rows or bool(self.text), f"{batch}; at least {self.rows + 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,21 +339,42 @@ def from_json(saved: Mapping[str, Any]) -> Config:
     """Returns the config that `to_json` gave.
 
     Raises:
-      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad.
+      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of another type.
     """
     here, there = _flat(to_json(Config())), _flat(saved)
     missing, unknown = ", ".join(key for key in here if key not in there), ", ".join(key for key in there if key not in here)
     differing = [f"it lacks {missing}" if missing else "", f"it has {unknown}, which is unknown here" if unknown else ""]
-    require(not missing and not unknown, f"the config was written by another version of jaxspec: {'; '.join(filter(None, differing))}")
+    another = f"the config was written by another version of jaxspec: {'; '.join(filter(None, differing))}; use that version"
+    require(not missing and not unknown, another)
     return _filled(Config(), saved)
 
 
-def _filled(default: Any, saved: Mapping[str, Any]) -> Any:
-    values = {}
+def _filled(default: Any, saved: Mapping[str, Any], prefix: str = "") -> Any:
+    types, values = get_type_hints(type(default)), {}
     for key, value in saved.items():
-        part = getattr(default, key)
-        values[key] = _filled(part, value) if is_dataclass(part) else tuple(value) if isinstance(value, list) else value
+        part, wanted = getattr(default, key), types[key]
+        if is_dataclass(part):
+            values[key] = _filled(part, value, f"{prefix}{key}.")
+        else:
+            require(_fits(value, wanted), f"{prefix}{key} is {value!r}; it must be {_named(wanted)}")
+            values[key] = float(value) if wanted is float else tuple(value) if isinstance(value, list) else value
     return type(default)(**values)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value of JSON is of a setting's type."""
+    if get_origin(wanted) is tuple:
+        return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    return type(value) is wanted or (wanted is float and type(value) is int)
+
+
+def _named(wanted: Any) -> str:
+    """A setting's type, in words."""
+    if get_origin(wanted) is tuple:
+        return f"a list of {get_args(wanted)[0].__name__}"
+    return f"one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else f"of type {wanted.__name__}"
 
 
 def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME) -> list[str]:

@@ -55,6 +55,9 @@ def _check_drafts(config: Config) -> None:
     require(whole, f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the policy's, so leave it 0")
     fits = draft.vocab <= vocab
     require(fits, f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at most that, or 0 for all of it")
+    chosen = draft.vocab == 0 or config.offline.steps > 0
+    remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
+    require(chosen, f"rollout.draft.vocab {draft.vocab} is chosen by offline training, and offline.steps is 0; {remedy}")
     room = draft.vocab == 0 or draft.vocab > len(rollout.banned) + 8
     require(room, f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)} banned ids and the end tokens")
     training = f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than rollout.draft.layers {draft.layers}"

@@ -44,10 +44,15 @@ class Job:
             print(message, flush=True)
 
 
-def run(program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a training that diverged."""
+def run(
+    program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None, varied: Sequence[str] = ()
+) -> int:
+    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a training that diverged.
+
+    `varied` is as in `load_config`.
+    """
     try:
-        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description)
+        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
             return body(open_job(config), interrupt)
     except ConfigError as error:
@@ -59,13 +64,9 @@ def run(program: str, description: str, body: Callable[[Job, Interrupt], int], a
 
 
 def open_job(config: Config) -> Job:
-    """Starts JAX for this config: type width, compilation cache, processes, devices, mesh; must come before any use of a device."""
-    if config.model.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    """Starts JAX for this config on all devices of all processes, and builds its step for their mesh."""
     large = weights(config.model) > SHARED_WEIGHTS
-    meshes.prepare_devices(config.mesh.data * config.mesh.tensor or int(large))
+    start_jax(config, config.mesh.data * config.mesh.tensor or int(large))
     meshes.initialize_processes()
     data, tensor = check(config, jax.device_count(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
@@ -74,6 +75,15 @@ def open_job(config: Config) -> Job:
             f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"
         )
     return job
+
+
+def start_jax(config: Config, devices: int) -> None:
+    """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come before any use of a device."""
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    meshes.prepare_devices(devices)
 
 
 def weights(model: ModelConfig) -> int:

@@ -4,13 +4,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.cli import override, refuse_foreign, take_option
-from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, require
+from jaxspec.cli import override, settle, take_option
+from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, VerifyRule, require
 from jaxspec.data import Problem
 from jaxspec.metrics import short
 from jaxspec.session import Answer, Piece, Session, find_run, open_here, read_prompt, restore
@@ -47,7 +47,9 @@ class Options:
     """Longest answer, in tokens."""
     max_prompt_length: int = 8
     """Longest prompt, in tokens."""
-    verify: Literal["block", "token", "coupled"] = "block"
+    tokenizer: str = ""
+    """Folder of the run's tokenizer, if it is not where the run was told."""
+    verify: VerifyRule = "block"
     """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain decoding."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
@@ -64,29 +66,31 @@ def options_of(config: Config) -> Options:
         temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens,
         max_prompt_length=config.data.max_prompt_length,
+        tokenizer=config.data.tokenizer,
         verify=rollout.verify,
         draft=rollout.draft,
         lookup=rollout.lookup,
     )
 
 
-def sampling_config(run: Config, options: Options) -> Config:
-    """The run's config with the options in it, for one prompt.
+def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Config:
+    """The run's config with the options in it, which come from `words`, for one prompt.
 
     Raises:
-      ConfigError: a learned draft that the run has no weights for.
+      ConfigError: a learned draft that the run has no weights for, draft settings without use, or no tokenizer.
     """
-    draft = options.draft
-    _check_weights(run.rollout.draft, draft)
     rollout = replace(
         run.rollout,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         verify=options.verify,
-        draft=draft,
-        lookup=options.lookup if draft.learned else replace(options.lookup, beside="none"),
+        draft=options.draft,
+        lookup=options.lookup,
     )
-    data = replace(run.data, max_prompt_length=options.max_prompt_length)
+    rollout = settle(rollout, words, "")
+    _check_weights(run.rollout.draft, rollout.draft)
+    _check_tokenizer(run.data.tokenizer, options.tokenizer)
+    data = replace(run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer)
     grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))  # one row is no group to learn from
     return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo)
 
@@ -106,6 +110,13 @@ def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
     for name in ("vocab", "ffn", "layers", "embedding_first") if wanted.learned else ():
         was, now = getattr(trained, name), getattr(wanted, name)
         require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was}; leave it out")
+
+
+def _check_tokenizer(trained: str, wanted: str) -> None:
+    differs = f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'}; leave it out"
+    require(bool(wanted) == bool(trained), differs)
+    file = Path(wanted, "tokenizer.json").absolute()
+    require(not wanted or file.is_file(), f"the run's tokenizer is not at {file}; name its folder with --tokenizer")
 
 
 class Writer:
@@ -211,9 +222,11 @@ def main(argv: Sequence[str]) -> int:
     require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
     run = find_run(path)
     options = override(options_of(run.config), words, prog, ABOUT)
-    config = sampling_config(run.config, options)
-    refuse_foreign(config.rollout, words, "")
-    job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
+    try:
+        config = sampling_config(run.config, options, words)
+        job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("rollout.", "")) from error  # the options here go without
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
     session, rollout = Session(job, *restore(run, job), options.samples), config.rollout

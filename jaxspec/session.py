@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,23 +11,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import Checkpoints, cache_folder
+from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, MeshConfig, from_json, require
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import Job, make_job
+from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.runner import abstract, ahead, numbers, put
-from jaxspec.state import RUNNING, Drafter, Prompts, Tuner
+from jaxspec.state import RUNNING, SAMPLE, Drafter, Prompts
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.tokenizer import Tokenizer
 
-STREAM = 3
-"""Key stream of these answers; 0 to 2 are those of training, evaluation and draft training."""
 EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
 
 
@@ -61,16 +59,15 @@ def find_run(path: str) -> Run:
     require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
     number = int(named.name) if chosen else found[-1]
     require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
-    return Run(folder, number, from_json(saved))
+    try:
+        return Run(folder, number, from_json(saved))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def open_here(config: Config) -> Job:
     """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
-    if config.model.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    meshes.prepare_devices(config.mesh.tensor)
+    start_jax(config, config.mesh.tensor)
     tensor = config.mesh.tensor if config.mesh.tensor <= jax.device_count() else 1
     config = replace(config, mesh=MeshConfig(data=1, tensor=tensor))
     check(config, devices=tensor)
@@ -83,21 +80,20 @@ def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
     trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
-    state, finished, _ = abstract(trained, run.config.grpo.prompts)
-    with contextlib.closing(Checkpoints(run.folder / "checkpoints", read_only=True)) as checkpoints:
-        (state, _), _ = checkpoints.restore(run.number, (state, finished))
+    state, _, _ = abstract(trained, run.config.grpo.prompts)
     draft = state.draft.replace(optimizer=None) if state.draft and job.config.rollout.draft.learned else None
-    tuner = _tuner(state.tuner, job.step, trained.settings.grid)
-    bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft, tuner=tuner)
-    return jax.jit(job.step.prepare)(bare)
+    bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)
+    with contextlib.closing(Checkpoints(run.folder / "checkpoints", read_only=True)) as checkpoints:
+        (bare, _), _ = checkpoints.restore(run.number, (bare, None), whole=False)
+    return jax.jit(job.step.prepare)(bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid)))
 
 
-def _tuner(trained: Tuner, step: Step, grid: tuple[float, ...]) -> Tuner:
-    length = step.draft.length if step.draft else 0
+def _measured(trained: Float[Array, "K F"], step: Step, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:
+    """What the run measured of the draft temperatures, for as many depths as the job drafts."""
+    length = step.draft_length
     if step.settings.grid != grid:
         return draft_temperature.start(length, step.settings.grid)
-    deeper = max(0, length - trained.reached.shape[0])
-    return jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, deeper)] + [(0, 0)] * (leaf.ndim - 1))[:length], trained)
+    return jnp.pad(trained, [(0, max(0, length - len(trained))), (0, 0)])[:length]
 
 
 class Piece(NamedTuple):
@@ -159,7 +155,7 @@ class Session:
         tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)
         number, self._answered = self._answered, self._answered + 1
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like)
-        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(STREAM), batch=np.int32(number))
+        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(SAMPLE), batch=np.int32(number))
         return put(asked, self._like)
 
 

@@ -1,6 +1,7 @@
 """The benchmark of drafts: a table, and one line of JSON whose numbers agree with one another."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxspec import bench
 from jaxspec.batches import Batches
@@ -48,6 +50,7 @@ SMALL = {
     "grpo.prompts": 4,
     "grpo.group_size": 4,
 }
+LAYERS = ("--rollout.draft.temperature", "0.8", "--rollout.lookup.past", "4", "--rollout.draft.layers")
 ROWS = ["draft", "sampling", "verify", "K", "acceptance_length", "tokens_per_target_pass", "coverage", "conditional_rate"]
 ROWS += ["expected_acceptance", "draft_temperature", "round_cost", "tokens_per_s"]
 
@@ -57,7 +60,7 @@ def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
     vocab = 16 if kind == "eagle3" else 0
     own = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7))
     for variant in VARIANTS:
-        config = config_of(variant, dataclasses.replace(CONFIG, rollout=own))
+        config = config_of(variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig()))
         check(config, devices=1)
         draft = config.rollout.draft
         assert (draft.kind, draft.draft_length, draft.temperature) == (variant.kind, 2, 0.7)
@@ -95,6 +98,12 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
         (["drafts", "--rows", "many"], ["--rows is 'many'"]),
         (["drafts"], ["no --config", "python -m jaxspec.bench drafts --config rl_think.py"]),
         (["drafts", "--config", "rl_think.py", "--offline.steps", "0"], ["offline.steps is 0", "--offline.steps 300"]),
+        (["drafts", "--config", "rl_think.py", "--rollout.verify", "token"], ["by itself", "--rollout.verify", "leave it out"]),
+        (["drafts", "--config", "rl_think.py", "--rollout.draft.kind=mtp"], ["by itself", "--rollout.draft.kind"]),
+        (["drafts", "--config", "rl_think.py", "--rollout.draft.sampling", "argmax"], ["by itself", "--rollout.draft.sampling"]),
+        (["drafts", "--config", "rl_think.py", "--rollout.lookup.beside", "ngram"], ["by itself", "--rollout.lookup.beside"]),
+        # Settings of some rows are taken, and judged for these rows.
+        (["drafts", "--config", "rl_think.py", "--rollout.lookup.max_match", "6", *LAYERS, "4"], ["ttt_steps 3", "layers 4"]),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], words: list[str]) -> None:
@@ -103,6 +112,39 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert [word for word in words if word not in error] == []
+
+
+def test_the_config_is_judged_and_the_problems_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, job = [], make_job(dataclasses.replace(CONFIG, offline=OfflineConfig()), small_mesh(2))
+
+    class Enough(Exception):
+        pass
+
+    def enough(*_: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr(bench, "load_problems", lambda *given: read.append(given) or load_problems(*given))
+    monkeypatch.setattr(bench, "load_policy", enough)
+    with Interrupt() as interrupt, pytest.raises(Enough):
+        bench.drafts(job, interrupt, 16)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("depths", [3, 7])
+@pytest.mark.parametrize("width", [80, 160])
+def test_nothing_is_cut_off(width: int, depths: int) -> None:
+    numbers = {"acceptance_length": 3.41, "tokens_per_target_pass": 3.2, "coverage": 0.987, "round_cost": 1.33, "tokens_per_s": 123456.7}
+    lists = {name: [0.75] * depths for name in ("conditional_rate", "expected_acceptance", "draft_temperature")}
+    rows = [{"draft": each.name, "sampling": each.sampling, "verify": each.verify, "K": depths, **numbers, **lists} for each in VARIANTS]
+    file = io.StringIO()
+    Console(file=file, width=width).print(*bench._tables(rows))
+    words = file.getvalue().split()
+    titles = "draft sampling verify K acceptance length tokens a pass coverage round cost tokens/s conditional rate expected acceptance T"
+    assert set(titles.split()) <= set(words)
+    assert not [word for word in words if "…" in word]
+    assert [words.count(text) for text in ("3.41", "123,457", "0.75")] == [len(rows), len(rows), 3 * depths * len(rows)]
+    assert all(words.count(each.name) >= 2 for each in VARIANTS)
+    assert max(map(len, file.getvalue().splitlines())) <= width
 
 
 @pytest.mark.parametrize(("argv", "status"), [([], 2), (["generate"], 2), (["--help"], 0)])

@@ -146,6 +146,25 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_part_is_read_alone(tmp_path: Path) -> None:
+    state = _state()
+    placed, _ = _place(state, 8)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, (placed, {"rewards": jnp.arange(4.0)}), {"batch": 1})
+    checkpoints.wait()
+    part = state.replace(policy=state.policy.replace(optimizer=None))
+    _, abstract = _place((part, None), 4)
+    found, host = checkpoints.restore(1, abstract, whole=False)
+    _assert_same(found, (part, None))
+    assert host == {"batch": 1}
+    with pytest.raises(ConfigError, match="is not part of this run"):
+        checkpoints.restore(1, abstract)
+    _, abstract = _place(({"policy": {"more": jnp.zeros(2)}}, None), 4)
+    with pytest.raises(ConfigError, match=r"policy\.more is missing"):
+        checkpoints.restore(1, abstract, whole=False)
+    checkpoints.close()
+
+
 @pytest.fixture
 def full_disk() -> Iterator[None]:
     """No file may grow beyond 100 kB."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.cli import load_config, override, read_config, refuse_foreign, take_option
-from jaxspec.config import Config, ConfigError, DraftConfig, RolloutConfig
+from jaxspec.cli import load_config, override, read_config, settle, take_option
+from jaxspec.config import Config, ConfigError, DraftConfig, DraftKind, LookupConfig, RolloutConfig
 from jaxspec.consistency import check
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -104,12 +104,27 @@ class TestLoad:
             (["--rollout.draft.kind=eagle3"], ["--rollout.lookup.min_match", "3"]),
             (["--rollout.draft.kind=eagle3"], ["--rollout.draft.temperature", "0.8"]),
             (["--rollout.draft.kind=mtp"], ["--rollout.draft.vocab=8"]),
+            (["--rollout.draft.kind=eagle3"], ["--rollout.draft.no_embedding_first"]),
         ],
     )
     def test_settings_foreign_to_the_kind(self, kind: list[str], foreign: list[str]) -> None:
         message = refused("--config", "rl_think.py", *kind, *foreign)
+        assert message == refused("--config", "rl_think.py", *kind, *(word.replace("_", "-") for word in foreign))
         assert f"kind {kind[-1].split('=')[-1]}" in message
-        assert foreign[0].split("=")[0] in message
+        assert foreign[0].split("=")[0].replace("no_", "") in message
+
+    @pytest.mark.parametrize(
+        ("argv", "draft"),
+        [
+            (["--rollout.draft.draft-length", "5"], DraftConfig(draft_length=5)),
+            (["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"], DraftConfig(kind="mtp", embedding_first=False)),
+            (["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"], DraftConfig(kind="mtp", embedding_first=False)),
+            (["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"], DraftConfig(kind="mtp")),
+            (["--rollout.draft.kind=none", "--rollout.draft.layers=1"], DraftConfig(kind="none")),
+        ],
+    )
+    def test_every_spelling_and_neutral_values(self, argv: list[str], draft: DraftConfig) -> None:
+        assert load("--config", "rl_think.py", *argv)[0].rollout.draft == draft
 
     def test_settings_of_the_kind(self) -> None:
         lookup = load("--config", "rl_think.py", "--rollout.draft.kind", "ngram", "--rollout.lookup.min_match", "3")[0].rollout
@@ -205,6 +220,62 @@ class TestAnotherCommandLine:
             default, draft=replace(default.draft, draft_length=5)
         )
 
-    def test_foreign_settings_are_named_as_they_were_given(self) -> None:
+    def test_foreign_settings_are_named_as_its_options(self) -> None:
         with pytest.raises(ConfigError, match=r"draft\.kind ngram.* no use for --draft\.vocab; "):
-            refuse_foreign(RolloutConfig(draft=DraftConfig(kind="ngram")), ["--draft.vocab", "3"], "")
+            settle(RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3)), ["--draft.vocab", "3"], "")
+
+
+class TestSettle:
+    """What a config says for its own kind of draft, once the command line chooses another."""
+
+    own = RolloutConfig(draft=DraftConfig(vocab=24), lookup=LookupConfig(beside="ngram"))
+
+    @pytest.mark.parametrize(
+        ("kind", "argv", "vocab", "beside"),
+        [
+            ("eagle3", [], 24, "ngram"),
+            ("eagle3", ["--draft.kind", "eagle3"], 24, "ngram"),
+            ("mtp", ["--draft.kind=mtp"], 0, "ngram"),
+            ("none", ["--draft.kind=none"], 0, "none"),
+            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], 0, "ngram"),  # for `check` to refuse
+            ("mtp", [], 24, "ngram"),  # a config file that contradicts itself, too
+        ],
+    )
+    def test_what_is_not_named_gives_way(self, kind: DraftKind, argv: list[str], vocab: int, beside: str) -> None:
+        settled = settle(replace(self.own, draft=replace(self.own.draft, kind=kind)), argv, "")
+        assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (kind, vocab, beside)
+
+    def test_what_is_named_does_not(self) -> None:
+        with pytest.raises(ConfigError, match=r"kind none.* no use for --x\.draft\.vocab; "):
+            settle(replace(self.own, draft=DraftConfig(kind="none", vocab=24)), ["--x.draft.kind", "none", "--x.draft.vocab", "24"], "x.")
+        with pytest.raises(ConfigError, match=r"look-up none have no use for --lookup\.max_match; "):
+            settle(
+                replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)),
+                ["--draft.kind", "none", "--lookup.max_match", "6"],
+                "",
+            )
+
+
+class TestVaried:
+    """A program that sets the draft itself."""
+
+    def test_settings_of_every_kind_are_taken(self) -> None:
+        argv = [
+            "--config",
+            "rl_think.py",
+            "--rollout.draft.layers",
+            "2",
+            "--rollout.draft.temperature",
+            "0.8",
+            "--rollout.lookup.past",
+            "4",
+        ]
+        with pytest.raises(ConfigError, match="no use for"):
+            load_config(argv, "bench drafts", "")
+        rollout = load_config(argv, "bench drafts", "", ["rollout.verify"])[0].rollout
+        assert (rollout.draft.layers, rollout.draft.temperature, rollout.lookup.past) == (2, 0.8, 4)
+
+    def test_its_own_are_refused(self) -> None:
+        argv = ["--config", "rl_think.py", "--rollout.verify=token", "--rollout.draft.kind", "mtp"]
+        with pytest.raises(ConfigError, match=r"jaxspec\.bench drafts .* --rollout\.verify, --rollout\.draft\.kind .*leave it out"):
+            load_config(argv, "bench drafts", "", ["rollout.verify", "rollout.draft.kind", "rollout.draft.sampling"])

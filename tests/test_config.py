@@ -16,6 +16,7 @@ from jaxspec.config import (
     GrpoConfig,
     LookupConfig,
     MeshConfig,
+    OfflineConfig,
     RolloutConfig,
     differing_keys,
     from_json,
@@ -44,9 +45,9 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("make", "parts"),
         [
-            (lambda: DraftConfig(draft_length=-1), ["rollout.draft.draft_length is -1", "kind none"]),
-            (lambda: DraftConfig(draft_length=0), ["rollout.draft.draft_length is 0"]),
-            (lambda: DraftConfig(temperature=-0.5), ["rollout.draft.temperature is -0.5"]),
+            (lambda: DraftConfig(draft_length=-1), ["draft.draft_length is -1", "kind none"]),
+            (lambda: DraftConfig(draft_length=0), ["draft.draft_length is 0"]),
+            (lambda: DraftConfig(temperature=-0.5), ["draft.temperature is -0.5"]),
             (lambda: RolloutConfig(top_p=0.0), ["rollout.top_p is 0.0", "(0, 1]"]),
             (lambda: RolloutConfig(top_p=1.5), ["rollout.top_p is 1.5"]),
             (lambda: RolloutConfig(top_p=float("nan")), ["rollout.top_p is nan"]),
@@ -54,14 +55,20 @@ class TestSettings:
             (lambda: RolloutConfig(temperature=-1.0), ["rollout.temperature is -1.0"]),
             (lambda: RolloutConfig(max_new_tokens=5, min_new_tokens=5), ["min_new_tokens 5", "max_new_tokens 5"]),
             (lambda: LookupConfig(min_match=6), ["min_match 6", "max_match 5"]),
-            (lambda: LookupConfig(past=-1), ["rollout.lookup.past is -1"]),
+            (lambda: LookupConfig(past=-1), ["lookup.past is -1"]),
             (lambda: DraftTrainingConfig(ttt_steps=0), ["draft_training.ttt_steps is 0"]),
+            (lambda: OfflineConfig(samples=64, rows=64), ["offline.samples 64", "offline.rows 64", "at least 65"]),
+            (lambda: OfflineConfig(samples=0, rows=64, text="generic"), ["offline.samples is 0", "at least 1"]),
         ],
     )
     def test_bad_numbers_are_refused(self, make: Callable[[], object], parts: list[str]) -> None:
         with pytest.raises(ConfigError) as caught:
             make()
         assert [part for part in parts if part not in str(caught.value)] == []
+
+    @pytest.mark.parametrize(("samples", "text"), [(65, ""), (64, "generic"), (1, "generic")])
+    def test_samples_need_a_batch_to_hold_out_and_one_to_train_on_unless_there_is_text(self, samples: int, text: str) -> None:
+        assert OfflineConfig(samples=samples, rows=64, text=text).samples == samples
 
 
 class TestSaved:
@@ -92,7 +99,7 @@ class TestSaved:
         saved = to_json(Config())
         saved["grpo"]["entropy"] = saved["grpo"].pop("prompts")
         del saved["seed"]
-        with pytest.raises(ConfigError, match=r"lacks seed, grpo\.prompts; it has grpo\.entropy, which is unknown"):
+        with pytest.raises(ConfigError, match=r"lacks seed, grpo\.prompts; it has grpo\.entropy, which is unknown here; use that version"):
             from_json(saved)
 
     def test_a_section_that_is_none_lacks_its_keys(self) -> None:
@@ -104,3 +111,33 @@ class TestSaved:
         saved["grpo"]["group_size"] = 1
         with pytest.raises(ConfigError, match=r"grpo\.group_size is 1"):
             from_json(saved)
+
+    @pytest.mark.parametrize(
+        ("section", "key", "value", "words"),
+        [
+            ("", "steps", "x", "steps is 'x'; it must be of type int"),
+            ("", "steps", True, "steps is True"),
+            ("", "staged", 1, "staged is 1; it must be of type bool"),
+            ("rollout", "temperature", None, "rollout.temperature is None; it must be of type float"),
+            ("rollout", "banned", [1, "a"], "rollout.banned is [1, 'a']; it must be a list of int"),
+            ("rollout", "verify", "greedy", "rollout.verify is 'greedy'; it must be one of block, token, coupled"),
+            ("rollout", "verify", [], "rollout.verify is []"),
+        ],
+    )
+    def test_types_and_choices(self, section: str, key: str, value: object, words: str) -> None:
+        saved = to_json(Config())
+        (saved[section] if section else saved)[key] = value
+        with pytest.raises(ConfigError) as caught:
+            from_json(saved)
+        assert words in str(caught.value)
+
+    def test_an_unknown_kind_of_draft(self) -> None:
+        saved = to_json(Config())
+        saved["rollout"]["draft"]["kind"] = "eagle4"
+        with pytest.raises(ConfigError, match=r"rollout\.draft\.kind is 'eagle4'; it must be one of eagle3, mtp, model"):
+            from_json(saved)
+
+    def test_whole_numbers_stand_for_others(self) -> None:
+        saved = to_json(Config())
+        saved["rollout"]["temperature"] = 2
+        assert from_json(saved).rollout.temperature == 2

@@ -54,6 +54,12 @@ class TestCheck:
             (Config(rollout=RolloutConfig(draft=DraftConfig(vocab=41))), 1, 1, ["rollout.draft.vocab 41", "model.vocab 40"]),
             (Config(rollout=RolloutConfig(draft=DraftConfig(kind="mtp", vocab=20))), 1, 1, ["rollout.draft.vocab 20", "mtp"]),
             (Config(rollout=RolloutConfig(draft=DraftConfig(vocab=8))), 1, 1, ["rollout.draft.vocab 8"]),
+            (
+                Config(rollout=RolloutConfig(draft=DraftConfig(vocab=20)), offline=OfflineConfig(steps=0)),
+                1,
+                1,
+                ["rollout.draft.vocab 20", "offline.steps is 0", "--offline.steps 300", "--rollout.draft.vocab 0"],
+            ),
             (Config(rollout=RolloutConfig(banned=(3, 40))), 1, 1, ["rollout.banned", "[40]", "model.vocab 40"]),
             (
                 Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram"), lookup=LookupConfig(beside="history"))),

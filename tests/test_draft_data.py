@@ -56,7 +56,7 @@ class TestSplit:
         assert (len(ours), len(theirs)) == (trained, held_out)
 
     def test_fewer_samples_than_two_batches_are_refused_with_numbers(self):
-        with pytest.raises(ConfigError, match=r"offline.samples 64.*offline.rows 64.*at least 128"):
+        with pytest.raises(ConfigError, match=r"offline.samples 64.*offline.rows 64.*at least 65"):
             OfflineConfig(samples=64, rows=64)
 
 

@@ -18,12 +18,14 @@ from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint import Checkpoints
+from jaxspec.cli import override
 from jaxspec.config import (
     Config,
     ConfigError,
     DataConfig,
     DraftConfig,
     GrpoConfig,
+    LookupConfig,
     MeshConfig,
     ModelConfig,
     OfflineConfig,
@@ -31,9 +33,10 @@ from jaxspec.config import (
     SftConfig,
     to_json,
 )
+from jaxspec.consistency import check
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
-from jaxspec.sample import Writer, main
+from jaxspec.sample import Writer, main, options_of, sampling_config
 from jaxspec.session import Piece
 from jaxspec.state import EOS, Drafter, Prompts
 from jaxspec.tokenizer import Tokenizer, character_tokenizer
@@ -230,28 +233,9 @@ class TestWriter:
 
 
 class TestRefusals:
-    @pytest.fixture
-    def broken(self, tmp_path: Path) -> Path:
-        (tmp_path / "hugging/checkpoints").mkdir(parents=True)
-        (tmp_path / "hugging/config.json").write_text('{"model_type": "qwen3"}')
-        (tmp_path / "bare").mkdir()
-        (tmp_path / "young/checkpoints").mkdir(parents=True)
-        (tmp_path / "young/config.json").write_text(json.dumps(to_json(CONFIG)))
-        return tmp_path
-
-    @pytest.mark.parametrize(
-        ("folder", "words"),
-        [
-            ("nowhere", ["no such folder", "the folder of a training run"]),
-            ("bare", ["no config.json", "the folder of a training run"]),
-            ("hugging", ["not that of a training run", "RUN/checkpoints/NUMBER"]),
-            ("young", ["no checkpoint yet", "after 20 batches"]),
-        ],
-    )
-    def test_folders(self, broken: Path, folder: str, words: list[str]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            main(["--checkpoint", str(broken / folder)])
-        assert [word for word in (str(broken / folder), *words) if word not in str(caught.value)] == []
+    @staticmethod
+    def settings(config: Config, *words: str) -> Config:
+        return sampling_config(config, override(options_of(config), words, "sample", ""), words)
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -259,8 +243,9 @@ class TestRefusals:
             (["--draft.kind", "eagle3"], ["the run's draft is model", "--draft.kind eagle3", "model, none, ngram and history"]),
             (["--draft.layers", "2"], ["--draft.layers 2", "trained with 4"]),
             (["--draft.kind", "none", "--draft.draft_length", "2"], ["draft.kind none", "no use for --draft.draft_length"]),
-            (["--draft.draft_length", "30"], ["draft_length 30", "max_new_tokens 24"]),
-            (["--prompt", "12345+67890="], ["13 tokens", "limit is 6", "--max_prompt_length 13"]),
+            (["--draft.draft_length", "30"], ["draft.draft_length 30", "max_new_tokens 24"]),
+            (["--temperature", "-1"], ["temperature is -1"]),
+            (["--draft.kind", "none", "--lookup.beside", "ngram"], ["lookup.beside ngram needs a learned draft", "draft.kind is none"]),
             (["--prompt", "who?"], ["'who'"]),
         ],
     )
@@ -268,10 +253,30 @@ class TestRefusals:
         with pytest.raises(ConfigError) as caught:
             main(["--checkpoint", str(run), *given])
         assert [word for word in words if word not in str(caught.value)] == []
+        assert "rollout." not in str(caught.value)
 
-    def test_a_checkpoint_that_is_not_there(self, run: Path) -> None:
-        with pytest.raises(ConfigError, match="no checkpoint 2; it has 1, 3"):
-            main(["--checkpoint", str(run / "checkpoints" / "2")])
+    @pytest.mark.parametrize("kind", ["none", "ngram", "history"])
+    def test_settings_of_the_runs_own_kind_give_way(self, kind: str) -> None:
+        rollout = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(vocab=20), lookup=LookupConfig(beside="ngram"))
+        config = dataclasses.replace(CONFIG, rollout=rollout, offline=OfflineConfig(), mesh=MeshConfig())
+        for words in ([], ["--draft.vocab", "0"]):
+            sampled = self.settings(config, "--draft.kind", kind, *words)
+            assert (sampled.rollout.draft.vocab, sampled.rollout.lookup.beside) == (0, "none")
+            check(sampled, devices=1)
+        with pytest.raises(ConfigError, match=r"no use for --draft\.vocab"):
+            self.settings(config, "--draft.kind", kind, "--draft.vocab", "20")
+        assert self.settings(config).rollout.draft.vocab == 20
+
+    def test_the_runs_tokenizer_may_have_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer="qwen"))
+        with pytest.raises(ConfigError, match=rf"not at {tmp_path}/qwen/tokenizer\.json; .* --tokenizer"):
+            self.settings(config)
+        (tmp_path / "moved").mkdir()
+        (tmp_path / "moved" / "tokenizer.json").write_text("{}")
+        assert self.settings(config, "--tokenizer", "moved").data.tokenizer == "moved"
+        with pytest.raises(ConfigError, match="the run was trained with the built-in characters; leave it out"):
+            self.settings(CONFIG, "--tokenizer", "moved")
 
     def test_a_bad_line_is_named_and_the_next_one_answered(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path
