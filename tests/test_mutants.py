@@ -106,7 +106,7 @@ MUTANTS = [
         "models/attention.py",
         "return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]",
         "return jnp.arange(slots, dtype=jnp.int32) <= jnp.max(positions, axis=1)[:, None, None] + 0 * positions[:, :, None] + 1",
-        "rollout/test_lossless.py::test_coupled_tokens_are_those_of_plain_decoding[vllm, 5, mesh 1x1]",
+        "rollout/test_coupled.py::test_coupled_tokens_are_those_of_plain_decoding[vllm, 5, mesh 1x1]",
     ),
     Mutant(
         "12",
@@ -114,7 +114,7 @@ MUTANTS = [
         "rollout/generate.py",
         "jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, verdict.accepted + 1)",
         "verdict.accepted + 1",
-        "rollout/test_generate.py::test_the_end_token_cuts_the_block_at_every_offset",
+        "rollout/test_generate.py::test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]",
     ),
     Mutant(
         "12",
@@ -130,7 +130,7 @@ MUTANTS = [
         "rollout/generate.py",
         "count = jnp.where(going, jnp.minimum(until_end, room), 0)",
         "count = jnp.where(going, until_end, 0)",
-        "rollout/test_generate.py::test_the_end_token_cuts_the_block_at_every_offset",
+        "rollout/test_generate.py::test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]",
     ),
     Mutant(
         "16",
@@ -146,7 +146,7 @@ MUTANTS = [
         "rollout/generate.py",
         "rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
         "rows = (0 * first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
-        "rollout/test_lossless.py::test_coupled_tokens_are_those_of_plain_decoding[hf, 2, mesh 8x1]",
+        "rollout/test_coupled.py::test_coupled_tokens_are_those_of_plain_decoding[hf, 2, mesh 8x1]",
     ),
     Mutant(
         "18",
@@ -170,7 +170,7 @@ MUTANTS = [
         "sampling.py",
         "stream), position)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count, dtype=jnp.int32))",
         "stream), 0)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count, dtype=jnp.int32))",
-        "rollout/test_verify_sampled.py::test_several_rounds_with_the_engines_keys_have_the_targets_law",
+        "rollout/test_verify_sampled.py::test_several_sampled_rounds_have_the_targets_law",
     ),
 ]
 

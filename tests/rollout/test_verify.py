@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.verify import block_rule, match_rule, token_rule
 from tests.conftest import bisect
+from tests.rollout.harness import BELOW_ONE, RULES, log, match
 
 pytestmark = pytest.mark.usefixtures("x64", "fast_calls")
 
@@ -22,12 +22,8 @@ Context = tuple[int, ...]
 Table = dict[Context, np.ndarray]
 Offers = Iterable[tuple[Context, int]]
 """Contexts, and how many drafts are on offer there."""
-BELOW_ONE = np.nextafter(1.0, 0.0)
 NEVER = -1e6
 """Noise that no log-probability outweighs."""
-
-RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
-match = jax.jit(match_rule)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +31,6 @@ def fast_calls() -> Iterator[None]:
     """There are no keys here to be watched, and thousands of calls."""
     with jax.debug_key_reuse(False):
         yield
-
-
-def log(probabilities: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(probabilities)
 
 
 def random_tables(vocab: int, depth: int, seed: int, zeros: float = 0.25) -> Table:
