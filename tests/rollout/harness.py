@@ -163,10 +163,11 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     return Draft(length, False, True, prefill, lambda state, times: state, propose, commit)
 
 
-def bigram_target(head: np.ndarray) -> tuple[Decoder, np.ndarray]:
+def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:
     """A decoder that sees only the last token, and its logits by last token."""
     vocab = head.shape[1]
-    target = tiny_network(Decoder, tiny_model(vocab=vocab, embed=vocab), 3)
+    model = tiny_model(vocab=vocab, embed=vocab, layers=1, heads=1, kv_heads=1, head_size=2, ffn=2, dtype=dtype)
+    target = tiny_network(Decoder, model, 3)
     target = with_weights(target, output=0.0, down=0.0, embedding=np.eye(vocab), norm=1.0, head=head)
     return target, np.sqrt(vocab) / np.sqrt(1 + vocab * 1e-6) * head
 

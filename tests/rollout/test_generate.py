@@ -1,4 +1,4 @@
-"""The engine's whole loop on tiny transformers in float64: how rows start, go on and end. `test_lossless.py` has the law of their tokens."""
+"""The engine's whole loop on tiny transformers in float64: how rows start and end. `test_lossless.py` has the law of their tokens."""
 
 import functools
 import itertools
