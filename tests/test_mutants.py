@@ -119,7 +119,8 @@ MUTANTS = [
         "attention sees what stands in the cache above the block",
         "models/attention.py",
         "return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]",
-        "slot, own = jnp.arange(slots, dtype=jnp.int32), positions[:, :, None]\n    return (slot <= own) | (slot > own.max(axis=1, keepdims=True))",
+        "slot, own = jnp.arange(slots, dtype=jnp.int32), positions[:, :, None]\n"
+        "    return (slot <= own) | (slot > own.max(axis=1, keepdims=True))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
     Mutant(

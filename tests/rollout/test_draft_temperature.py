@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.generate import no_statistics
@@ -49,4 +48,3 @@ def test_the_grid_holds_argmax_and_the_rollouts_own_temperature() -> None:
     assert 0.0 in draft_temperature.GRID
     assert 1.0 in draft_temperature.GRID
     assert list(draft_temperature.GRID) == sorted(draft_temperature.GRID)
-    assert pytest.approx(0.8) == draft_temperature.DECAY
