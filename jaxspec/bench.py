@@ -117,7 +117,7 @@ class Bench:
         made = self.call(target, self.tuned, prompts)
         tokens = float(jnp.sum(made.rollout.lengths - made.rollout.prompt_lengths))
         self.round_seconds.append(made.loop_seconds / made.rounds)
-        self.rates.append(tokens / (made.prefill_seconds + made.loop_seconds))
+        self.rates.append(tokens / made.seconds)
 
     def row(self, plain_round: float) -> dict[str, Any]:
         """The row of the table."""
@@ -149,9 +149,8 @@ def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, p
     step, network = job.step, None
     shapes = abstract(step, job.config.grpo.prompts)[0]
     if shapes.draft is not None:
-        network = load_tree(
-            process_0_first(lambda: cached_draft(job, interrupt, training_text(job.config, job.tokenizer))), shapes.draft.network
-        )
+        text = training_text(job.config, job.tokenizer)
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.draft.network)
     target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(policy, network)
     measured = draft_temperature.start(step.draft_length, step.settings.grid)
     call = TimedGeneration(step, target, drafter, prompts)

@@ -199,6 +199,10 @@ class Timed(NamedTuple):
     rounds: int
     """Of the longest loop: that of the shard whose rows took most."""
 
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.loop_seconds
+
 
 class TimedGeneration:
     """Generation compiled in two parts, so that its rounds are timed without the prefill."""
@@ -248,11 +252,17 @@ def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, b
 
     began = time.perf_counter()
     passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
-    taken = np.float32(time.perf_counter() - began)
+    once = np.float32(time.perf_counter() - began)
     if jax.process_count() > 1:  # all must make the same number of calls
-        taken = multihost_utils.broadcast_one_to_all(taken)
-    pairs = [pair() for _ in range(max(1, min(repeats, int(budget / taken))))]
-    seconds = [float(np.median([each.prefill_seconds + each.loop_seconds for each in runs])) for runs in zip(*pairs, strict=True)]
-    rounds = [float(np.median([each.loop_seconds / each.rounds for each in runs])) for runs in zip(*pairs, strict=True)]
+        once = multihost_utils.broadcast_one_to_all(once)
+    pairs = [pair() for _ in range(max(1, min(repeats, int(budget / once))))]
+    taken = np.median([[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs], axis=0)
     rows = int(prompts.tokens.shape[0]) * step.settings.group_size
-    return Comparison(rows, passes[0] / rows, passes[1] / rows, *seconds, rounds[1] / rounds[0])
+    return Comparison(
+        rows=rows,
+        plain_passes=passes[0] / rows,
+        spec_passes=passes[1] / rows,
+        plain_seconds=float(taken[0, 0]),
+        spec_seconds=float(taken[1, 0]),
+        round_cost=float(taken[1, 1] / taken[0, 1]),
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -183,10 +185,17 @@ def test_config_files(name: str) -> None:
         config, run = read_config(CONFIGS / name, scale)
         assert run == f"{Path(name).stem}-{scale}"
         check(config if scale == "tiny" else replace(config, data=replace(config.data, path="train.jsonl")), devices=1)
-        head = (CONFIGS / name).read_text().split('"""')[1]
-        assert "python -m jaxspec.train" in head
-        assert "Vary:" in head
-        assert "Expect (" in head
+
+
+@pytest.mark.parametrize(("name", "program"), list(zip(NAMES, ("train_draft", "train", "train"), strict=True)))
+def test_config_files_say_how_to_run_them_and_what_to_expect_where(name: str, program: str) -> None:
+    head = (CONFIGS / name).read_text().split('"""')[1]
+    assert f"\n\n  python -m jaxspec.{program} --config {name}\n" in head
+    assert set(re.findall(r"python -m (\S+) --config ([\w.]+)", head)) == {(f"jaxspec.{program}", name)}
+    assert "\nVary: " in head
+    stated = re.search(r"\nExpect \(tiny, seeds? [\d to]+,\son\s[^,:()]*\w[^,:()]*,\s(\d+\s[A-Z][a-z]+\s\d{4})\):\s", head)
+    assert stated, "a machine and a date"
+    datetime.strptime(" ".join(stated[1].split()), "%d %B %Y")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
-
-from .conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.stop_ids[0]
@@ -50,18 +49,18 @@ class TestSplit:
     @pytest.mark.parametrize(
         ("samples", "rows", "trained", "held_out"), [(2048, 64, 30, 2), (4096, 64, 60, 4), (100, 64, 1, 1), (8, 4, 1, 1), (65, 1, 61, 4)]
     )
-    def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(self, samples, rows, trained, held_out):
+    def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(self, samples, rows, trained, held_out) -> None:
         ours, theirs = split(OfflineConfig(samples=samples, rows=rows))
         assert [*ours, *theirs] == list(range(trained + held_out))
         assert (len(ours), len(theirs)) == (trained, held_out)
 
-    def test_fewer_samples_than_two_batches_are_refused_with_numbers(self):
+    def test_fewer_samples_than_two_batches_are_refused_with_numbers(self) -> None:
         with pytest.raises(ConfigError, match=r"offline.samples 64.*offline.rows 64.*at least 65"):
             OfflineConfig(samples=64, rows=64)
 
 
 class TestResponder:
-    def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self):
+    def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self) -> None:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
         stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], job.config.seed)
@@ -77,7 +76,7 @@ class TestResponder:
                     text.append(int(logits.argmax()))
                 assert text == tokens[:end].tolist()
 
-    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self):
+    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self) -> None:
         job = a_job()
         policy = tiny_network(Decoder, job.config.model)
         respond = responder(job, policy)
@@ -93,7 +92,7 @@ class TestTrainingText:
         path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
         return str(path)
 
-    def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path):
+    def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, {"text": "1+2=3", "id": 7}, "", {"text": ";,#"})
         rows = training_text(a_config(text=path), TOKENIZER)
         assert rows is not None
@@ -103,7 +102,7 @@ class TestTrainingText:
             assert start == 1
             assert (row[end:] == TOKENIZER.pad_id).all()
 
-    def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self):
+    def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
         config = Config(data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64))
         rows = training_text(config, TOKENIZER)
         assert rows is not None
@@ -126,17 +125,17 @@ class TestTrainingText:
             ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
         ],
     )
-    def test_bad_lines_are_named_with_file_line_column_and_remedy(self, tmp_path, lines, words):
+    def test_bad_lines_are_named_with_file_line_column_and_remedy(self, tmp_path: Path, lines, words) -> None:
         path = self.file(tmp_path, *lines)
         with pytest.raises(ConfigError) as error:
             training_text(a_config(text=path), TOKENIZER)
         assert all(word in str(error.value) for word in ["offline.text", path, *words])
 
-    def test_a_missing_file_is_named(self):
+    def test_a_missing_file_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"offline.text nowhere.jsonl: No such file.*generic"):
             training_text(a_config(text="nowhere.jsonl"), TOKENIZER)
 
-    def test_the_longest_text_that_fits_is_taken(self, tmp_path):
+    def test_the_longest_text_that_fits_is_taken(self, tmp_path: Path) -> None:
         rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER)
         assert rows is not None
         assert rows.lengths.tolist() == [12]
@@ -146,7 +145,7 @@ class TestBatchOf:
     def rows(self, count: int) -> SftBatch:
         return some_rows(*(([place], [place, place]) for place in range(count)))
 
-    def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self):
+    def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self) -> None:
         rows = self.rows(6)
         drawn = [batch_of(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]  # six epochs
         epochs = np.reshape(drawn, (6, 6))
@@ -155,13 +154,13 @@ class TestBatchOf:
         assert drawn[5] == batch_of(rows, 5, 4, seed=1).tokens[:, 0].tolist()
         assert drawn != [batch_of(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)]
 
-    def test_parts_of_a_row_stay_together(self):
+    def test_parts_of_a_row_stay_together(self) -> None:
         rows = some_rows(([1], [2]), ([3, 4], [5, 6, 7]), ([8], [9, 9]))
         batch = batch_of(rows, 0, 3, seed=0)
         by_first = {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*batch, strict=True)}
         assert by_first == {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*rows, strict=True)}
 
-    def test_few_rows_fill_a_batch_by_repeating(self):
+    def test_few_rows_fill_a_batch_by_repeating(self) -> None:
         assert Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1] == 2
 
 
@@ -177,12 +176,12 @@ class TestVocabulary:
             (8, (1,), [0, 1, 2, 3, 4, 5, 7, 12]),  # 0, 2 and 4 are the lowest that never occur
         ],
     )
-    def test_the_most_frequent_response_tokens_and_the_ends(self, size, stops, expected):
+    def test_the_most_frequent_response_tokens_and_the_ends(self, size, stops, expected) -> None:
         ids = vocabulary(self.ROWS, size, 16, stops)
         assert ids.tolist() == expected
         assert ids.dtype == np.int32
 
-    def test_what_an_ordinary_count_gives(self):
+    def test_what_an_ordinary_count_gives(self) -> None:
         random = np.random.default_rng(0)
         rows = some_rows(*((random.integers(0, 50, 5).tolist(), random.geometric(0.1, 40).clip(2, 49).tolist()) for _ in range(30)))
         counts = Counter(token for tokens, start, end in zip(*rows, strict=True) for token in tokens[start:end].tolist())
@@ -191,11 +190,11 @@ class TestVocabulary:
         assert ids.tolist() == sorted([0, *best])
         assert coverage(rows, ids) == pytest.approx(sum(counts[token] for token in best) / sum(counts.values()))
 
-    def test_response_tokens_are_those_between_prompt_and_end(self):
+    def test_response_tokens_are_those_between_prompt_and_end(self) -> None:
         assert self.ROWS.tokens[responses(self.ROWS)].tolist() == [3, 3, 3, 7, 7, 12, 7, 3, 5, 5]
 
 
-def test_joined_batches_keep_all_rows_in_order():
+def test_joined_batches_keep_all_rows_in_order() -> None:
     batches = [SftBatch(*(np.full(shape, value, np.int32) for shape in ((2, 5), (2,), (2,)))) for value in (1, 2)]
     whole = joined(batches)
     assert whole.tokens.shape == (4, 5)

@@ -38,8 +38,7 @@ from jaxspec.rl.optim import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
-
-from .conftest import numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
 
 ROOT = Path(__file__).parent.parent
 VOCAB = character_tokenizer().size
@@ -105,7 +104,9 @@ def same_bits(one: Any, other: Any) -> bool:
 
 class TestTrain:
     @pytest.mark.parametrize(("kind", "draft"), [("eagle3", {"vocab": 12}), ("model", {"ffn": 8})])
-    def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(self, tmp_path, monkeypatch, kind, draft):
+    def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, draft
+    ) -> None:
         job, rows = a_job(kind, draft=draft), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
         monkeypatch.setattr(train_draft, "KEEP_SECONDS", float("inf"))
@@ -125,7 +126,7 @@ class TestTrain:
         again = train(job, policy, rows, tmp_path, Seen())
         assert same_bits(whole, again)  # nothing left to do
 
-    def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path):
+    def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
         job = a_job(draft={"vocab": 12})
         rows = SftBatch(np.full((4, 12), 17, np.int32), np.full(4, 3, np.int32), np.full(4, 9, np.int32))
         network = train(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
@@ -133,7 +134,7 @@ class TestTrain:
 
 
 class TestCollect:
-    def test_responses_are_kept_as_they_come_and_never_sampled_twice(self, tmp_path):
+    def test_responses_are_kept_as_they_come_and_never_sampled_twice(self, tmp_path: Path) -> None:
         job = a_job()
         policy, other = (tiny_network(Decoder, job.config.model, seed=seed) for seed in (0, 1))
         kept, killed = tmp_path / "kept", tmp_path / "killed"
@@ -150,7 +151,7 @@ class TestCollect:
 
 
 class TestMeasure:
-    def test_a_small_model_overlaps_the_policy_as_numpy_says(self):
+    def test_a_small_model_overlaps_the_policy_as_numpy_says(self) -> None:
         job = a_job("model", draft={"layers": 4})
         policy, network = (tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1))
         held_out = [random_rows(4, seed=3), random_rows(4, seed=4)]
@@ -162,14 +163,14 @@ class TestMeasure:
         assert len(overlaps) > 20
         np.testing.assert_allclose(measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4)
 
-    def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self):
+    def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self) -> None:
         job = a_job("mtp")
         policy, network = tiny_network(Decoder, job.config.model), tiny_network(Mtp, job.config.model)
         acceptance = measure(job, policy, network, [random_rows(4)])
         assert len(acceptance) == train_draft.DEPTHS
         assert all(0 < share < 1 for share in acceptance)
 
-    def test_tokens_kept(self):
+    def test_tokens_kept(self) -> None:
         assert tokens_kept([0.5, 0.5, 1.0]) == pytest.approx([1.5, 1.75, 2.0])
 
 
@@ -180,14 +181,14 @@ class TestClosingTable:
         Console(file=text, width=100).print(closing_table(reached, depths))
         return text.getvalue()
 
-    def test_depths_and_the_tokens_they_would_keep(self):
+    def test_depths_and_the_tokens_they_would_keep(self) -> None:
         lines = [line.split() for line in self.shown(2).splitlines()]
         assert ["1", "0.900", "1.90"] in lines
         assert ["2", "0.800", "2.62"] in lines
         assert not any(line and line[0] == "3" for line in lines)
         assert "eagle3 on 128 held-out responses" in self.shown(2)
 
-    def test_what_limits_the_numbers_is_said(self):
+    def test_what_limits_the_numbers_is_said(self) -> None:
         assert "24 tokens are 99.50%" in self.shown(3, vocabulary=24, coverage=0.995)
         assert "true tokens only" in self.shown(3, kind="model", acceptance=[0.9])
         assert "true tokens" not in self.shown(3)
@@ -195,11 +196,13 @@ class TestClosingTable:
 
 class TestCachedDraft:
     @pytest.fixture(autouse=True)
-    def cache(self, tmp_path, monkeypatch) -> Path:
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
         return tmp_path / "cache"
 
-    def test_killed_and_called_again_it_holds_what_an_uninterrupted_one_does(self, cache, monkeypatch, capsys):
+    def test_killed_and_called_again_it_holds_what_an_uninterrupted_one_does(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         job = a_job("mtp", 2, offline=OfflineConfig(samples=12, rows=4, steps=5))
         (cache / "0123456789abcdef.partial").mkdir(parents=True)  # of another key
         (cache / "0123456789abcdef.partial" / "learner.npz").write_bytes(b"another draft's")
@@ -228,7 +231,7 @@ class TestCachedDraft:
             second = np.load(trained_draft(job, interrupt))
         assert all(np.array_equal(first[name], second[name]) for name in first.files)
 
-    def test_a_text_replaces_the_samples_but_not_those_held_out(self, tmp_path, monkeypatch):
+    def test_a_text_replaces_the_samples_but_not_those_held_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "corpus.jsonl"
         path.write_text('{"text": "1+1=2"}\n{"text": "#"}\n')
         job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
@@ -249,7 +252,7 @@ class TestCachedDraft:
         assert same_bits(measured[0], measured[1])
         assert not any(np.array_equal(row, other) for row in measured[0][0].tokens for other in trained[1].tokens)
 
-    def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(self, tmp_path, monkeypatch):
+    def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = tmp_path / "corpus.jsonl"
 
         def build(job: Job, interrupt: Interrupt, text: Any, partial: Path, folder: Path) -> None:
@@ -290,7 +293,7 @@ class TestCachedDraft:
             assert len(set(shaped)) == len(shaped)
             assert {entry(**parts) for parts in free} == {entry()}
 
-    def test_one_that_diverges_is_not_cached(self, cache):
+    def test_one_that_diverges_is_not_cached(self, cache: Path) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=9, learning_rate=1e30))
         with Interrupt() as interrupt, pytest.raises(Diverged, match=r"draft's .* offline training.*--offline.learning_rate"):
             trained_draft(job, interrupt)
@@ -309,13 +312,13 @@ class TestProgram:
     def command(self, *options: str) -> list[str]:
         return [sys.executable, "-m", "jaxspec.train_draft", *SMALL, *options]
 
-    def test_nothing_to_train_is_said_with_what_would_be(self, monkeypatch, capsys):
+    def test_nothing_to_train_is_said_with_what_would_be(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         for job in (a_job("ngram"), a_job(offline=OfflineConfig(steps=0))):
             with Interrupt() as interrupt, pytest.raises(ConfigError, match=r"nothing to train; set --offline.steps, .*eagle3, mtp, model"):
                 train_draft.main(job, interrupt)
 
     @pytest.mark.slow
-    def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(self, tmp_path):
+    def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(self, tmp_path: Path) -> None:
         environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
         options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = self.command("--offline.steps", "6000")

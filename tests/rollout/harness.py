@@ -1,18 +1,90 @@
 """What the tests of the engine share: compiled loops over tiny networks, drafts that are right by construction, exact laws in numpy."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
+from jaxspec.drafts.lookup import history, ngram, preferring
+from jaxspec.drafts.model import external
+from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.generate import Settings, generate
+from jaxspec.rollout.verify import block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Drafter, Prompts, Rollout
-from tests.conftest import no_history, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, with_weights
+from tests.conftest import no_history, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, tiny_prompts, with_weights
+
+GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
+STOP = (1, 3)
+SPREAD = Processing(stop_ids=STOP, temperature=0.9)
+BELOW_ONE = np.nextafter(1.0, 0.0)
+RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
+match = jax.jit(match_rule)
+
+
+def marked(cases: Iterable[Any]) -> list[Any]:
+    """Cases as pytest's parameters: marked slow where they say so."""
+    return [pytest.param(case, marks=pytest.mark.slow if case.slow else [], id=str(case)) for case in cases]
+
+
+def log(probabilities: np.ndarray) -> np.ndarray:
+    """Of 0 it is -inf, silently."""
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities)
+
+
+def draft_of(kind: str, length: int) -> Draft | None:
+    """A draft by name; `a+b` prefers the look-up b to the learned a."""
+    learned, _, beside = kind.partition("+")
+    if beside:
+        lookup, base = draft_of(beside, length), draft_of(learned, length)
+        assert lookup is not None
+        assert base is not None
+        return preferring(lookup, base)
+    match kind:
+        case "none":
+            return None
+        case "eagle3" | "eagle3 small":
+            return recurrent(length, with_taps=True)
+        case "mtp" | "mtp reversed":
+            return recurrent(length, with_taps=False)
+        case "mtp 2":
+            return recurrent(length, with_taps=False, depth=2)
+        case "model":
+            return external(length)
+        case "history":
+            return history(length, GROUP, 1, 4)
+        case rule:
+            return ngram(length, rule, 1, 3, STOP)  # pyright: ignore[reportArgumentType]
+
+
+def network_of(kind: str, scale: float, **changes: Any) -> Any:
+    """The weights that go with `draft_of`."""
+    model = tiny_model(**changes)
+    match kind.partition("+")[0]:
+        case "eagle3":
+            return tiny_network(Eagle3, model, 2, scale)
+        case "eagle3 small":
+            small = tiny_network(functools.partial(Eagle3, vocab=4), model, 2, scale)
+            return with_vocabulary(small, np.array([0, 1, 3, 4]))
+        case "mtp":
+            return tiny_network(Mtp, model, 2, scale)
+        case "mtp reversed":
+            return tiny_network(functools.partial(Mtp, embedding_first=False), model, 2, scale)
+        case "mtp 2":
+            return tiny_network(functools.partial(Mtp, layers=2), model, 2, scale)
+        case "model":
+            return tiny_network(Decoder, tiny_model(**changes, embed=8, ffn=8), 2, scale)
+        case _:
+            return None
 
 
 def drafter(network: Any, draft: Draft | None, choice: tuple[int, ...] = ()) -> Drafter:
@@ -91,10 +163,11 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     return Draft(length, False, True, prefill, lambda state, times: state, propose, commit)
 
 
-def bigram_target(head: np.ndarray) -> tuple[Decoder, np.ndarray]:
+def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:
     """A decoder that sees only the last token, and its logits by last token."""
     vocab = head.shape[1]
-    target = tiny_network(Decoder, tiny_model(vocab=vocab, embed=vocab), 3)
+    model = tiny_model(vocab=vocab, embed=vocab, layers=1, heads=1, kv_heads=1, head_size=2, ffn=2, dtype=dtype)
+    target = tiny_network(Decoder, model, 3)
     target = with_weights(target, output=0.0, down=0.0, embedding=np.eye(vocab), norm=1.0, head=head)
     return target, np.sqrt(vocab) / np.sqrt(1 + vocab * 1e-6) * head
 
@@ -109,3 +182,20 @@ def last_token_prompts(tokens: list[int]) -> Prompts:
         batch=jnp.int32(0),
         **no_history(count),
     )
+
+
+def coupled_prompts() -> Prompts:
+    """Prompts of 1 to 5 tokens over a small part of the vocabulary, so that look-up has something to find, with earlier texts."""
+    random = np.random.default_rng(4)
+    made = tiny_prompts(8, WIDTH)
+    tokens = jnp.asarray(random.integers(4, 7, (8, WIDTH)), jnp.int32)
+    texts = jnp.asarray(random.integers(4, 7, (8, PAST, WIDTH + NEW)), jnp.int32)
+    lengths = jnp.asarray(random.integers(0, WIDTH + NEW + 1, (8, PAST)), jnp.int32)
+    return made.replace(tokens=tokens, lengths=made.lengths.at[3].set(1), history=texts, history_lengths=lengths)
+
+
+@functools.cache
+def plain() -> tuple[Decoder, Any]:
+    """A target, and what it answers to `coupled_prompts` by plain decoding."""
+    target = tiny_network(Decoder, tiny_model(), 1, 0.8)
+    return target, compiled(None, Settings(GROUP, NEW, SPREAD, None))((target, None), coupled_prompts())

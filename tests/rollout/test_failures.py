@@ -13,9 +13,22 @@ from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import EOS, FAILED, LENGTH
-from tests.conftest import tiny_model, tiny_network, tiny_prompts
-from tests.rollout.harness import bigram_draft, compiled, last_token_prompts
+from jaxspec.state import EOS, FAILED, LENGTH, RUNNING
+from tests.conftest import chi_square, no_history, tiny_model, tiny_network, tiny_prompts
+from tests.rollout.harness import (
+    GROUP,
+    NEW,
+    STOP,
+    assert_same_rows,
+    bigram_draft,
+    bigram_target,
+    compiled,
+    draft_of,
+    last_token_prompts,
+    network_of,
+    plain,
+    sequence_law,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -23,9 +36,9 @@ POISON = 9
 """A token whose embedding is NaN: whoever has read it has no next token."""
 
 
-def poisoned(target: Decoder) -> Decoder:
+def poisoned(target: Decoder, token: int = POISON) -> Decoder:
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.at[POISON].set(jnp.nan) if "embedding" in jax.tree_util.keystr(path) else leaf, target
+        lambda path, leaf: leaf.at[token].set(jnp.nan) if "embedding" in jax.tree_util.keystr(path) else leaf, target
     )
 
 
@@ -66,3 +79,45 @@ def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     assert plain[1:new].min() > 0.01
     error = np.sqrt(plain * (1 - plain) * 2 / (2 * group))
     np.testing.assert_array_less(np.abs(found - plain), 4 * error + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [
+        (block_rule, np.nan),
+        *(pytest.param(rule, value, marks=pytest.mark.slow) for rule in (token_rule, None) for value in (np.nan, np.inf)),
+    ],
+)
+def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: float) -> None:
+    """Logits that are not finite after token 5: no row fails, and the law of the tokens is the target's."""
+    logits = np.random.default_rng(5).normal(size=(8, 8))
+    target, table = bigram_target(logits)
+    broken = table.copy()
+    broken[5] = value
+    chosen = Settings(3000, 3, Processing(), rule)
+    rollout = compiled(bigram_draft(2, broken), chosen)((target, None), last_token_prompts([5, 2]))
+    assert (rollout.status == LENGTH).all()
+    assert rollout.statistics.accepted.sum() > 0
+    assert np.isfinite(rollout.statistics.overlap).all()
+    for number, start in enumerate((5, 2)):
+        law = sequence_law(target, [0, start], Processing(), 3)
+        index = {sequence: place for place, sequence in enumerate(law)}
+        found = [tuple(row) for row in rollout.tokens[number * 3000 : (number + 1) * 3000, 2:5].tolist()]
+        assert not set(found) - set(index), "sequences that cannot occur"
+        counts = np.bincount([index[sequence] for sequence in found], minlength=len(law))
+        assert chi_square(counts, 3000 * np.array(list(law.values()))) > 1e-3
+
+
+def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
+    """A NaN embedding of one prompt's token fails that group only."""
+    target, made = plain()[0], tiny_prompts(8)
+    made = made.replace(tokens=jnp.where(made.tokens == 7, 8, made.tokens).at[2, 0].set(7), history=no_history(8)["history"])
+    processing = Processing(banned=(7,), stop_ids=STOP)
+    run = compiled(draft_of("eagle3", 3), Settings(GROUP, NEW, processing, block_rule))
+    network = network_of("eagle3", 0.8)
+    rollout, clean = run((poisoned(target, 7), network), made), run((target, network), made)
+    hit = np.arange(32) // GROUP == 2
+    assert (rollout.status[hit] == FAILED).all()
+    np.testing.assert_array_equal(rollout.lengths[hit], rollout.prompt_lengths[hit])
+    assert_same_rows(rollout, clean, ~hit)
+    assert RUNNING not in rollout.status

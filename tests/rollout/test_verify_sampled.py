@@ -12,17 +12,9 @@ from jaxspec import sampling
 from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
 from tests.conftest import chi_square
+from tests.rollout.harness import BELOW_ONE, RULES, log, match
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-BELOW_ONE = np.nextafter(1.0, 0.0)
-RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
-match = jax.jit(match_rule)
-
-
-def log(probabilities: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(probabilities)
 
 
 def random_rows(size: int, length: int, vocab: int, dtype: type = np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -263,7 +255,7 @@ THIRD, TWO_THIRDS = (jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 
 
 
 @pytest.mark.parametrize("rule", [*RULES, "match"])
-def test_several_rounds_with_the_engines_keys_have_the_targets_law(rule: str) -> None:
+def test_several_sampled_rounds_have_the_targets_law(rule: str) -> None:
     """The 10/9 vector of drafters.md 6.10, four tokens."""
     tokens = decoded(rule, THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4)
     assert fit(tokens, THIRD) > 1e-3

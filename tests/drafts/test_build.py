@@ -1,0 +1,133 @@
+"""What a config asks for is what is built: the draft of that kind, rule and length, and a network of those sizes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.stages import Lowered
+
+from jaxspec.config import DraftConfig, GrpoConfig, LookupConfig, RolloutConfig
+from jaxspec.drafts.base import Context, Draft, Proposal
+from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.drafts.lookup import history, ngram, preferring
+from jaxspec.drafts.model import external
+from jaxspec.drafts.recurrent import recurrent
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.mtp import Mtp
+from jaxspec.rollout.generate import Settings, begin
+from jaxspec.sampling import Processing
+from jaxspec.state import Prompts
+from tests.conftest import numpy_weights, tiny_config, tiny_model, tiny_network
+from tests.rollout.harness import drafter
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+GROUP, WIDTH, ENDS = 2, 9, (1, 3)
+
+
+class Built(NamedTuple):
+    draft: DraftConfig
+    wanted: Draft
+    """The same draft, put together by hand."""
+    lookup: LookupConfig = LookupConfig()
+    network: Any = None
+    shapes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        name = self.draft.kind if self.lookup.beside == "none" else f"{self.draft.kind} beside {self.lookup.beside}"
+        return f"{name} {self.lookup.rule}" if "ngram" in name else name
+
+
+BUILT = [
+    Built(
+        DraftConfig(kind="eagle3", draft_length=2, vocab=6, ffn=12),
+        recurrent(2, with_taps=True),
+        network=Eagle3,
+        shapes={"fuse": (48, 16), "head": (16, 6), "vocabulary": (6,), "gate": (1, 16, 12)},
+    ),
+    Built(
+        DraftConfig(kind="mtp", draft_length=3, layers=2, embedding_first=False),
+        recurrent(3, with_taps=False, depth=2),
+        network=Mtp,
+        shapes={"project": (2, 32, 16), "gate": (2, 16, 24)},
+    ),
+    Built(
+        DraftConfig(kind="model", draft_length=2, layers=2, ffn=8),
+        external(2),
+        network=Decoder,
+        shapes={"embedding": (11, 16), "layers.query": (2, 16, 4, 4), "layers.gate": (2, 16, 8)},
+    ),
+    Built(DraftConfig(kind="ngram", draft_length=3), ngram(3, "hf", 1, 3, ENDS), LookupConfig(rule="hf", min_match=1, max_match=3)),
+    Built(DraftConfig(kind="ngram", draft_length=3), ngram(3, "vllm", 1, 3, ENDS), LookupConfig(rule="vllm", min_match=1, max_match=3)),
+    Built(DraftConfig(kind="ngram", draft_length=4), ngram(4, "latest", 2, 2, ENDS), LookupConfig(rule="latest", min_match=2, max_match=2)),
+    Built(DraftConfig(kind="history", draft_length=3), history(3, GROUP, 1, 3), LookupConfig(min_match=1, max_match=3)),
+    Built(
+        DraftConfig(kind="eagle3", draft_length=2),
+        preferring(history(2, GROUP, 1, 3), recurrent(2, with_taps=True)),
+        LookupConfig(beside="history", min_match=1, max_match=3),
+        network=Eagle3,
+        shapes={"head": (16, 11), "gate": (1, 16, 24)},
+    ),
+]
+
+
+def texts() -> Prompts:
+    """Prompts of 3 to 9 tokens out of three, end tokens among them, with two earlier answers each."""
+    random = np.random.default_rng(0)
+    tokens, lengths = (random.choice([1, 3, 4], (8, 3, WIDTH)), random.integers(3, WIDTH + 1, (8, 3)))
+    return Prompts(
+        tokens=jnp.asarray(tokens[:, 0], jnp.int32),
+        lengths=jnp.asarray(lengths[:, 0], jnp.int32),
+        live=jnp.ones(8, bool),
+        stream=jnp.int32(0),
+        batch=jnp.int32(0),
+        history=jnp.asarray(tokens[:, 1:], jnp.int32),
+        history_lengths=jnp.asarray(lengths[:, 1:], jnp.int32),
+    )
+
+
+def proposing(draft: Draft, network: Any) -> Lowered:
+    """The program that proposes the first block after `texts`, the most likely tokens."""
+    settings = Settings(GROUP, 4, Processing(stop_ids=ENDS), None)
+
+    def likeliest(logits: jax.Array, offset: int) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def run(target: Decoder, network: Any, prompts: Prompts) -> Proposal:
+        engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(0), settings)
+        context = Context(engine.rollout.tokens, engine.rollout.lengths)
+        return draft.propose(network, target, engine.draft, context, likeliest)[1]
+
+    return jax.jit(run).lower(tiny_network(Decoder, tiny_model(), 1), network, texts())
+
+
+@pytest.mark.parametrize("case", BUILT, ids=str)
+def test_a_config_gives_its_draft_and_network(case: Built) -> None:
+    rollout = RolloutConfig(max_new_tokens=4, draft=case.draft, lookup=case.lookup)
+    config = tiny_config(rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP))
+    draft, network = build_draft(config, ENDS), tiny_network(lambda _, key: build_network(config, key), config.model, 2)
+    assert draft is not None
+    assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
+    assert draft.length == case.draft.draft_length
+    assert type(network) is (case.network or type(None))
+    if network is not None:
+        sizes = {name: value.shape for name, value in numpy_weights(network).items()}
+        assert case.shapes.items() <= sizes.items()
+    if isinstance(network, Mtp):
+        assert (network.depth, network.embedding_first) == (2, False)
+    program = proposing(draft, network)
+    assert program.as_text() == proposing(case.wanted, network).as_text()
+    found = jax.tree.map(np.asarray, program.compile()(tiny_network(Decoder, tiny_model(), 1), network, texts()))
+    assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
+    assert (found.offered > 0).any()
+    if case.draft.vocab:
+        assert (found.tokens < case.draft.vocab).all()
+
+
+def test_none_is_plain_decoding() -> None:
+    config = tiny_config(draft=DraftConfig(kind="none"))
+    assert build_draft(config, ENDS) is None
+    assert build_network(config, jax.random.key(0)) is None

@@ -1,0 +1,90 @@
+"""200,000 short answers of the engine itself, in float32, against their exact law: drafts that are opposite, disjoint, one-hot or equal."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxspec.rollout.generate import Settings
+from jaxspec.rollout.verify import block_rule, token_rule
+from jaxspec.sampling import Processing
+from tests.conftest import chi_square, numpy_softmax
+from tests.rollout.harness import bigram_draft, bigram_target, compiled, last_token_prompts, marked
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+NEW, CALLS, GROUP = 3, 4, 25_000
+STARTS = [1, 2]
+NEVER = -1e9
+"""A logit of the target whose probability is exactly 0; the engine takes one that is not finite for a failure."""
+
+
+def opposite(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return logits, -logits
+
+
+def disjoint(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The target has tokens 0, 2, 4, ..., the draft the others."""
+    odd = np.arange(len(logits)) % 2 == 1
+    return np.where(odd, NEVER, logits), np.where(odd, 0.0, -np.inf) * np.ones_like(logits)
+
+
+def one_hot(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The draft always says the second likeliest token."""
+    second = np.argsort(logits, axis=1)[:, -2:-1]
+    return logits, np.where(np.arange(len(logits)) == second, 0.0, -np.inf)
+
+
+def equal(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return logits, logits
+
+
+class Trial(NamedTuple):
+    rule: Any
+    tables: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    vocab: int
+    slow: bool = True
+
+    def __str__(self) -> str:
+        rule = self.rule.__name__.removesuffix("_rule") if self.rule else "coupled"
+        return f"{rule}, {self.tables.__name__}, {self.vocab}"
+
+
+FAST = {(token_rule, opposite, 3), (block_rule, opposite, 3)}
+TRIALS = [
+    Trial(rule, tables, vocab, (rule, tables, vocab) not in FAST)
+    for rule in (token_rule, block_rule, None)
+    for tables in (opposite, disjoint, one_hot, equal)
+    for vocab in (3, 16)
+]
+
+
+@pytest.mark.parametrize("trial", marked(TRIALS))
+def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
+    """At 3 tokens the law of all three together, at 16 that of each pair."""
+    vocab = trial.vocab
+    wanted, drafted = trial.tables(1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)))
+    target, table = bigram_target(wanted * np.sqrt((1 + vocab * 1e-6) / vocab), "float32")
+    np.testing.assert_allclose(table, wanted)
+    run = compiled(bigram_draft(2, drafted.astype(np.float32)), Settings(GROUP, NEW, Processing(), trial.rule))
+    counts, rounds, accepted = np.zeros((len(STARTS), vocab**NEW)), 0, 0
+    for seed in range(CALLS):
+        rollout = run((target, None), last_token_prompts(STARTS), seed)
+        assert (rollout.lengths == 2 + NEW).all()
+        index = rollout.tokens[:, 2:] @ vocab ** np.arange(NEW)[::-1]
+        counts += [np.bincount(part, minlength=vocab**NEW) for part in index.reshape(len(STARTS), GROUP)]
+        rounds, accepted = rounds + rollout.statistics.rounds.mean() / CALLS, accepted + rollout.statistics.accepted.sum()
+    if trial.tables is disjoint:
+        assert (rounds, accepted) == (NEW, 0)
+    elif trial.tables is equal:
+        assert rounds == pytest.approx(1, abs=1e-3)  # weights that agree to rounding
+    else:
+        assert 1.1 < rounds < 2.9, "both acceptance and rejection must be common for this to test anything"
+    laws = numpy_softmax(table)
+    expected = np.einsum("sa,ab,bc->sabc", laws[STARTS], laws, laws)
+    counts = counts.reshape(expected.shape)
+    assert counts.sum() == CALLS * GROUP * len(STARTS)
+    for summed in ((),) if vocab == 3 else ((1,), (2,), (3,)):
+        seen, law = counts.sum(summed), CALLS * GROUP * expected.sum(summed)
+        assert chi_square(seen.ravel(), law.ravel()) > 1e-3
