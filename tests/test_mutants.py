@@ -144,7 +144,7 @@ MUTANTS = [
         "a block may run past the length limit",
         "rollout/generate.py",
         "count = jnp.where(going, jnp.minimum(until_end, room), 0)",
-        "count = jnp.where(going, until_end, 0)",
+        "count = jnp.where(going, until_end, 0)\n    room = jnp.maximum(room, count)",
         CUTS,
     ),
     Mutant(
@@ -223,13 +223,13 @@ def copied(repository: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(copied: Path, request: pytest.FixtureRequest) -> Run:
-    """Runs tests of the copied tree; what they compile is kept apart from the suite's own."""
+    """Runs tests of the copied tree, for 15 minutes at most; what they compile is kept apart from the suite's own."""
     folder = request.config.cache.mkdir("mutants")  # pyright: ignore[reportOptionalMemberAccess]
 
     def call(*tests: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={folder}", *(f"tests/{test}" for test in tests)]
         environment = os.environ | {"PYTHONPATH": str(copied)}
-        return subprocess.run(command, cwd=copied, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=copied, env=environment, capture_output=True, text=True, check=False, timeout=900)
 
     return call
 
