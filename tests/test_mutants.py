@@ -190,10 +190,10 @@ MUTANTS = [
     Mutant(
         "-",
         "block coins are keyed by absolute position",
-        "rollout/generate.py",
-        "sampling.uniform(sampling.offset_keys(engine.keys, lengths, sampling.COIN, length), dtype)",
-        "sampling.uniform(sampling.position_keys(engine.keys, lengths, length), dtype)",
-        f"{SAMPLED}[block, opposite, 3]",
+        "sampling.py",
+        "stream), position)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count, dtype=jnp.int32))",
+        "stream), 0)\n        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count, dtype=jnp.int32))",
+        "rollout/test_verify_sampled.py::test_several_sampled_rounds_have_the_targets_law",
     ),
     Mutant(
         "-",
