@@ -38,5 +38,5 @@ def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_leng
         ),
         sft=SftConfig(steps=0),
         draft_training=DraftTrainingConfig(learning_rate=1e-4),
-        offline=OfflineConfig(steps=0),
+        offline=OfflineConfig(steps=0, learning_rate=3e-4),
     )

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
 from jaxspec.drafts.base import Draft
-from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optim
@@ -65,7 +65,9 @@ class Step:
     # ---- state
 
     def start(self, policy: Decoder, network: PyTree) -> TrainState:
-        """The state before the first batch, from weights."""
+        """The state before the first batch, from weights; a draft that does not fit the policy is refused (`ConfigError`)."""
+        if network is not None:
+            check_fits(network, self.config.model)
         draft = None if network is None else optim.start(network, self.draft_optimizer)
         online = jnp.asarray(self.config.draft_training.online and network is not None)
         measured = draft_temperature.start(self.draft_length, self.settings.grid)

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Key
 
-from jaxspec.config import Config, ModelConfig
+from jaxspec.config import Config, ModelConfig, require
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external
@@ -56,3 +56,24 @@ def build_network(config: Config, key: Key[Array, ""]) -> Eagle3 | Mtp | Decoder
             return Decoder(draft_model(config), key)
         case "none" | "ngram" | "history":
             return None
+
+
+def check_fits(network: Eagle3 | Mtp | Decoder, target: ModelConfig) -> None:
+    """Whether a draft's network can draft for a target: it reads the target's hidden states and embedding, and speaks its vocabulary.
+
+    Raises:
+      ConfigError: names what differs, with both numbers.
+    """
+    if isinstance(network, Decoder):
+        sizes = {"vocabulary": (network.embedding.shape[0], target.vocab)}
+    elif isinstance(network, Mtp):
+        sizes = {"hidden size": (network.project.shape[-1], target.embed)}
+    else:
+        sizes = {
+            "hidden size": (network.fuse.shape[1], target.embed),
+            "width of three taps": (network.fuse.shape[0], 3 * target.embed),
+            "vocabulary": (network.config.vocab if network.vocabulary is not None else network.head.shape[-1], target.vocab),
+        }
+    wrong = [f"its {name} is {own}, the policy's {wanted}" for name, (own, wanted) in sizes.items() if own != wanted]
+    kind = type(network).__name__
+    require(not wrong, f"the {kind} draft does not fit the policy: {'; '.join(wrong)}. Train or load one that was made for this policy")

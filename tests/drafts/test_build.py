@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.stages import Lowered
 
-from jaxspec.config import DraftConfig, GrpoConfig, LookupConfig, RolloutConfig
+from jaxspec.config import ConfigError, DraftConfig, GrpoConfig, LookupConfig, RolloutConfig
 from jaxspec.drafts.base import Context, Draft, Proposal
-from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
@@ -131,3 +131,24 @@ def test_none_is_plain_decoding() -> None:
     config = tiny_config(draft=DraftConfig(kind="none"))
     assert build_draft(config, ENDS) is None
     assert build_network(config, jax.random.key(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("network", "other", "message"),
+    [
+        (Eagle3, {"embed": 32}, r"Eagle3 draft does not fit.*hidden size is 16, the policy's 32; its width of three taps is 48, .* 96\. "),
+        (Eagle3, {"vocab": 24}, r"vocabulary is 12, the policy's 24"),
+        (Mtp, {"embed": 32}, r"Mtp draft does not fit the policy: its hidden size is 16, the policy's 32"),
+        (Decoder, {"vocab": 24}, r"Decoder draft does not fit the policy: its vocabulary is 12, the policy's 24"),
+    ],
+)
+def test_a_draft_made_for_another_policy_is_refused_with_both_numbers(network: Any, other: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_fits(tiny_network(network, tiny_model(vocab=12, embed=16)), tiny_model(**{"vocab": 12, "embed": 16, **other}))
+
+
+def test_a_draft_with_a_vocabulary_of_its_own_is_judged_by_the_vocabulary_it_maps_into() -> None:
+    network = Eagle3(tiny_model(vocab=12), jax.random.key(0), vocab=5)
+    check_fits(network, tiny_model(vocab=12))
+    with pytest.raises(ConfigError, match=r"its vocabulary is 12, the policy's 13"):
+        check_fits(network, tiny_model(vocab=13))

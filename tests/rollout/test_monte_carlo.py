@@ -1,5 +1,6 @@
 """200,000 short answers of the engine itself, in float32, against their exact law: drafts that are opposite, disjoint, one-hot or equal."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from tests.rollout.harness import bigram_draft, bigram_target, compiled, last_to
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-NEW, CALLS, GROUP = 3, 4, 25_000
-STARTS = [1, 2]
+NEW, CALLS, GROUP = 4, 4, 25_000
+STARTS = [0, 1]
 NEVER = -1e9
 """A logit of the target whose probability is exactly 0; the engine takes one that is not finite for a failure."""
 
@@ -28,6 +29,11 @@ def disjoint(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The target has tokens 0, 2, 4, ..., the draft the others."""
     odd = np.arange(len(logits)) % 2 == 1
     return np.where(odd, NEVER, logits), np.where(odd, 0.0, -np.inf) * np.ones_like(logits)
+
+
+def swapped(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The published vector of block verification at every position: it tells coins that come back in the next round."""
+    return np.log(np.tile([1 / 3, 2 / 3], (2, 1))), np.log(np.tile([2 / 3, 1 / 3], (2, 1)))
 
 
 def one_hot(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,18 +57,17 @@ class Trial(NamedTuple):
         return f"{rule}, {self.tables.__name__}, {self.vocab}"
 
 
-FAST = {(token_rule, opposite, 3), (block_rule, opposite, 3)}
+FAST = {(token_rule, opposite, 3), (block_rule, opposite, 3), (block_rule, swapped, 2)}
 TRIALS = [
     Trial(rule, tables, vocab, (rule, tables, vocab) not in FAST)
     for rule in (token_rule, block_rule, None)
-    for tables in (opposite, disjoint, one_hot, equal)
-    for vocab in (3, 16)
+    for tables, vocab in (*itertools.product((opposite, disjoint, one_hot, equal), (3, 16)), (swapped, 2))
 ]
 
 
 @pytest.mark.parametrize("trial", marked(TRIALS))
 def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
-    """At 3 tokens the law of all three together, at 16 that of each pair."""
+    """At 2 and 3 tokens the law of all four together, at 16 that of each pair."""
     vocab = trial.vocab
     wanted, drafted = trial.tables(1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)))
     target, table = bigram_target(wanted * np.sqrt((1 + vocab * 1e-6) / vocab), "float32")
@@ -78,13 +83,13 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
     if trial.tables is disjoint:
         assert (rounds, accepted) == (NEW, 0)
     elif trial.tables is equal:
-        assert rounds == pytest.approx(1, abs=1e-3)  # weights that agree to rounding
+        assert rounds == pytest.approx(2, abs=1e-3)  # weights that agree to rounding
     else:
-        assert 1.1 < rounds < 2.9, "both acceptance and rejection must be common for this to test anything"
+        assert 1.1 < rounds < 3.9, "both acceptance and rejection must be common for this to test anything"
     laws = numpy_softmax(table)
-    expected = np.einsum("sa,ab,bc->sabc", laws[STARTS], laws, laws)
+    expected = np.einsum("sa,ab,bc,cd->sabcd", laws[STARTS], laws, laws, laws)
     counts = counts.reshape(expected.shape)
     assert counts.sum() == CALLS * GROUP * len(STARTS)
-    for summed in ((),) if vocab == 3 else ((1,), (2,), (3,)):
+    for summed in ((),) if vocab < 16 else itertools.combinations(range(1, NEW + 1), 2):
         seen, law = counts.sum(summed), CALLS * GROUP * expected.sum(summed)
         assert chi_square(seen.ravel(), law.ravel()) > 1e-3
