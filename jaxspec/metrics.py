@@ -252,5 +252,5 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
             gain = f"speed-up {plain / speculative:.2f}" if unit == "seconds" else f"{plain / speculative:.2f} times fewer"
             table.add_row(title, f"plain {short(plain)}, speculative {short(speculative)}: {gain}")
     if cost := summary.get("round_cost"):
-        table.add_row("round_cost", f"{short(cost)} (seconds of a round over those of a plain step)")
+        table.add_row("round_cost", f"{short(cost)} (a round over a plain step, in seconds)")
     return table

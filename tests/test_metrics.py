@@ -195,7 +195,7 @@ def test_closing_table() -> None:
         "seconds by phase | generate 10.0, step 20.0",
         "target passes a sequence | plain 22, speculative 8: 2.75 times fewer",
         "seconds for 128 rows | plain 0.5, speculative 0.6: speed-up 0.83",
-        "round_cost | 1.8 (seconds of a round over those of a plain step)",
+        "round_cost | 1.8 (a round over a plain step, in seconds)",
     ]
 
 
