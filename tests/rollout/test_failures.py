@@ -62,7 +62,7 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
     assert found.statistics.accepted[failed].sum() > 0, "rows must fail inside blocks, too"
 
 
-@pytest.mark.parametrize("rule", [block_rule, token_rule])
+@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
 def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     """A draft that proposes the poisoned token often: as many rows fail, after as many tokens, as by plain decoding."""
     target, processing = poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8)), Processing()

@@ -185,6 +185,7 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
     return np.asarray(run(last_token_prompts([1, 2])).statistics.kept)
 
 
+@pytest.mark.slow
 def test_block_keeps_more_than_token_by_the_published_vector() -> None:
     """drafters.md 6.10 in the engine's loop: (1/3, 2/3) drafted as (2/3, 1/3) with K = 2 keeps 1 + 10/9 (token), 1 + 11/9 (block)."""
     target, table = bigram_target(np.tile(np.log([1 / 3, 2 / 3]) * np.sqrt((1 + 2e-6) / 2), (2, 1)))
