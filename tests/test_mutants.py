@@ -193,7 +193,7 @@ MUTANTS = [
         "rollout/generate.py",
         "sampling.uniform(sampling.offset_keys(engine.keys, lengths, sampling.COIN, length), dtype)",
         "sampling.uniform(sampling.position_keys(engine.keys, lengths, length), dtype)",
-        f"{SAMPLED}[block, swapped, 2]",
+        f"{SAMPLED}[block, one_hot, 3]",
     ),
     Mutant(
         "-",
