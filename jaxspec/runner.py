@@ -201,6 +201,7 @@ class Timed(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Prefill and loop together."""
         return self.prefill_seconds + self.loop_seconds
 
 

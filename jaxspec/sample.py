@@ -1,5 +1,6 @@
 """Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample --checkpoint RUN`."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -226,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
         config = sampling_config(run.config, options, words)
         job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
     except ConfigError as error:
-        raise ConfigError(str(error).replace("rollout.", "")) from error  # the options here go without
+        raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error  # the options here go without
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
     session, rollout = Session(job, *restore(run, job), options.samples), config.rollout

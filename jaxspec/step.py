@@ -24,8 +24,9 @@ from jaxspec.rl.advantage import group_advantages
 from jaxspec.rl.draft_loss import LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
 from jaxspec.rl.loss import grpo_loss, masked_mean
-from jaxspec.rollout import acceptance, draft_temperature
+from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
+from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, TrainState
@@ -98,7 +99,7 @@ class Step:
             lengths=count,
             logprobs=jnp.zeros((rows, size), wide),
             status=count,
-            statistics=acceptance.no_statistics(rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide),
+            statistics=no_statistics(rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide),
         )
         off = jnp.zeros((rows,), bool)
         return Finished(rollout=rollout, rewards=jnp.zeros((rows,), jnp.float32), valid=off, learn=jnp.zeros((), bool))
@@ -136,7 +137,7 @@ class Step:
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            **acceptance.acceptance_metrics(rollout.statistics, tokens, drafter.choice, self.settings.grid),
+            **acceptance_metrics(rollout.statistics, tokens, drafter.choice, self.settings.grid),
             **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
         }
 

@@ -23,7 +23,18 @@ install_import_hook("jaxspec", "beartype.beartype")
 
 from jax.sharding import Mesh  # noqa: E402
 
-from jaxspec.config import Config, DraftConfig, DraftTrainingConfig, GrpoConfig, MeshConfig, ModelConfig, RolloutConfig  # noqa: E402
+from jaxspec.config import (  # noqa: E402
+    Config,
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    GrpoConfig,
+    MeshConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+)
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
@@ -85,6 +96,20 @@ def tiny_model(**changes: Any) -> ModelConfig:
         "rope_theta": 100.0,
     }
     return ModelConfig(**{**sizes, "tied": False, "dtype": "float64", "remat": False, **changes})
+
+
+def answering_config(**rollout: Any) -> Config:
+    """A run that answers prompts of the built-in characters, with a small model for a draft, on any mesh; nothing is trained before it."""
+    draft = DraftConfig(kind="model", layers=4, draft_length=3)
+    return Config(
+        model=ModelConfig(vocab=24, layers=4, embed=16, heads=4, kv_heads=2, head_size=4, ffn=24, tied=False, remat=False),
+        rollout=RolloutConfig(max_new_tokens=24, draft=draft, **rollout),
+        grpo=GrpoConfig(prompts=8, group_size=2),
+        data=DataConfig(max_prompt_length=6),
+        mesh=MeshConfig(shard_above=0),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(steps=0),
+    )
 
 
 def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any) -> Config:

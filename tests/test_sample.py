@@ -22,15 +22,10 @@ from jaxspec.cli import override
 from jaxspec.config import (
     Config,
     ConfigError,
-    DataConfig,
     DraftConfig,
-    GrpoConfig,
     LookupConfig,
     MeshConfig,
-    ModelConfig,
     OfflineConfig,
-    RolloutConfig,
-    SftConfig,
     to_json,
 )
 from jaxspec.consistency import check
@@ -40,17 +35,9 @@ from jaxspec.sample import Writer, main, options_of, sampling_config
 from jaxspec.session import Piece
 from jaxspec.state import Drafter, Prompts
 from jaxspec.tokenizer import Tokenizer, character_tokenizer
-from tests.conftest import no_history, small_mesh, tiny_network
+from tests.conftest import answering_config, no_history, small_mesh, tiny_network
 
-CONFIG = Config(
-    model=ModelConfig(vocab=24, layers=4, embed=16, heads=4, kv_heads=2, head_size=4, ffn=24, tied=False, remat=False),
-    rollout=RolloutConfig(max_new_tokens=24, verify="coupled", draft=DraftConfig(kind="model", layers=4, draft_length=3)),
-    grpo=GrpoConfig(prompts=8, group_size=2),
-    data=DataConfig(max_prompt_length=6),
-    mesh=MeshConfig(shard_above=0),
-    sft=SftConfig(steps=0),
-    offline=OfflineConfig(steps=0),
-)
+CONFIG = answering_config(verify="coupled")
 PROMPTS = ("3+4=", "1,2,", "9#9#")
 
 

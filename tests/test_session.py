@@ -13,33 +13,17 @@ import pytest
 
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import (
-    Config,
     ConfigError,
-    DataConfig,
-    DraftConfig,
-    GrpoConfig,
     MeshConfig,
-    ModelConfig,
-    OfflineConfig,
-    RolloutConfig,
-    SftConfig,
     to_json,
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
 from jaxspec.session import Run, find_run, read_prompt, restore
 from jaxspec.tokenizer import character_tokenizer
-from tests.conftest import small_mesh, tiny_network
+from tests.conftest import answering_config, small_mesh, tiny_network
 
-CONFIG = Config(
-    model=ModelConfig(vocab=24, layers=4, embed=16, heads=4, kv_heads=2, head_size=4, ffn=24, tied=False, remat=False),
-    rollout=RolloutConfig(max_new_tokens=24, draft=DraftConfig(kind="model", layers=4, draft_length=3)),
-    grpo=GrpoConfig(prompts=8, group_size=2),
-    data=DataConfig(max_prompt_length=6),
-    mesh=MeshConfig(shard_above=0),
-    sft=SftConfig(steps=0),
-    offline=OfflineConfig(steps=0),
-)
+CONFIG = answering_config()
 BEST = (7, 0, 3)
 """Places in the grid of the draft temperatures that the run has found best, by depth."""
 

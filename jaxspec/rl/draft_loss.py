@@ -106,18 +106,6 @@ def draft_loss(
     target, forward = jax.lax.stop_gradient((target, forward))
     if isinstance(network, Decoder):
         return _external_loss(network, target, forward, tokens, mask, objective)
-    return _unrolled_loss(network, target, forward, tokens, mask, objective)
-
-
-def _unrolled_loss(
-    network: Eagle3 | Mtp,
-    target: Decoder,
-    forward: Forward,
-    tokens: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    objective: Objective,
-) -> DraftLoss:
-    """Depth after depth, each on the states of the one before."""
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
     embedded = target.embedding[...][tokens]

@@ -1,7 +1,7 @@
 """The lossless verification rules: whatever the draft proposes, the tokens kept have exactly the target's law.
 
-A row's first `offered` of K drafts are on offer; the rest of `drafted` and `draft_logprobs`, and the target beyond, are not looked at. A
-draft position gone NaN ends the offer there.
+A row's first `offered` of K drafts are on offer; the rest of `drafted` and `draft_logprobs`, and the target beyond, are not looked at. The
+target must be finite wherever a draft is offered; a draft position gone NaN ends the offer there.
 """
 
 from typing import NamedTuple
