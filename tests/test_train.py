@@ -29,9 +29,7 @@ SMALL = {
     "model.dtype": "float64",
     "sft.steps": 100,
     "sft.rows": 32,
-    "offline.steps": 20,
-    "offline.samples": 128,
-    "offline.rows": 32,
+    "offline.steps": 0,
     "data.digits": 1,
     "data.max_prompt_length": 6,
     "data.eval_prompts": 6,
@@ -191,6 +189,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     assert sample.keys() >= {"step", "prompt", "response", "answer", "reward"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_can_be_extended(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
     before = (undisturbed / "metrics.jsonl").read_text()
     assert "has all 8 batches already" in launch(cache, undisturbed).finish()
@@ -201,6 +200,7 @@ def test_a_finished_run_says_so_and_can_be_extended(cache: Path, undisturbed: Pa
     assert_same(final_arrays(short), final_arrays(undisturbed))
 
 
+@pytest.mark.slow
 def test_staged_gives_the_same_numbers_and_times_each_phase(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
     launch(cache, tmp_path / "staged", staged=True).finish()
     for line, expected in zip(lines(tmp_path / "staged"), lines(undisturbed), strict=True):

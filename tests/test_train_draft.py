@@ -103,7 +103,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 class TestTrain:
-    @pytest.mark.parametrize(("kind", "draft"), [("eagle3", {"vocab": 12}), ("model", {"ffn": 8})])
+    @pytest.mark.parametrize(("kind", "draft"), [("eagle3", {"vocab": 12}), pytest.param("model", {"ffn": 8}, marks=pytest.mark.slow)])
     def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, draft
     ) -> None:
@@ -200,6 +200,7 @@ class TestCachedDraft:
         monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
         return tmp_path / "cache"
 
+    @pytest.mark.slow
     def test_killed_and_called_again_it_holds_what_an_uninterrupted_one_does(
         self, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

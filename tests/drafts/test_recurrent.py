@@ -44,7 +44,7 @@ class Case(NamedTuple):
     """(state, committed tokens, lengths, tokens to draft) -> state, proposal: two drafts can walk the same way."""
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp1", "mtp2", pytest.param("mtp4", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["eagle3", "mtp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp1", "mtp4"))])
 def case(x64: None, request: pytest.FixtureRequest) -> Case:
     kind, depth = request.param, DEPTHS[request.param]
     taps = kind == "eagle3"

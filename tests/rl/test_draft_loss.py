@@ -128,7 +128,8 @@ def assert_as_inference(network: Any, target: Decoder, temperature: float, decay
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tied", "temperature", "decay", "vocab"), [(4, False, 1.0, 0.8, 0), (1, True, 0.7, 1.0, 0), (2, False, 1.3, 0.5, 7)]
+    ("kv_heads", "tied", "temperature", "decay", "vocab"),
+    [pytest.param(4, False, 1.0, 0.8, 0, marks=pytest.mark.slow), (1, True, 0.7, 1.0, 0), (2, False, 1.3, 0.5, 7)],
 )
 def test_eagle3_unroll_equals_inference(kv_heads: int, tied: bool, temperature: float, decay: float, vocab: int) -> None:
     network, target = networks(kv_heads, tied, vocab)
@@ -136,7 +137,8 @@ def test_eagle3_unroll_equals_inference(kv_heads: int, tied: bool, temperature: 
 
 
 @pytest.mark.parametrize(
-    ("layers", "embedding_first", "tied", "depths"), [(1, False, True, (3,)), (2, True, False, (3,)), (3, False, False, (5,))]
+    ("layers", "embedding_first", "tied", "depths"),
+    [(1, False, True, (3,)), (2, True, False, (3,)), pytest.param(3, False, False, (5,), marks=pytest.mark.slow)],
 )
 def test_mtp_unroll_equals_inference(layers: int, embedding_first: bool, tied: bool, depths: tuple[int, ...]) -> None:
     """With more layers than one, each has true slots of its own, one later than the layer before."""

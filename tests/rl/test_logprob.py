@@ -58,7 +58,7 @@ def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sam
             assert np.exp(found[row, t]) == pytest.approx(law[TOKENS[row, t]], abs=1e-12)
 
 
-@pytest.mark.parametrize("positions_per_chunk", [1, 2, 3, 7])
+@pytest.mark.parametrize("positions_per_chunk", [1, 3, 7])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
     policy, tokens = policy_of(tied=False), jnp.asarray(TOKENS)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))
@@ -67,10 +67,10 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
         both = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, Processing(temperature=0.8))
         return jnp.sum(weights[0] * both[0] + weights[1] * both[1]), both
 
-    (_, wanted), wanted_slope = jax.value_and_grad(total, has_aux=True)(policy)
+    (_, wanted), wanted_slope = jax.jit(jax.value_and_grad(total, has_aux=True))(policy)
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 2 * 11 * positions_per_chunk)
     loops = str(jax.make_jaxpr(total)(policy)).count("scan[")
-    (_, found), found_slope = jax.value_and_grad(total, has_aux=True)(policy)
+    (_, found), found_slope = jax.jit(jax.value_and_grad(total, has_aux=True))(policy)
     assert loops == (1 if positions_per_chunk == 7 else 2)  # the layers' own, and the chunks'
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)

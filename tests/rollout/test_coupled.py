@@ -55,7 +55,7 @@ COUPLED = [
     Coupled("mtp", 5),
     Coupled("mtp reversed", 2, (1.0,), (), 2, 2),
     Coupled("mtp 2", 5, (1.0,), (), 8, slow=False),
-    Coupled("model", 3, (0.0,), (), 2, slow=False),
+    Coupled("model", 3, (0.0,), (), 2),
     Coupled("vllm", 5),
     Coupled("hf", 2, (1.0,), (), 8),
     Coupled("history", 5, (1.0,), (), 2),
@@ -78,9 +78,8 @@ def test_coupled_tokens_are_those_of_plain_decoding(case: Coupled) -> None:
     np.testing.assert_allclose(found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle3", pytest.param("mtp 2", marks=pytest.mark.slow), pytest.param("eagle3+history", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "mtp 2", "eagle3+history"])
 def test_permuted_rows_stay_themselves(kind: str) -> None:
     """Groups change places after the prefill, caches, drafts and all: each gives the tokens it would have given at its old place."""
     draft, chosen = draft_of(kind, 3), Settings(GROUP, NEW, SPREAD, block_rule)

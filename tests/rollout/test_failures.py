@@ -108,6 +108,7 @@ def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: floa
         assert chi_square(counts, 3000 * np.array(list(law.values()))) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
     """A NaN embedding of one prompt's token fails that group only."""
     target, made = plain()[0], tiny_prompts(8)

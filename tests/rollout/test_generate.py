@@ -133,7 +133,9 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
     np.testing.assert_array_equal(engine.lengths, engine.prompt_lengths)
 
 
-@pytest.mark.parametrize(("length", "coupled", "temperature"), [(3, False, 0.7), (3, True, 0.7), (0, True, 0.7)])
+@pytest.mark.parametrize(
+    ("length", "coupled", "temperature"), [(3, False, 0.7), pytest.param(3, True, 0.7, marks=pytest.mark.slow), (0, True, 0.7)]
+)
 def test_recorded_logprobs_are_those_of_the_whole_sequence(length: int, coupled: bool, temperature: float) -> None:
     rollout = program(length, coupled, temperature)(networks(), prompts())
     for row in range(0, len(rollout.status), 3):
@@ -147,7 +149,7 @@ def test_recorded_logprobs_are_those_of_the_whole_sequence(length: int, coupled:
 # ---- rows and failures
 
 
-@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     run, made = program(3, coupled), prompts()
     whole = run(networks(), made)
@@ -243,7 +245,7 @@ def test_rows_that_are_not_live_generate_nothing(coupled: bool) -> None:
 # ---- drafts that are right by construction
 
 
-@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_draft_with_the_targets_law_keeps_every_draft(coupled: bool) -> None:
     vocab, length, new = 8, 3, 10
     target, table = bigram_target(np.random.default_rng(0).normal(size=(8, vocab)) / 2)
@@ -255,7 +257,7 @@ def test_a_draft_with_the_targets_law_keeps_every_draft(coupled: bool) -> None:
     assert len({tuple(row) for row in rollout.tokens[:16].tolist()}) > 10
 
 
-FAST_CUTS = (None, 6), (token_rule, 5), (block_rule, 7), (block_rule, 8)
+FAST_CUTS = (None, 6), (block_rule, 7)
 
 
 @pytest.mark.parametrize(

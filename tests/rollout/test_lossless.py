@@ -4,6 +4,7 @@ Each draft and rule runs in the engine's own loop: against the exact law of whol
 be worked out by hand. `test_coupled.py` compares token by token.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +66,7 @@ class Law(NamedTuple):
 
 
 LAWS = [
-    Law("eagle3", 2, block_rule, slow=False),
+    Law("eagle3", 2, block_rule),
     Law("eagle3", 3, block_rule, (0.0, 0.6, 1.7), (2, 0, 1)),
     Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, slow=False),
     Law("eagle3", 3, token_rule, (1.4,), (), TRUNCATED),
@@ -90,11 +91,21 @@ LAWS = [
 ]
 
 
+@functools.cache
+def law_target() -> Decoder:
+    return tiny_network(Decoder, tiny_model(vocab=6, dtype="float32"), 1, 2.0)
+
+
+@functools.cache
+def law_of(text: tuple[int, ...], processing: Processing, new: int) -> dict[tuple[int, ...], float]:
+    return sequence_law(law_target(), [*text], processing, new)
+
+
 @pytest.mark.parametrize("case", marked(LAWS))
 def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     vocab, new, groups = 6, 4, 5000
-    pair = tiny_network(Decoder, tiny_model(vocab=vocab, dtype="float32"), 1, 2.0), network_of(case.kind, 2.0, vocab=vocab, dtype="float32")
-    texts = ([2, 0, 4], [3, 3])
+    pair = law_target(), network_of(case.kind, 2.0, vocab=vocab, dtype="float32")
+    texts = (2, 0, 4), (3, 3)
     random = np.random.default_rng(0)
     made = Prompts(
         tokens=jnp.asarray([[*text, 0][:3] for text in texts] * groups, jnp.int32),
@@ -112,7 +123,7 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
         assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, "both acceptance and rejection must be common for this to test anything"
         assert total.accepted[-1 if draft.draws else 0] > 100  # a whole block found by look-up is rare in texts so short
     for number, text in enumerate(texts):
-        law = sequence_law(pair[0], text, case.processing, new)
+        law = law_of(text, case.processing, new)
         assert sum(law.values()) == pytest.approx(1)
         index = {sequence: place for place, sequence in enumerate(law)}
         rows = np.flatnonzero(np.arange(len(rollout.status)) // GROUP % 2 == number)
@@ -127,7 +138,7 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
 # ---- acceptance that is known
 
 
-@pytest.mark.parametrize("rule", [pytest.param(token_rule, marks=pytest.mark.slow), block_rule, None])
+@pytest.mark.parametrize("rule", [pytest.param(token_rule, marks=pytest.mark.slow), block_rule, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_target_that_drafts_for_itself_keeps_every_draft(rule: Any) -> None:
     """The external draft has the target's own weights: K+1 tokens a round, exactly, and an expected acceptance of 1."""
     target = plain()[0]
@@ -201,7 +212,7 @@ def test_block_keeps_more_than_token_by_the_published_vector() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("eagle3", "float32"), ("history", "float64"), pytest.param("eagle3", "float64", marks=pytest.mark.slow)],
+    [("eagle3", "float32"), *(pytest.param(kind, "float64", marks=pytest.mark.slow) for kind in ("eagle3", "history"))],
 )
 def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: str) -> None:
     """At T != 1, with bans, a minimum length, top-k and top-p: against numpy, and against the learner's own recompute."""
@@ -234,15 +245,16 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
     assert min(map(len, responses)) == 4, "an end token is allowed right after the minimum, and comes"
 
 
-def test_temperature_zero_takes_the_most_likely_token() -> None:
+@pytest.mark.parametrize(
+    ("kind", "rule", "grid"), [("eagle3", block_rule, (0.0,)), pytest.param("model", token_rule, (0.9,), marks=pytest.mark.slow)]
+)
+def test_temperature_zero_takes_the_most_likely_token(kind: str, rule: Any, grid: tuple[float, ...]) -> None:
     target = plain()[0]
-    greedy = Processing(stop_ids=STOP, temperature=0.0)
-    for kind, rule, grid in (("eagle3", block_rule, (0.0,)), ("model", token_rule, (0.9,))):
-        draft = draft_of(kind, 3)
-        rollout = compiled(draft, Settings(2, NEW, greedy, rule, grid))((target, network_of(kind, 0.8)), tiny_prompts(8))
-        for row in range(0, 16, 6):
-            text = tiny_prompts(8).tokens[row // 2, : rollout.prompt_lengths[row]].tolist()
-            while len(text) < rollout.lengths[row]:
-                text.append(int(numpy_decoder(target, text)[0][-1].argmax()))
-            assert rollout.tokens[row, : len(text)].tolist() == text
-        assert not rollout.logprobs.any()
+    chosen = Settings(2, NEW, Processing(stop_ids=STOP, temperature=0.0), rule, grid)
+    rollout = compiled(draft_of(kind, 3), chosen)((target, network_of(kind, 0.8)), tiny_prompts(8))
+    for row in range(0, 16, 6):
+        text = tiny_prompts(8).tokens[row // 2, : rollout.prompt_lengths[row]].tolist()
+        while len(text) < rollout.lengths[row]:
+            text.append(int(numpy_decoder(target, text)[0][-1].argmax()))
+        assert rollout.tokens[row, : len(text)].tolist() == text
+    assert not rollout.logprobs.any()
