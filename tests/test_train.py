@@ -272,19 +272,23 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+REFUSED = [
+    ({"rollout__draft__draft_lenght": 2}, 2, ["draft_length"]),
+    ({"data__path": "nowhere.jsonl", "sft__steps": 0}, 2, ["nowhere.jsonl"]),
+    ({"model__vocab": 12, "mesh__tensor": 1}, 2, ["model.vocab", "12", "21"]),
+    ({"mesh__data": 8, "grpo__prompts": 12}, 8, ["grpo.prompts 12", "8 data shards"]),
+]
+ALSO_REFUSED = [
+    ({"data__path": "nowhere.jsonl"}, 2, ["--sft.steps 0"]),
+    ({"data__tokenizer": "nowhere", "sft__steps": 0}, 2, ["nowhere", "tokenizer.json"]),
+    ({"mesh__tensor": 3}, 8, ["mesh.tensor 3", "8 devices"]),
+    ({"mesh__data": 8, "grpo__prompts": 4}, 8, ["grpo.prompts 4", "8 data shards"]),
+    ({"rollout__draft__kind": "none", "rollout__draft__draft_length": 2}, 2, ["rollout.draft.kind", "draft_length"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "devices", "words"),
-    [
-        ({"rollout__draft__draft_lenght": 2}, 2, ["draft_length"]),
-        ({"data__path": "nowhere.jsonl", "sft__steps": 0}, 2, ["nowhere.jsonl"]),
-        ({"data__path": "nowhere.jsonl"}, 2, ["--sft.steps 0"]),
-        ({"data__tokenizer": "nowhere", "sft__steps": 0}, 2, ["nowhere", "tokenizer.json"]),
-        ({"model__vocab": 12, "mesh__tensor": 1}, 2, ["model.vocab", "12", "21"]),
-        ({"mesh__tensor": 3}, 8, ["mesh.tensor 3", "8 devices"]),
-        ({"mesh__data": 8, "grpo__prompts": 4}, 8, ["grpo.prompts 4", "8 data shards"]),
-        ({"mesh__data": 8, "grpo__prompts": 12}, 8, ["grpo.prompts 12", "8 data shards"]),
-        ({"rollout__draft__kind": "none", "rollout__draft__draft_length": 2}, 2, ["rollout.draft.kind", "draft_length"]),
-    ],
+    ("changes", "devices", "words"), [*REFUSED, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO_REFUSED)]
 )
 def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, changes: dict, devices: int, words: list[str]) -> None:
     output = launch(cache, tmp_path / "refused", devices=devices, **changes).finish(status=2)
