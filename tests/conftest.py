@@ -70,6 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_max_size", 2**30)  # with a limit, entries are written and read under a file lock
 
 
+LONGEST = ("test_train.py", "test_mutants.py", "test_step.py", "test_lossless.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: a worker takes a file at a time, and at the end none should wait for the other."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="module")
 def x64() -> Iterator[None]:
     """Float64 for a whole module: identities are tested where no near-tie can flip."""

@@ -319,6 +319,7 @@ def test_rows_without_a_reward_have_no_influence() -> None:
     assert moved(states[4].draft, states[0].draft)
 
 
+@pytest.mark.slow
 def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> None:
     """What each batch measured, decayed and added up in numpy, says at which temperature each depth of the next batch is drafted."""
     made = program(sampling="auto", data=2)

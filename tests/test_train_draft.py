@@ -294,6 +294,7 @@ class TestCachedDraft:
             assert len(set(shaped)) == len(shaped)
             assert {entry(**parts) for parts in free} == {entry()}
 
+    @pytest.mark.slow
     def test_one_that_diverges_is_not_cached(self, cache: Path) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=9, learning_rate=1e30))
         with Interrupt() as interrupt, pytest.raises(Diverged, match=r"draft's .* offline training.*--offline.learning_rate"):

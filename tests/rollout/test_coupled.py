@@ -59,7 +59,7 @@ COUPLED = [
     Coupled("vllm", 5),
     Coupled("hf", 2, (1.0,), (), 8),
     Coupled("history", 5, (1.0,), (), 2),
-    Coupled("eagle3+history", 3, (0.5, 1.0), (0, 1, 1), 2, slow=False),
+    Coupled("eagle3+history", 3, (0.5, 1.0), (0, 1, 1), 2),
     Coupled("model+latest", 1),
 ]
 

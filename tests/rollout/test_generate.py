@@ -172,6 +172,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     assert_same_rows(alone, whole, slice(None), slice(4 * GROUP, None))
 
 
+@pytest.mark.slow
 def test_token_rule_is_the_same_on_any_mesh() -> None:
     spread = compiled(recurrent(3, True), settings(False), data=4, tensor=2)(networks(), prompts())
     whole = program(3, False)(networks(), prompts())

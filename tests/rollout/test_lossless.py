@@ -75,7 +75,7 @@ LAWS = [
     Law("eagle3 small", 3, block_rule, slow=False),
     Law("eagle3 small", 2, token_rule),
     Law("mtp", 3, block_rule),
-    Law("mtp", 2, token_rule, slow=False),
+    Law("mtp", 2, token_rule),
     Law("mtp", 2, None),
     Law("mtp reversed", 2, block_rule),
     Law("mtp 2", 3, token_rule),
