@@ -52,7 +52,7 @@ class Trial(NamedTuple):
         return f"{rule}, {self.tables.__name__}, {self.vocab}"
 
 
-FAST = {(block_rule, opposite, 3), (block_rule, one_hot, 3)}
+FAST = {(block_rule, opposite, 3)}
 TRIALS = [
     Trial(rule, tables, vocab, (rule, tables, vocab) not in FAST)
     for rule in (token_rule, block_rule, None)
