@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is spent in compiling programs that run once: a third less of it, and none of it changes what is computed.
+# Most of the tests' time is spent in compiling programs that run once; with less optimisation it is a third less.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1".strip()
 
 import jax

@@ -257,7 +257,8 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: P
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path: Path) -> None:
-    changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3}
+    offline = {"offline__steps": 20, "offline__samples": 128, "offline__rows": 32}  # both processes find the first run's draft
+    changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3, **offline}
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
     script = ["bash", str(ROOT / "launch" / "multiprocess_cpu.sh"), "2", *command(tmp_path / "two", **changes)]
     variables = environment(cache, 4) | {"DEVICES_PER_PROCESS": "4", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

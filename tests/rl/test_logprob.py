@@ -58,7 +58,7 @@ def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sam
             assert np.exp(found[row, t]) == pytest.approx(law[TOKENS[row, t]], abs=1e-12)
 
 
-@pytest.mark.parametrize("positions_per_chunk", [1, 3, 7])
+@pytest.mark.parametrize("positions_per_chunk", [1, pytest.param(2, marks=pytest.mark.slow), 3, 7])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
     policy, tokens = policy_of(tied=False), jnp.asarray(TOKENS)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))

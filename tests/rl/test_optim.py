@@ -137,7 +137,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
     assert jax.tree.structure(abstract) == jax.tree.structure(learner)
     assert len(jax.tree.leaves(learner.network)) == 14
     assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1  # both moments of every weight, and the count
-    layout = shardings(small_mesh(2, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
+    layout = shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
     found = {str(path[-2]): trimmed(spec.spec) for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)}
     assert (found[".vocabulary"], found[".head"]) == ((), ("data", "tensor"))
     placed = jax.device_put(learner, layout)
