@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxspec.architecture import ConfigError, FamilyConfig, HeadConfig, ModelConfig, RopeConfig, require
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DraftConfig",
+    "DraftKind",
+    "DraftSampling",
+    "DraftTrainingConfig",
+    "FamilyConfig",
+    "GrpoConfig",
+    "HeadConfig",
+    "LookupConfig",
+    "LookupKind",
+    "LoraConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OfflineConfig",
+    "RolloutConfig",
+    "RopeConfig",
+    "SftConfig",
+    "VerifyRule",
+    "require",
+]
 
 DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 DraftSampling = Literal["argmax", "sample", "auto"]
 LookupKind = Literal["none", "ngram", "history"]
 VerifyRule = Literal["block", "token", "coupled"]
-
-
-class ConfigError(ValueError):
-    """Bad input that the user can mend; programs print it without a traceback and exit with code 2."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The policy: a Qwen3-architecture decoder."""
-
-    vocab: int = 40
-    """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
-    layers: int = 12
-    """Decoder layers; a draft of kind eagle3 reads three of them and needs at least 4."""
-    embed: int = 64
-    """Width of the residual stream."""
-    heads: int = 4
-    """Query heads."""
-    kv_heads: int = 2
-    """Key and value heads (grouped-query attention); divides `heads`."""
-    head_size: int = 16
-    """Size of one head; even, for rotary positions."""
-    ffn: int = 192
-    """Width of the SwiGLU layer."""
-    rope_theta: float = 1e4
-    """Base of the rotary frequencies."""
-    norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
-    tied: bool = True
-    """Whether the output head is the embedding table."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the matmuls; master weights are float32 (float64 with `float64`)."""
-    remat: bool = True
-    """Recompute each layer in the backward pass instead of storing what it needs: far less memory, and on a CPU less time."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "embed", "heads", "kv_heads", "head_size", "ffn"):
-            require(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}; it must be positive")
-        require(self.heads % self.kv_heads == 0, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
-        require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; rotary positions need an even size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +59,10 @@ class DraftConfig:
     """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
     embedding_first: bool = True
     """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo does."""
+    path: str = ""
+    """Folder (or hub id) of a trained draft, whose config.json sets its sizes and form: an EAGLE-3 head, MTP layers, or a small model."""
+    tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
+    """What layer numbers in that folder count: layers applied (vLLM, speculators), or the layer whose output is read (SpecForge)."""
 
     def __post_init__(self) -> None:
         remedy = "at least 1 (draft.kind none is plain decoding)"
@@ -132,6 +114,8 @@ class RolloutConfig:
     """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1: from all."""
     banned: tuple[int, ...] = ()
     """Token ids that are never sampled."""
+    enable_thinking: bool = True
+    """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to answer without thinking first."""
     verify: VerifyRule = "block"
     """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled` gives the very tokens of plain decoding."""
     slice_rounds: int = 8
@@ -212,7 +196,7 @@ class DataConfig:
     eval_path: str = ""
     """JSON-lines file of held-out problems; empty: the last `eval_prompts` rows of `path` are held out."""
     tokenizer: str = ""
-    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: the built-in characters."""
+    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of model.path, else the built-in characters."""
     prompt_column: str = "question"
     """Column of the problem text."""
     answer_column: str = "answer"
@@ -296,6 +280,24 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
+
+    rank: int = 0
+    """Train adapters of this rank instead of the policy's weights; 0: train the weights."""
+    alpha: float = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention and the feed-forward layer."""
+    path: str = ""
+    """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, f"lora.rank is {self.rank}; at least 0")
+        require(self.alpha > 0, f"lora.alpha is {self.alpha}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run."""
 
@@ -319,71 +321,11 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     draft_training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    draft_model: ModelConfig | None = None
+    """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "eval_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; at least 1")
-
-
-_MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
-FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "rollout.slice_rounds", *_MESH})
-"""Keys that may differ when a run is resumed: they change where and how long it runs, not what it computes."""
-
-
-def to_json(config: Config) -> dict[str, Any]:
-    """Returns the config as nested plain values, for `config.json`."""
-    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as they will be when read back
-
-
-def from_json(saved: Mapping[str, Any]) -> Config:
-    """Returns the config that `to_json` gave.
-
-    Raises:
-      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of another type.
-    """
-    here, there = _flat(to_json(Config())), _flat(saved)
-    missing, unknown = ", ".join(key for key in here if key not in there), ", ".join(key for key in there if key not in here)
-    differing = [f"it lacks {missing}" if missing else "", f"it has {unknown}, which is unknown here" if unknown else ""]
-    another = f"the config was written by another version of jaxspec: {'; '.join(filter(None, differing))}; use that version"
-    require(not missing and not unknown, another)
-    return _filled(Config(), saved)
-
-
-def _filled(default: Any, saved: Mapping[str, Any], prefix: str = "") -> Any:
-    types, values = get_type_hints(type(default)), {}
-    for key, value in saved.items():
-        part, wanted = getattr(default, key), types[key]
-        if is_dataclass(part):
-            values[key] = _filled(part, value, f"{prefix}{key}.")
-        else:
-            require(_fits(value, wanted), f"{prefix}{key} is {value!r}; it must be {_named(wanted)}")
-            values[key] = float(value) if wanted is float else tuple(value) if isinstance(value, list) else value
-    return type(default)(**values)
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value of JSON is of a setting's type."""
-    if get_origin(wanted) is tuple:
-        return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
-    if get_origin(wanted) is Literal:
-        return value in get_args(wanted)
-    return type(value) is wanted or (wanted is float and type(value) is int)
-
-
-def _named(wanted: Any) -> str:
-    """A setting's type, in words."""
-    if get_origin(wanted) is tuple:
-        return f"a list of {get_args(wanted)[0].__name__}"
-    return f"one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else f"of type {wanted.__name__}"
-
-
-def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME) -> list[str]:
-    """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved -> now`."""
-    before, now = _flat(saved), _flat(to_json(config))
-    pairs = {key: (before.get(key, "(absent)"), now.get(key, "(absent)")) for key in before | now if key not in free}
-    return [f"{key}: {was} -> {value}" for key, (was, value) in pairs.items() if was != value]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    nested = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
-    return {key: value for part in nested for key, value in part.items()}

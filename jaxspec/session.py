@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import Checkpoints
-from jaxspec.config import Config, ConfigError, MeshConfig, from_json, require
+from jaxspec.config import Config, ConfigError, MeshConfig, require
+from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.models.decoder import Decoder

@@ -21,7 +21,8 @@ from rich.console import Console
 from jaxspec import metrics as measures
 from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
-from jaxspec.config import ConfigError, differing_keys, to_json
+from jaxspec.config import ConfigError
+from jaxspec.config_json import differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt

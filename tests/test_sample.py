@@ -19,15 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.cli import override
-from jaxspec.config import (
-    Config,
-    ConfigError,
-    DraftConfig,
-    LookupConfig,
-    MeshConfig,
-    OfflineConfig,
-    to_json,
-)
+from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, MeshConfig, OfflineConfig
+from jaxspec.config_json import to_json
 from jaxspec.consistency import check
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint import Checkpoints
-from jaxspec.config import ConfigError, MeshConfig, to_json
+from jaxspec.config import ConfigError, MeshConfig
+from jaxspec.config_json import to_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
 from jaxspec.session import Run, find_run, read_prompt, restore
