@@ -55,7 +55,7 @@ class Eagle3(nnx.Module):
         """Queries, keys and values of [norm(embedding), norm(hidden)], rotated to `positions`; the residual is `hidden` as it is."""
         eps = self.config.norm_eps
         joined = jnp.concatenate([rms_norm(embedded, self.embedding_norm[...], eps), rms_norm(hidden, self.hidden_norm[...], eps)], axis=-1)
-        table = rotary_table(positions, self.config.head_size, self.config.rope_theta, hidden.dtype)
+        table = rotary_table(positions, self.config, hidden.dtype)
         query = rotate(jnp.einsum("BTC,CNH->BTNH", joined, self.query[layer]), table)
         key = rotate(jnp.einsum("BTC,CMH->BTMH", joined, self.key[layer]), table)
         return Heads(query, key, jnp.einsum("BTC,CMH->BTMH", joined, self.value[layer]), hidden)

@@ -19,6 +19,13 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "gate": (None, "embed", "ffn"),
     "up": (None, "embed", "ffn"),
     "down": (None, "ffn", "embed"),
+    "query_bias": (None, "heads", None),
+    "key_bias": (None, "kv_heads", None),
+    "value_bias": (None, "kv_heads", None),
+    "router": (None, "embed", None),
+    "expert_gate": (None, None, "embed", "ffn"),
+    "expert_up": (None, None, "embed", "ffn"),
+    "expert_down": (None, None, "ffn", "embed"),
     "fuse": (None, "embed"),
     "project": (None, None, "embed"),
 }

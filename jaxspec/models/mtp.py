@@ -62,7 +62,7 @@ class Mtp(nnx.Module):
         normed = rms_norm(x, self.attention_norm[layer], eps)
         query = rms_norm(jnp.einsum("BTD,DNH->BTNH", normed, self.query[layer]), self.query_norm[layer], eps)
         key = rms_norm(jnp.einsum("BTD,DMH->BTMH", normed, self.key[layer]), self.key_norm[layer], eps)
-        table = rotary_table(positions, self.config.head_size, self.config.rope_theta, x.dtype)
+        table = rotary_table(positions, self.config, x.dtype)
         return Heads(rotate(query, table), rotate(key, table), jnp.einsum("BTD,DMH->BTMH", normed, self.value[layer]), x)
 
     def finish(self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

@@ -1,21 +1,60 @@
-"""Rotary position embedding in the rotate-half form of Llama and Qwen (Su et al., arXiv 2104.09864)."""
+"""Rotary position embedding in the rotate-half form of Llama and Qwen (Su et al., arXiv 2104.09864), and its stretched variants."""
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxspec.config import ModelConfig, RopeConfig
 
-def rotary_table(
-    positions: Int[Array, "B T"], size: int, theta: float, dtype: jnp.dtype
-) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
-    """Cosines and sines for heads of `size`, computed in float32 (float64 for float64 models)."""
+RotaryTable = tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
+"""Cosines and sines of each position and pair."""
+
+
+def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype) -> RotaryTable:
+    """Cosines and sines for the model's heads, computed in float32 (float64 for float64 models)."""
     wide = np.promote_types(dtype, np.float32)
-    frequency = theta ** (-jnp.arange(0, size, 2, dtype=wide) / size)
-    angle = positions[:, :, None, None].astype(wide) * frequency
-    return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+    rates, scale = frequencies(config.head_size, config.rope_theta, config.rope_factor, config.rope)
+    angle = positions[:, :, None, None].astype(wide) * jnp.asarray(rates, wide)
+    return (jnp.cos(angle) * scale).astype(dtype), (jnp.sin(angle) * scale).astype(dtype)
 
 
-def rotate(heads: Float[Array, "B T N H"], table: tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]) -> Float[Array, "B T N H"]:
+def frequencies(size: int, theta: float, factor: float, rope: RopeConfig) -> tuple[Float[np.ndarray, " h"], float]:
+    """Radians a position turns each pair of a head of `size`, and the factor on cosines and sines.
+
+    Sources: YaRN, arXiv 2309.00071, eq. 17-22, in the form of Hugging Face transformers; Llama 3: the bands of its reference code.
+    """
+    rates = theta ** (-np.arange(0, size, 2) / size)
+    if factor == 1:
+        return rates, 1.0
+    match rope.kind:
+        case "linear":
+            return rates / factor, 1.0
+        case "llama3":
+            turns = rope.context * rates / (2 * math.pi)
+            keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+            return rates * (keep + (1 - keep) / factor), 1.0
+        case "yarn":
+            scale = rope.attention_factor or 0.1 * math.log(factor) + 1
+            keep = 1 - _ramp(size, theta, rope)
+            return rates * (keep + (1 - keep) / factor), scale
+
+
+def _ramp(size: int, theta: float, rope: RopeConfig) -> Float[np.ndarray, " h"]:
+    """YaRN's share of stretching for each pair: 0 for those that turn often in the original context, 1 for those that hardly turn."""
+
+    def pair_that_turns(times: float) -> float:
+        return size * math.log(rope.context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    return np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+
+
+def rotate(heads: Float[Array, "B T N H"], table: RotaryTable) -> Float[Array, "B T N H"]:
     """Turns each pair (i, i + H/2) of every head by its position's angle."""
     cosine, sine = table
     low, high = jnp.split(heads, 2, axis=-1)

@@ -46,11 +46,11 @@ def test_tap_boundaries_are_those_of_published_heads(layers: int, boundaries: tu
     assert tap_boundaries(layers) == boundaries
 
 
-@pytest.mark.parametrize(("layers", "boundaries"), [(8, (2, 4, 5)), (11, (2, 5, 8)), (4, (1, 2, 3))])
-def test_taps_are_the_residual_stream_at_the_boundaries(layers: int, boundaries: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("layers", "boundaries"), [(8, (2, 4, 5)), (11, (2, 5, 8)), (4, (0, 1, 2, 3, 4)), (4, (4,))])
+def test_taps_are_the_residual_stream_at_the_boundaries(layers: int, boundaries: tuple[int, ...]) -> None:
     policy = tiny_network(Decoder, tiny_model(layers=layers), 5)
     tokens = tokens_of(SEQUENCE)
-    forward = policy(tokens, from_zero(tokens), with_taps=True)
+    forward = policy(tokens, from_zero(tokens), taps=boundaries)
     stream = numpy_decoder(policy, SEQUENCE)[2]
     assert forward.taps is not None
     np.testing.assert_allclose(forward.taps[0], np.concatenate([stream[b] for b in boundaries], -1), rtol=0, atol=1e-12)
@@ -69,8 +69,8 @@ def cache_for(policy: Decoder, rows: int, slots: int) -> KVCache:
 def test_blocks_with_a_cache_equal_one_pass(widths: list[int]) -> None:
     policy = tiny_network(Decoder, tiny_model(), 2, 1.5)
     tokens = tokens_of(SEQUENCE, SEQUENCE[::-1])
-    whole = policy(tokens, from_zero(tokens), with_taps=True)
-    call = jax.jit(lambda tokens, positions, cache: policy(tokens, positions, cache, with_taps=True))
+    whole = policy(tokens, from_zero(tokens), taps=(1, 2, 3))
+    call = jax.jit(lambda tokens, positions, cache: policy(tokens, positions, cache, taps=(1, 2, 3)))
     cache, start, parts = cache_for(policy, 2, 10), 0, []
     for width in widths:
         block = slice(start, start + width)
@@ -135,7 +135,7 @@ def test_narrow_types(dtype: Any, master: str, tolerance: float) -> None:
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(policy)} == {master}
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), policy)
     tokens = tokens_of(SEQUENCE)
-    forward = narrow(tokens, from_zero(tokens), with_taps=True)
+    forward = narrow(tokens, from_zero(tokens), taps=(1, 2, 3))
     assert forward.taps is not None
     assert str(forward.hidden.dtype) == str(forward.taps.dtype) == dtype
     logits = narrow.logits(forward.hidden)
