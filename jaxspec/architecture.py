@@ -26,6 +26,8 @@ class RopeConfig:
     """YaRN (arXiv 2309.00071), Llama 3's bands, or all frequencies alike."""
     context: int = 0
     """Positions that the model was made for, before any stretching; 0: not known, and not checked."""
+    longest: int = 0
+    """Positions that the stretched model allows for; 0: the context times rope_factor."""
     beta_fast: float = 32.0
     """YaRN: frequencies that turn more often in the context keep their pace."""
     beta_slow: float = 1.0
@@ -40,7 +42,8 @@ class RopeConfig:
     """Llama 3: as beta_fast."""
 
     def __post_init__(self) -> None:
-        require(self.context >= 0, f"rope.context is {self.context}; at least 0")
+        for name in ("context", "longest"):
+            require(getattr(self, name) >= 0, f"rope.{name} is {getattr(self, name)}; at least 0")
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
             pair = getattr(self, low), getattr(self, high)
             require(0 < pair[0] < pair[1], f"rope.{low} {pair[0]} and rope.{high} {pair[1]}: above 0, the first below the second")
@@ -117,6 +120,11 @@ class ModelConfig:
             require(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}; it must be positive")
         require(self.heads % self.kv_heads == 0, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
         require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; rotary positions need an even size")
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model allows for; 0: not known."""
+        return self.rope.longest or int(self.rope.context * self.rope_factor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,13 +59,18 @@ def _filled(cls: Any, saved: Any, prefix: str = "") -> Any:
     types, nested, values = get_type_hints(cls), _nested(cls), {}
     for key, value in saved.items():
         wanted = types[key]
-        if key in nested and not (value is None and type(None) in get_args(wanted)):
+        if value is None and type(None) in get_args(wanted):
+            values[key] = None
+        elif key in nested:
             values[key] = _filled(nested[key], value, f"{prefix}{key}.")
         else:
-            fits = key in nested or _fits(value, wanted)
-            require(fits, "" if fits else f"{prefix}{key} is {value!r}; it must be {_named(wanted)}")
-            values[key] = float(value) if wanted is float else tuple(value) if isinstance(value, list) else value
+            require(_fits(value, wanted), f"{prefix}{key} is {value!r}; it must be {_named(wanted)}")
+            values[key] = _typed(value, wanted)
     return cls(**values)
+
+
+def _typed(value: Any, wanted: Any) -> Any:
+    return float(value) if wanted is float else tuple(value) if isinstance(value, list) else value
 
 
 def _fits(value: Any, wanted: Any) -> bool:

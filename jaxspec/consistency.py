@@ -33,10 +33,20 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
         near = max(count // data, 1) * data
         require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
     _check_drafts(config)
+    _check_positions(config)
     source = config.data
     remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
     require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
     return data, tensor
+
+
+def _check_positions(config: Config) -> None:
+    """Whether the longest row fits the positions that the policy was made for."""
+    model, prompt, response = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens
+    longest = f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to {prompt + response} positions"
+    enough = -(-(prompt + response) // max(model.rope.context, 1))
+    remedy = f"shorten them, or stretch the positions with --model.rope_factor {enough}"
+    require(model.positions == 0 or prompt + response <= model.positions, f"{longest}, and the model has {model.positions}; {remedy}")
 
 
 def _check_drafts(config: Config) -> None:

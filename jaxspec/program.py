@@ -18,6 +18,7 @@ from jaxspec.cli import load_config
 from jaxspec.config import Config, ConfigError, ModelConfig
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
+from jaxspec.pretrained import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -54,7 +55,7 @@ def run(
     try:
         config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
-            return body(open_job(config), interrupt)
+            return body(open_job(resolved(config)), interrupt)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -89,7 +90,7 @@ def start_jax(config: Config, devices: int) -> None:
 def weights(model: ModelConfig) -> int:
     """Elements of the policy's large weights."""
     attention = model.embed * model.head_size * 2 * (model.heads + model.kv_heads)
-    return model.vocab * model.embed + model.layers * (attention + 3 * model.embed * model.ffn)
+    return model.vocab * model.embed + model.layers * (attention + 3 * model.embed * model.ffn * max(1, model.family.experts))
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:
@@ -102,7 +103,8 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else character_tokenizer()
     tokenizer.check_vocab(config.model.vocab)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
-        raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
+        given = "model.path" if config.model.path else "data.path or data.tokenizer"
+        raise ConfigError(f"the warm start trains a fresh model on the built-in tasks; with {given} set --sft.steps 0")
     return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids))
 
 

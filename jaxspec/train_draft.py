@@ -26,6 +26,7 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
+from jaxspec.pretrained import policy_checkpoint
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of, response_mask
@@ -228,11 +229,25 @@ def _digest(files: list[Path]) -> str:
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
-    """The starting policy on the job's mesh: the warm start, or random weights where `sft.steps` is 0."""
+    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0."""
     shapes = abstract(job.step, job.config.grpo.prompts)[0].policy.network
+    if job.config.model.path:
+        return read_policy(job, interrupt, shapes)
     if job.config.sft.steps == 0:
         return jax.jit(lambda: job.step.fresh().policy.network, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
     return load_tree(cached_policy(job, interrupt), shapes)
+
+
+def read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
+    """The policy of `model.path`, each process reading what its own devices hold."""
+    began, model = time.perf_counter(), job.config.model
+    with interrupt.nothing_unsaved("reading the policy"):
+        checkpoint = policy_checkpoint(model, shapes)
+        gigabytes = checkpoint.bytes / 1e9
+        with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
+            policy = checkpoint.load(lambda done: progress.update(round(done / 1e6)))
+    job.say(f"read {model.path}: {gigabytes:.3g} GB in {time.perf_counter() - began:.1f} s")
+    return policy
 
 
 def closing_table(reached: dict[str, Any], depths: int) -> Group:

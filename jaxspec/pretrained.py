@@ -1,0 +1,162 @@
+"""Weights from and to Hugging Face folders: found, checked before any device memory is used, read straight to their final sharding."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import Config, ConfigError, ModelConfig, require
+from jaxspec.models.hf import MIMO_MTP, REDUNDANT, Place, Row, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
+from jaxspec.models.hf_config import model_config
+from jaxspec.state import PyTree
+from jaxspec.tensor_files import Stored, open_tensors, read_json
+
+CONFIG = "config.json"
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SHOWN = 5
+
+
+def find_folder(path: str, setting: str) -> Path:
+    """The local folder of a checkpoint; one on the hub is downloaded into the hub's own cache first.
+
+    Raises:
+      ConfigError: there is no such folder, or it cannot be downloaded; `setting` is named.
+    """
+    folder = Path(path).expanduser().absolute()
+    if folder.is_dir():
+        return folder
+    is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    missing = f"{setting} {path}: no such folder{', and no id on the hub such as Qwen/Qwen3-8B' if not is_id else ''}"
+    require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(f"{missing}; to download it from the hub, install the extra jaxspec[hub]") from error
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_HUB_FILES)))
+    except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
+
+
+def resolved(config: Config) -> Config:
+    """The config with what its checkpoints say in place of what it says of them; without a checkpoint, as it is.
+
+    Raises:
+      ConfigError: as `policy_config` does.
+    """
+    if not config.model.path:
+        return config
+    model = policy_config(config.model)
+    return replace(
+        config, model=model, data=replace(config.data, tokenizer=config.data.tokenizer or str(find_folder(model.path, "model.path")))
+    )
+
+
+def policy_config(base: ModelConfig) -> ModelConfig:
+    """The policy that `base.path` describes, in the type and with the stretching of `base`.
+
+    Raises:
+      ConfigError: as `find_folder` and `hf_config.model_config` do.
+    """
+    folder = find_folder(base.path, "model.path")
+    path = str(folder) if Path(base.path).expanduser().is_dir() else base.path
+    file = folder / CONFIG
+    return model_config(read_json(file), str(file), replace(base, path=path))
+
+
+def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
+    """The checkpoint of `config.path`, checked against the shapes of `abstract`; native layers for drafts in it are left to them."""
+    return Checkpoint(find_folder(config.path, "model.path"), policy_rows(config), abstract, config.ignore, (MIMO_MTP,))
+
+
+class Checkpoint:
+    """The tensors of a folder that fill a network by a table of rows; all of them have been checked."""
+
+    def __init__(self, folder: Path, rows: Sequence[Row], abstract: PyTree, ignore: bool = False, elsewhere: Sequence[str] = ()) -> None:
+        """Looks at the headers of the files only.
+
+        `abstract` has the network's shapes, types and shardings; `elsewhere` are beginnings of names that others read.
+
+        Raises:
+          ConfigError: names the tensors that are missing, have another shape, are not floats, or (unless `ignore`) are not known.
+        """
+        self._abstract, self._tensors = abstract, open_tensors(folder)
+        leaves = named_leaves(abstract)
+        self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
+        _check(folder, [place for found in self._places.values() for place in found], self._tensors, ignore, elsewhere)
+        self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+
+    def load(self, progress: Callable[[int], None]) -> PyTree:
+        """The network on its devices: each process reads the slices that its own devices hold, one weight after the other.
+
+        `progress` is told the bytes that are in place.
+        """
+        done, made = 0, {}
+        for name, leaf in named_leaves(self._abstract).items():
+            made[name] = self._load_one(self._places[name], leaf)
+            done += math.prod(leaf.shape) * leaf.dtype.itemsize
+            progress(done)
+        return jax.tree.unflatten(jax.tree.structure(self._abstract), list(made.values()))
+
+    def _load_one(self, found: list[Place], leaf: Any) -> jax.Array:
+        row, by_lead = found[0].row, {place.lead: self._tensors[place.name] for place in found}
+        shards = []
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            shards.append(jax.device_put(_read(row, by_lead, leaf, index), device))
+        return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+
+
+def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of our weight in our type, from the tensors that hold parts of it."""
+    ranges = [range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)]
+    outer, shape, inner = their_slices(row, index[row.leading :], leaf.shape[row.leading :])
+    made = np.empty([len(part) for part in ranges], leaf.dtype)
+    for lead in product(*ranges[: row.leading]):
+        at = tuple(number - part.start for number, part in zip(lead, ranges, strict=False))
+        made[at] = to_ours(row, by_lead[lead].read(outer), shape)[inner]
+    return made
+
+
+def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool, elsewhere: Sequence[str]) -> None:
+    by_name = {place.name: place for place in wanted}
+    missing = _shown([name for name in by_name if name not in tensors])
+    require(not missing, f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or correct config.json")
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
+        for name, place in by_name.items()
+        if tensors[name].shape != place.shape
+    ]
+    require(not wrong, f"{folder} holds tensors of another shape: {_shown(wrong, '; ')}; correct config.json")
+    narrow = _shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in _FLOATS])
+    require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
+    known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name) or name.startswith(tuple(elsewhere))}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head in tensors and head not in known and embedding in known:  # a tied head that was written all the same
+        same = tensors[head].shape == tensors[embedding].shape and np.array_equal(tensors[head].read(), tensors[embedding].read())
+        require(same, f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the key to false in config.json")
+        known |= {head}
+    unknown = _shown([name for name in tensors if name not in known])
+    require(ignore or not unknown, f"{folder} holds tensors that have no place here: {unknown}; leave them out with --model.ignore")
+
+
+def _shown(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def tensors_of(rows: Sequence[Row], network: PyTree, dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """The tensors of a checkpoint, each with its bytes in `dtype` and what makes it, for `tensor_files.write_tensors`."""
+    leaves = named_leaves(network)
+    for row in rows:
+        for place in places(row, leaves[row.ours].shape):
+            yield place.name, math.prod(place.shape) * np.dtype(dtype).itemsize, _maker(place, leaves[row.ours], dtype)
+
+
+def _maker(place: Place, leaf: Any, dtype: Any) -> Callable[[], np.ndarray]:
+    return lambda: to_theirs(place.row, np.asarray(leaf[place.lead])).astype(dtype)

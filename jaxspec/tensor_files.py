@@ -1,0 +1,118 @@
+"""Safetensors files: what is in a folder, checked before anything is read; slices of tensors without a copy; and writing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxspec.config import ConfigError, require
+
+WEIGHTS = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+"""Larger weights are written as several files with an index."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class Stored(NamedTuple):
+    """A tensor in an open file, of which only the header has been read."""
+
+    file: Path
+    opened: Any
+    name: str
+    dtype: str
+    """As safetensors spells it: BF16, F32, ..."""
+    shape: tuple[int, ...]
+
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """The part of the tensor at `index`; nothing else is read."""
+        return self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
+
+
+def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
+    """Looks up every tensor of a folder: those of its index, or of the file `name`.
+
+    Raises:
+      ConfigError: names the file that is missing, truncated, damaged or a pickle, and what to do.
+    """
+    index = folder / f"{name}.index.json"
+    if index.is_file():
+        return _indexed(folder, index)
+    file = folder / name
+    if not file.is_file():
+        pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
+        unsafe = f"{folder} holds pickle files ({', '.join(pickles[:3])}), which can run code when they are read, and no {name}"
+        require(not pickles, f"{unsafe}; convert them to safetensors first (transformers: save_pretrained)")
+        raise ConfigError(f"{folder} has neither {name} nor {index.name}; give the folder of a checkpoint in safetensors")
+    return _header(file)
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
+    places = read_json(index).get("weight_map")
+    require(isinstance(places, dict) and bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again")
+    assert isinstance(places, dict)
+    shards = sorted(set(places.values()))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    some = f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names: {', '.join(missing[:5])}"
+    require(not missing, f"{some}; download them again")
+    headers = {shard: _header(folder / shard) for shard in shards}
+    for tensor, shard in places.items():
+        require(tensor in headers[shard], f"{folder / shard} lacks the tensor {tensor}, which {index.name} places there; download it again")
+    return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file."""
+    try:
+        opened = safe_open(str(file), "np")
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no dict
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: truncated or damaged, or no safetensors file ({error}); download it again") from error
+    return {name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+      ConfigError: the file is missing, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; give a folder that has it") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}); download the file again") from error
+    require(isinstance(content, dict), f"{file}: holds a {type(content).__name__} instead of an object; download the file again")
+    return content
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]], name: str = WEIGHTS) -> Iterator[str]:
+    """Writes tensors (name, bytes, what makes it), in files of at most `SHARD_BYTES` or one tensor each; yields the names as they are made.
+
+    No more than one file's tensors are in memory at a time. A single file is called `name`; several get numbers and an index.
+    """
+    shards: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
+    filled = total = 0
+    for tensor, size, make in tensors:
+        if shards[-1] and filled + size > SHARD_BYTES:
+            shards, filled = [*shards, []], 0
+        shards[-1].append((tensor, make))
+        filled, total = filled + size, total + size
+    stem, suffix = name.removesuffix(".safetensors"), ".safetensors"
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = name if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+        made: dict[str, np.ndarray] = {}
+        for tensor, make in shard:
+            made[tensor], places[tensor] = np.ascontiguousarray(make()), file
+            yield tensor
+        save_file(made, folder / file, {"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / f"{name}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,80 @@
+"""Random small checkpoints of every family, written by transformers, and what transformers computes with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied-biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 8, "rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    ),
+    "qwen3-moe-unnormalized": ("Qwen3Moe", {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 64, "num_key_value_heads": 4}),
+    "llama-biases": ("Llama", {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-5}),
+}
+"""transformers' class, and how the config differs from the common sizes."""
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make(name: str, folder: Path, dtype: str = "float32", shards: str = "50GB", **changes: Any) -> Any:
+    """Writes the checkpoint of a case and returns transformers' model, in evaluation mode; every parameter is random."""
+    import torch
+    import transformers
+
+    family, special = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **special, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, dtype=parameter.dtype)
+            fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() > 0.5 else noise / fan_in**0.5)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+def logits(model: Any, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """transformers' logits; `mask` leaves positions out on the left."""
+    import torch
+
+    arguments = {}
+    if mask is not None:
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+        arguments = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+    with torch.no_grad():
+        return model(torch.tensor(tokens), **arguments).logits.float().numpy()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes keys of config.json; None removes one."""
+    file = folder / "config.json"
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))

@@ -1,0 +1,127 @@
+"""Checkpoints that transformers writes give transformers' logits, with and without a cache, from one file or several, on any mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf import Row, policy_rows, their_slices, to_ours, to_theirs
+from jaxspec.models.kv import empty_cache
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.pretrained import Checkpoint, policy_config, tensors_of
+from jaxspec.sync import cast
+from tests.conftest import small_mesh
+from tests.hf_checkpoints import CASES, logits, make
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.hf
+
+LENGTH, FIRST = 40, 24
+"""More positions than the stretched cases were made for (16)."""
+
+
+def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
+    config = policy_config(ModelConfig(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
+    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
+    wanted = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
+    return Checkpoint(folder, policy_rows(config), wanted).load(lambda _: None)
+
+
+def tokens_of(rows: int = 2) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 37, (rows, LENGTH)).astype(np.int32)
+
+
+@jax.jit
+def whole(policy: Decoder, tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return policy.logits(policy(tokens, positions).hidden)
+
+
+@jax.jit
+def in_two_blocks(policy: Decoder, tokens: jax.Array) -> jax.Array:
+    config, (rows, length) = policy.config, tokens.shape
+    cache = empty_cache(config.layers, rows, length, config.kv_heads, config.head_size, policy.embedding.dtype)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    first = policy(tokens[:, :FIRST], positions[:, :FIRST], cache)
+    second = policy(tokens[:, FIRST:], positions[:, FIRST:], first.cache)
+    return policy.logits(jnp.concatenate([first.hidden, second.hidden], axis=1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Also beyond the positions that a stretched model was made for, and for a row whose first positions are left out."""
+    model = make(name, tmp_path)
+    policy, tokens = load(tmp_path), tokens_of()
+    wanted = logits(model, tokens)
+    assert np.abs(wanted).max() > 1  # nothing trivial
+    np.testing.assert_allclose(whole(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(in_two_blocks(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4)
+    # Their padding stands on the left, ours on the right.
+    left = np.concatenate([np.zeros((2, 7), np.int32), tokens[:, :-7]], axis=1)
+    mask = (np.arange(LENGTH) >= 7).astype(np.int32)[None].repeat(2, axis=0)
+    padded = np.concatenate([tokens[:, :-7], np.full((2, 7), 5, np.int32)], axis=1)
+    found = np.asarray(whole(policy, jnp.asarray(padded)))[:, :-7]
+    np.testing.assert_allclose(found, logits(model, left, mask)[:, 7:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_bfloat16_is_as_close_as_its_rounding(name: str, tmp_path: Path) -> None:
+    """No further from the same weights in float32 than transformers' own pass in bfloat16: 1.25 times on average, 2 times at most."""
+    model = make(name, tmp_path, dtype="bfloat16")
+    tokens = tokens_of()
+    policy = load(tmp_path, dtype="bfloat16")
+    exact = np.asarray(whole(policy, jnp.asarray(tokens)))
+    ours = np.abs(np.asarray(whole(cast(policy, jnp.bfloat16), jnp.asarray(tokens))) - exact)
+    theirs = np.abs(logits(model, tokens) - exact)
+    assert theirs.max() > 0.01
+    assert ours.mean() < 1.25 * theirs.mean()
+    assert ours.max() < 2 * theirs.max()
+
+
+def test_files_with_an_index_fill_a_mesh(tmp_path: Path) -> None:
+    """Each device gets its part of the same weights, bit for bit."""
+    make("qwen3-moe", tmp_path / "one")
+    make("qwen3-moe", tmp_path / "several", shards="20KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 3
+    wanted, found = load(tmp_path / "one"), load(tmp_path / "several", small_mesh(4, 2))
+    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(found)}
+    assert len(specs) > 4
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied-biases", "qwen3-moe", "llama-biases"])
+def test_export_undoes_import(name: str, tmp_path: Path) -> None:
+    """Bit for bit, under the same names, in the type that was stored."""
+    from safetensors.numpy import load_file
+
+    make(name, tmp_path, dtype="bfloat16")
+    policy = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    dtype = next(iter(stored.values())).dtype
+    made = {tensor: build() for tensor, _, build in tensors_of(policy_rows(policy.config), policy, dtype)}
+    assert made.keys() == stored.keys()
+    for tensor, values in made.items():
+        assert values.dtype == dtype
+        np.testing.assert_array_equal(values.view(np.uint16), stored[tensor].view(np.uint16), err_msg=tensor)
+
+
+@pytest.mark.parametrize("layout", ["(N H) D -> D N H", "D (N H) -> N H D", "F D -> D F", "(N H) -> N H", "D -> D"])
+def test_slices_are_those_of_the_whole(layout: str) -> None:
+    """Any slice of ours comes from a slice of theirs."""
+    row = Row("", "", layout)
+    ours = layout.split("->")[1].split()
+    shape = tuple({"N": 4, "H": 3, "D": 6, "F": 5}[axis] for axis in ours)
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    tensor = to_theirs(row, weight)
+    np.testing.assert_array_equal(to_ours(row, tensor, shape), weight)
+    for index in (tuple(slice(None) for _ in shape), tuple(slice(1, 3) for _ in shape), tuple(slice(0, size - 1) for size in shape)):
+        outer, inner_shape, inner = their_slices(row, index, shape)
+        np.testing.assert_array_equal(to_ours(row, tensor[outer], inner_shape)[inner], weight[index])
