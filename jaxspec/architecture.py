@@ -113,7 +113,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(self.rope_factor >= 1, f"model.rope_factor is {self.rope_factor}; 1 or more")
-        scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0
+        scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0 or bool(self.path)
         remedy = "set --model.rope.context to the positions that the model was trained on"
         require(scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}")
         for name in ("vocab", "layers", "embed", "heads", "kv_heads", "head_size", "ffn"):

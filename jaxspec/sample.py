@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -14,7 +13,7 @@ from jaxspec.cli import override, settle, take_option
 from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, VerifyRule, require
 from jaxspec.data import Problem
 from jaxspec.metrics import short
-from jaxspec.session import Answer, Piece, Session, find_run, open_here, read_prompt, restore
+from jaxspec.session import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.tokenizer import Tokenizer
 
@@ -90,7 +89,7 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
     )
     rollout = settle(rollout, words, "")
     _check_weights(run.rollout.draft, rollout.draft)
-    _check_tokenizer(run.data.tokenizer, options.tokenizer)
+    check_tokenizer(run.data.tokenizer, options.tokenizer)
     data = replace(run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer)
     grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))  # one row is no group to learn from
     return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo)
@@ -111,13 +110,6 @@ def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
     for name in ("vocab", "ffn", "layers", "embedding_first") if wanted.learned else ():
         was, now = getattr(trained, name), getattr(wanted, name)
         require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was}; leave it out")
-
-
-def _check_tokenizer(trained: str, wanted: str) -> None:
-    differs = f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'}; leave it out"
-    require(bool(wanted) == bool(trained), differs)
-    file = Path(wanted, "tokenizer.json").absolute()
-    require(not wanted or file.is_file(), f"the run's tokenizer is not at {file}; name its folder with --tokenizer")
 
 
 class Writer:

@@ -24,7 +24,7 @@ from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.runner import abstract, ahead, numbers, put
-from jaxspec.state import RUNNING, SAMPLE, Drafter, Prompts
+from jaxspec.state import RUNNING, SAMPLE, Drafter, Prompts, TrainState
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.tokenizer import Tokenizer
 
@@ -66,6 +66,18 @@ def find_run(path: str) -> Run:
         raise ConfigError(f"{file}: {error}") from error
 
 
+def check_tokenizer(trained: str, wanted: str) -> None:
+    """Whether a tokenizer's folder can be that of a run, which was told `trained`.
+
+    Raises:
+      ConfigError: only one of them is the built-in tokenizer, or there is no such folder.
+    """
+    differs = f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'}; leave it out"
+    require(bool(wanted) == bool(trained), differs)
+    file = Path(wanted, "tokenizer.json").absolute()
+    require(not wanted or file.is_file(), f"the run's tokenizer is not at {file}; name its folder with --tokenizer")
+
+
 def open_here(config: Config) -> Job:
     """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
     start_jax(config, config.mesh.tensor)
@@ -81,12 +93,18 @@ def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
     trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
-    state, _, _ = abstract(trained, run.config.grpo.prompts)
-    draft = state.draft.replace(optimizer=None) if state.draft and job.config.rollout.draft.learned else None
+    bare = read_state(run, trained, job.config.rollout.draft.learned)
+    return jax.jit(job.step.prepare)(bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid)))
+
+
+def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
+    """The run's state on the mesh of `step`, which has the run's config, without the optimizers; the draft only where it is wanted."""
+    state, _, _ = abstract(step, run.config.grpo.prompts)
+    draft = state.draft.replace(optimizer=None) if state.draft and with_draft else None
     bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)
     with contextlib.closing(Checkpoints(run.folder / "checkpoints", read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), whole=False)
-    return jax.jit(job.step.prepare)(bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid)))
+    return bare
 
 
 def _measured(trained: Float[Array, "K F"], step: Step, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:

@@ -108,7 +108,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConfig
         kind in ("linear", "yarn", "llama3"), f"{source}: rope scaling {kind!r} is not supported; known are default, linear, yarn, llama3"
     )
     original = given.get("original_max_position_embeddings") or longest
-    factor = given.get("factor") or (longest / original if original else None)
+    factor = given.get("factor") or (longest / original if kind == "yarn" and original else None)
     require(bool(factor), f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
     assert factor is not None
     rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)

@@ -1,0 +1,154 @@
+"""A run's policy and draft as Hugging Face folders: `python -m jaxspec.export --checkpoint RUN --out DIR`."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import mesh as meshes
+from jaxspec.checkpoint import SaveError
+from jaxspec.cli import override, take_option
+from jaxspec.config import Config, ConfigError, MeshConfig, require
+from jaxspec.metrics import Progress
+from jaxspec.models.hf import policy_rows
+from jaxspec.models.hf_config import config_json
+from jaxspec.pretrained import CONFIG, tensors_of
+from jaxspec.program import Job, make_job, start_jax
+from jaxspec.session import Run, check_tokenizer, find_run, read_state
+from jaxspec.tensor_files import write_tensors
+from jaxspec.tokenizer import Tokenizer
+
+COMMAND = "python -m jaxspec.export"
+ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM, SGLang or an evaluation harness: the
+policy in DIR, its learned draft in DIR/draft, adapters that were trained in DIR/adapter (merged into DIR's weights as well).
+
+RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it (RUN/checkpoints/NUMBER). DIR must not exist yet.
+Examples:
+  python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo
+  python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo --draft speculators    (for vLLM)
+  python -m jaxspec.train --config rl_think.py:qwen3_8b --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft    (to go on)"""
+SIDECARS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of a tokenizer, which are copied as they are."""
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    out: str = ""
+    """The folder to write; it must not exist yet."""
+    draft: Literal["raw", "speculators", "none"] = "raw"
+    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM; `none` leaves the draft out."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; `auto`: the run's model.dtype."""
+    tokenizer: str = ""
+    """Folder of the run's tokenizer, if it is not where the run was told."""
+
+
+Tensors = Iterator[tuple[str, int, Callable[[], np.ndarray]]]
+
+
+def export(run: Run, options: Options) -> Path:
+    """Writes the folder, whole or not at all, and returns it.
+
+    Raises:
+      ConfigError: the folder exists or cannot be written, or the tokenizer is not to be found.
+    """
+    require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
+    out = Path(options.out).expanduser().absolute()
+    require(not out.exists(), f"--out {options.out} exists already; name another folder, or remove it first")
+    tokenizer = options.tokenizer or run.config.data.tokenizer
+    check_tokenizer(run.config.data.tokenizer, tokenizer)
+    job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
+    building = out.with_name(f"{out.name}.writing")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        _fill(building, job, run, options)
+        building.rename(out)
+    except OSError as reason:
+        raise SaveError(f"{out} cannot be written: {reason.strerror or reason}; free some space or name another folder") from reason
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return out
+
+
+def _open(config: Config) -> Job:
+    """The job on all devices there are, each holding a part of the weights; nothing is computed."""
+    start_jax(config, config.mesh.data * config.mesh.tensor)
+    count = jax.device_count()
+    return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
+
+
+def _fill(folder: Path, job: Job, run: Run, options: Options) -> None:
+    model = job.config.model
+    state = read_state(run, job.step, options.draft != "none")
+    dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
+    _write_json(folder / CONFIG, config_json(model, dtype.name, _special_ids(job.tokenizer)))
+    _write_tokenizer(folder, job)
+    _write(folder, "policy", list(tensors_of(policy_rows(model), state.policy.network, dtype)))
+
+
+def _write(folder: Path, title: str, tensors: list[Any]) -> None:
+    with Progress(title, len(tensors)) as progress:
+        for number, _ in enumerate(write_tensors(folder, tensors), start=1):
+            progress.update(number)
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
+    return ids | ({"bos_token_id": tokenizer.bos_ids[0]} if tokenizer.bos_ids else {})
+
+
+def _write_tokenizer(folder: Path, job: Job) -> None:
+    """The tokenizer's own files, and how generation ends: the source's settings where it has them."""
+    source = Path(job.config.data.tokenizer)
+    if job.config.data.tokenizer:
+        for name in (*SIDECARS, GENERATION):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    else:
+        job.tokenizer.save(str(folder))
+    if not (folder / GENERATION).is_file():
+        ends = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
+        _write_json(folder / GENERATION, {**ends, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0})
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exports what the command line names; returns the exit status."""
+    path, words = take_option(argv, COMMAND, "checkpoint", "RUN --out DIR")
+    options = override(Options(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT)
+    require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
+    run = find_run(path)
+    out = export(run, options)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 1e9
+    print(f"checkpoint {run.number} of {run.folder} is in {out} ({size:.3g} GB)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

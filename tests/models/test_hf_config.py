@@ -1,0 +1,127 @@
+"""Real configs give the published sizes; what is not supported is refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxspec.config import ConfigError, FamilyConfig, ModelConfig, RopeConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import config_json, model_config
+
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 64, "rope_theta": 100.0,
+}  # fmt: skip
+
+
+def read(base: ModelConfig | None = None, **changes: Any) -> ModelConfig:
+    raw = {key: value for key, value in {**RAW, **changes}.items() if value != "absent"}
+    return model_config(raw, "FOLDER/config.json", base or ModelConfig())
+
+
+# Billions of parameters: all, those without embedding and head, and those that one token uses, as the model cards say.
+PUBLISHED = {
+    "Qwen--Qwen3-0.6B": (0.6, 0.44, None),
+    "Qwen--Qwen3-1.7B": (1.7, 1.4, None),
+    "Qwen--Qwen3-8B": (8.2, 6.95, None),
+    "Qwen--Qwen3-32B": (32.8, 31.2, None),
+    "Qwen--Qwen3-30B-A3B": (30.5, 29.9, 3.3),
+    "Qwen--Qwen3-235B-A22B": (235, 234, 22),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_configs_give_the_published_sizes(name: str, repository: Path) -> None:
+    file = repository.parent / "shared" / "data" / "model_configs" / "targets" / f"{name}.json"
+    if not file.is_file():
+        pytest.skip("the published configs are not here")
+    config = model_config(json.loads(file.read_text()), str(file), ModelConfig(dtype="bfloat16"))
+    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) / 1e9
+    ends = config.vocab * config.embed * (1 if config.tied else 2) / 1e9
+    whole, inner, active = PUBLISHED[name]
+    assert total == pytest.approx(whole, rel=0.02)
+    assert total - ends == pytest.approx(inner, rel=0.02)
+    if active:
+        idle = 3 * config.layers * config.embed * config.ffn * (config.family.experts - config.family.experts_per_token) / 1e9
+        assert total - idle == pytest.approx(active, rel=0.02)
+
+
+def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
+    """7.61 B without its prediction layer, as Qwen2.5-7B with 36 narrower layers."""
+    file = repository.parent / "shared" / "data" / "model_configs" / "targets" / "XiaomiMiMo--MiMo-7B-Base.json"
+    if not file.is_file():
+        pytest.skip("the published configs are not here")
+    config = model_config(json.loads(file.read_text()), str(file), ModelConfig())
+    assert config.family == FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+    assert (config.layers, config.embed, config.ffn, config.rope_theta, config.positions) == (36, 4096, 11008, 640_000, 32_768)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM is not supported", "Qwen3MoeForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": "absent"}, ["no key 'architectures'"]),
+        ({"hidden_size": "absent"}, ["no key 'hidden_size'"]),
+        ({"num_hidden_layers": "four"}, ["num_hidden_layers is 'four'"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["no key 'num_experts'"]),
+        ({"hidden_act": "gelu"}, ["hidden_act is gelu", "silu"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "not quantized"]),
+        ({"use_sliding_window": True, "max_window_layers": 2}, ["sliding-window"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope scaling 'longrope'", "yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["no key 'factor'"]),
+        ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
+        ({"num_key_value_heads": 3}, ["kv_heads 3 does not divide"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(**changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_old_files_leave_keys_out() -> None:
+    """Defaults of transformers: heads without grouping, their size from the width, base 10,000."""
+    config = read(architectures=["LlamaForCausalLM"], num_key_value_heads="absent", head_dim="absent", rope_theta="absent")
+    assert (config.kv_heads, config.head_size, config.rope_theta, config.tied) == (4, 4, 1e4, False)
+
+
+@pytest.mark.parametrize("stretched", [True, False])
+def test_positions_are_stretched_on_request(stretched: bool) -> None:
+    """`--model.rope_factor 4` means YaRN from the context that the checkpoint has, and replaces a factor of its own."""
+    own = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}} if stretched else {}
+    plain, wanted = read(**own), read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=16)), **own)
+    assert (plain.rope_factor, plain.rope.context, plain.positions) == ((2, 32, 64) if stretched else (1, 64, 64))
+    assert (wanted.rope_factor, wanted.rope.kind, wanted.rope.context, wanted.positions) == (4, "yarn", 16, 64)
+    assert read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=64))).positions == 256
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        read(),
+        read(tie_word_embeddings=True, attention_bias=True),
+        read(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True),
+        read(architectures=["Qwen2ForCausalLM"]),
+        read(architectures=["LlamaForCausalLM"], attention_bias=True, rms_norm_eps=1e-5),
+        read(architectures=["MiMoForCausalLM"]),
+        read(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5}),
+        read(rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "truncate": False}),
+        read(
+            rope_scaling={"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4, "low_freq_factor": 1.5},
+            max_position_embeddings=128,
+        ),
+        read(rope_scaling={"type": "linear", "factor": 2}),
+    ],
+)
+def test_a_config_that_leaves_comes_back(config: ModelConfig) -> None:
+    written = json.loads(json.dumps(config_json(config, "bfloat16", {"eos_token_id": 3})))
+    assert model_config(written, "config.json", ModelConfig()) == config
+    assert (written["eos_token_id"], written["torch_dtype"]) == (3, "bfloat16")

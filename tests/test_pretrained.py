@@ -1,0 +1,233 @@
+"""Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong is named before any array is made."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxspec import tensor_files
+from jaxspec.config import Config, ConfigError, DataConfig, ModelConfig
+from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf import policy_rows
+from jaxspec.models.hf_config import config_json
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.pretrained import Checkpoint, find_folder, policy_checkpoint, policy_config, resolved, tensors_of
+from jaxspec.tensor_files import WEIGHTS, open_tensors, read_json, write_tensors
+from tests.conftest import small_mesh, tiny_model, tiny_network
+
+MODEL = tiny_model(dtype="float32")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint in one file."""
+    made = tmp_path / "checkpoint"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config_json(MODEL, "float32", {})))
+    list(write_tensors(made, tensors_of(policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32)))
+    return made
+
+
+def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same checkpoint in several files with an index."""
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 4000)
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    list(write_tensors(folder, [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()]))
+    return folder
+
+
+def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
+    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    placed = shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
+    return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
+
+
+def opened(folder: Path, **model: Any) -> Checkpoint:
+    config = policy_config(ModelConfig(path=str(folder), **model))
+    return policy_checkpoint(config, shapes_of(config))
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2), (2, 1)])
+def test_read_back_on_any_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch, data: int, tensor: int) -> None:
+    if data > 1:
+        split(folder, monkeypatch)
+        assert len(list(folder.glob("*.safetensors"))) > 2
+    config, seen = policy_config(ModelConfig(path=str(folder))), []
+    checkpoint = policy_checkpoint(config, shapes_of(config, data, tensor))
+    found = checkpoint.load(seen.append)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(tiny_network(Decoder, MODEL)), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)
+    assert found.layers.query[...].sharding.shard_shape(found.layers.query.shape) == (4, 16 // data, 4 // tensor, 4)
+    assert seen == sorted(seen)
+    assert seen[-1] == checkpoint.bytes
+
+
+def test_no_more_than_the_shard_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight split over 8 devices, each device's eighth."""
+    config = policy_config(ModelConfig(path=str(folder)))
+    checkpoint, read = policy_checkpoint(config, shapes_of(config, 8, 1)), []
+    plain = tensor_files.Stored.read
+
+    def counting(self: Any, index: Any = ()) -> np.ndarray:
+        part = plain(self, index)
+        read.append((self.name, part.size))
+        return part
+
+    monkeypatch.setattr(tensor_files.Stored, "read", counting)
+    checkpoint.load(lambda _: None)
+    gates = [size for name, size in read if name == "model.layers.0.mlp.gate_proj.weight"]
+    assert gates == [16 * 24 // 8] * 8
+
+
+def change_tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return edit
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        content = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return edit
+
+
+def cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, ["model.safetensors", "truncated", "download it again"]),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"no weights"), ["model.safetensors", "truncated or damaged"]),
+        (pickled, ["pytorch_model.bin", "can run code", "save_pretrained"]),
+        (lambda folder: (folder / WEIGHTS).unlink(), ["neither model.safetensors nor model.safetensors.index.json"]),
+        (lambda folder: (folder / "config.json").unlink(), ["config.json", "No such file"]),
+        (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+        (change_tensors(lambda tensors: tensors.pop(NORM)), ["lacks tensors", NORM]),
+        (change_tensors(lambda tensors: tensors.update({NORM: np.ones(3, np.float32)})), [NORM, "[3]", "[16]"]),
+        (change_tensors(lambda tensors: tensors.update({NORM: np.ones(16, np.int8)})), [NORM, "I8", "not quantized"]),
+        (change_tensors(lambda tensors: tensors.update(extra=np.ones(1))), ["no place here: extra", "--model.ignore"]),
+        (change_config(vocab_size=12), ["model.embed_tokens.weight is [11, 16]", "[12, 16]"]),
+        (change_config(num_hidden_layers=5), ["lacks tensors", "model.layers.4.input_layernorm.weight", "and 6 more"]),
+        (change_config(num_hidden_layers=3), ["no place here: model.layers.3.input_layernorm.weight"]),
+        (change_config(tie_word_embeddings=True), ["tie_word_embeddings is true, but lm_head.weight differs"]),
+        (change_config(architectures=["T5ForConditionalGeneration"]), ["T5ForConditionalGeneration is not supported"]),
+        (change_config(hidden_size=None), ["no key 'hidden_size'"]),
+    ],
+)
+def test_what_is_wrong_is_named_before_any_array_is_made(folder: Path, spoil: Callable[[Path], Any], words: list[str]) -> None:
+    spoil(folder)
+    before = len(jax.live_arrays())
+    with pytest.raises(ConfigError) as error:
+        opened(folder)
+    for word in [str(folder), *words]:
+        assert word in str(error.value)
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split(folder, monkeypatch)
+    index = folder / f"{WEIGHTS}.index.json"
+    places = read_json(index)
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    hidden = lost.rename(lost.with_suffix(".away"))
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the \d+ files .*{lost.name}"):
+        opened(folder)
+    hidden.rename(lost)
+    index.write_text(json.dumps({"weight_map": {**places["weight_map"], "other": lost.name}}))
+    with pytest.raises(ConfigError, match=rf"{lost.name} lacks the tensor other"):
+        opened(folder)
+    index.write_text(json.dumps({"weights": 3}))
+    with pytest.raises(ConfigError, match="no key 'weight_map'"):
+        opened(folder)
+
+
+def test_unknown_tensors_can_be_left_out(folder: Path) -> None:
+    """So are those that follow from the config, and MiMo's own prediction layers, without being asked."""
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2), "model.mtp_layers.0.input_proj.weight": np.ones(2)}
+    change_tensors(lambda tensors: tensors.update(known))(folder)
+    opened(folder).load(lambda _: None)
+    change_tensors(lambda tensors: tensors.update(extra=np.ones(1)))(folder)
+    opened(folder, ignore=True).load(lambda _: None)
+
+
+def test_a_tied_head_may_be_written_out(folder: Path) -> None:
+    change_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))(folder)
+    change_config(tie_word_embeddings=True)(folder)
+    assert opened(folder).load(lambda _: None).head is None
+
+
+def test_a_checkpoint_settles_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and tokenizer are the folder's; type and remat stay. A relative path is kept as an absolute one, for resuming elsewhere."""
+    monkeypatch.chdir(folder.parent)
+    wanted = Config(model=ModelConfig(path=folder.name, vocab=99, dtype="bfloat16", remat=False))
+    found = resolved(wanted)
+    assert (found.model.path, found.data.tokenizer) == (str(folder), str(folder))
+    assert (found.model.vocab, found.model.layers, found.model.dtype, found.model.remat) == (11, 4, "bfloat16", False)
+    assert resolved(found) == found
+    assert resolved(Config(model=ModelConfig(path=folder.name), data=DataConfig(tokenizer="other"))).data.tokenizer == "other"
+    assert resolved(Config()) == Config()
+
+
+def test_hub_ids_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, configs and templates only; never pickles or code."""
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, sorted(allow_patterns)))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = policy_config(ModelConfig(path="Somebody/Something"))
+    assert (config.path, config.vocab) == ("Somebody/Something", 11)
+    assert asked == [("Somebody/Something", ["*.jinja", "*.json", "*.safetensors"])]
+
+    def refuse(name: str, allow_patterns: list[str]) -> str:
+        raise OSError("404 Client Error\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError, match=r"model\.path Somebody/Nothing.*404 Client Error\)"):
+        find_folder("Somebody/Nothing", "model.path")
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"jaxspec\[hub\]"):
+        find_folder("Somebody/Nothing", "model.path")
+
+
+@pytest.mark.parametrize("path", ["missing", "./a/b", "a/b/c", "/nowhere/at-all"])
+def test_a_folder_that_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.path {path}: no such folder"):
+        find_folder(path, "model.path")
+
+
+def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = load_file(folder / WEIGHTS)
+    several = open_tensors(split(folder, monkeypatch))
+    assert several.keys() == one.keys()
+    for name, stored in several.items():
+        np.testing.assert_array_equal(stored.read(), one[name])
+    sizes = {file: sum(tensor.nbytes for tensor in load_file(file).values()) for file in folder.glob("*.safetensors")}
+    assert all(size <= 4000 or len(load_file(file)) == 1 for file, size in sizes.items())
+    assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(sizes.values())
