@@ -15,12 +15,12 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import SaveError
 from jaxspec.cli import override, take_option
-from jaxspec.config import Config, ConfigError, MeshConfig, require
+from jaxspec.config import Config, MeshConfig, require
 from jaxspec.metrics import Progress
 from jaxspec.models.hf import policy_rows
 from jaxspec.models.hf_config import config_json
 from jaxspec.pretrained import CONFIG, tensors_of
-from jaxspec.program import Job, make_job, start_jax
+from jaxspec.program import Job, make_job, reported, start_jax
 from jaxspec.session import Run, check_tokenizer, find_run, read_state
 from jaxspec.tensor_files import write_tensors
 from jaxspec.tokenizer import Tokenizer
@@ -147,8 +147,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    sys.exit(reported(lambda: main(sys.argv[1:])))

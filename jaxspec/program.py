@@ -52,16 +52,27 @@ def run(
 
     `varied` is as in `load_config`.
     """
-    try:
+
+    def work() -> int:
         config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
             return body(open_job(resolved(config)), interrupt)
+
+    return reported(work)
+
+
+def reported(work: Callable[[], int]) -> int:
+    """The exit status of `work`; what it refuses or gives up is one message, without a traceback."""
+    try:
+        return work()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except Diverged as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def open_job(config: Config) -> Job:

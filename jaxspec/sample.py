@@ -13,6 +13,7 @@ from jaxspec.cli import override, settle, take_option
 from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, VerifyRule, require
 from jaxspec.data import Problem
 from jaxspec.metrics import short
+from jaxspec.program import reported
 from jaxspec.session import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.tokenizer import Tokenizer
@@ -246,15 +247,5 @@ def _answer_lines(console: Console, session: Session, samples: int) -> int:
     return status
 
 
-def _main() -> int:
-    try:
-        return main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(reported(lambda: main(sys.argv[1:])))

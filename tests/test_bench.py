@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,14 @@ from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupCo
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
 from jaxspec.interrupt import Interrupt
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf import policy_rows
+from jaxspec.models.hf_config import config_json
+from jaxspec.pretrained import tensors_of
 from jaxspec.program import make_job
 from jaxspec.state import Prompts
-from tests.conftest import small_mesh
+from jaxspec.tensor_files import write_tensors
+from tests.conftest import small_mesh, tiny_model, tiny_network
 
 CONFIG = Config(
     model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
@@ -154,6 +160,39 @@ def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], 
     assert caught.value.code == status
     printed = capsys.readouterr()
     assert "drafts" in printed.out + printed.err
+
+
+def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Onto eight devices; the sizes are those of the weights, worked out by hand, in the type that was asked for."""
+    model = tiny_model(dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
+    list(write_tensors(tmp_path, tensors_of(policy_rows(model), tiny_network(Decoder, model), np.float32)))
+    layer = 16 * 4 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16 + 2 * 4
+    elements = 2 * 11 * 16 + 4 * layer + 16
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        assert main(["load", "--model", str(tmp_path), "--data", "4", "--tensor", "2", "--dtype", dtype]) == 0
+        *_, words, last = capsys.readouterr().out.splitlines()
+        line = json.loads(last)
+        assert (line["bench"], line["dtype"], line["weight_bytes"]) == ("load", dtype, size * elements)
+        assert (line["machine"]["mesh"], line["held_bytes"] >= line["weight_bytes"]) == ({"data": 4, "tensor": 2}, True)
+        assert f"{line['peak_over_weights']:.2f} x the weights" in words
+    assert main(["load"]) == 2
+    assert main(["load", "--model", str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Path) -> None:
+    size = 64 * 2**20
+    with bench.PeakMemory() as memory:
+        filled = np.ones(size, np.uint8)
+        time.sleep(0.1)
+        del filled
+    assert 0.9 * size < memory.peak < 1.5 * size
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(size))
+    with bench.PeakMemory() as memory:
+        assert np.memmap(file, np.uint8, "r").sum() == 0
+    assert memory.peak < 0.1 * size
 
 
 @pytest.mark.slow
