@@ -99,7 +99,8 @@ def make_job(config: Config, mesh: Mesh) -> Job:
       ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; a warm start is asked
         for where there is nothing to train it on.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else character_tokenizer()
+    thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
+    tokenizer = load_tokenizer(folder, thinking) if folder else character_tokenizer()
     tokenizer.check_vocab(config.model.vocab)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
