@@ -104,7 +104,7 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     tokenizer.check_vocab(config.model.vocab)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         raise ConfigError("the warm start trains on the built-in tasks; with data.path or data.tokenizer set --sft.steps 0")
-    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids))
+    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size))
 
 
 def on_this_process(job: Job) -> Job:

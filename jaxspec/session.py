@@ -80,7 +80,7 @@ def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
 
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
-    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
+    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
     state, _, _ = abstract(trained, run.config.grpo.prompts)
     draft = state.draft.replace(optimizer=None) if state.draft and job.config.rollout.draft.learned else None
     bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)

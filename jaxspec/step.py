@@ -252,13 +252,22 @@ def _nothing(function, *arguments) -> Metrics:
     }
 
 
-def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...]) -> Step:
-    """Opens the config once and hands its parts to those who use them."""
+def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int) -> Step:
+    """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below `known` have a token."""
     rollout, grpo, training = config.rollout, config.grpo, config.draft_training
+    processing = Processing(
+        banned=rollout.banned,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_ids=stop_ids,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        known=known,
+    )
     settings = engine.Settings(
         group_size=grpo.group_size,
         max_new_tokens=rollout.max_new_tokens,
-        processing=Processing(rollout.banned, rollout.min_new_tokens, stop_ids, rollout.temperature, rollout.top_k, rollout.top_p),
+        processing=processing,
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
     )
