@@ -176,7 +176,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     for each in configs:
         check(each, job.mesh.size)
     problems = load_problems(config.data, job.tokenizer)
-    jobs = [replace(job, config=each, step=build_step(each, job.mesh, job.tokenizer.stop_ids)) for each in configs]
+    jobs = [replace(job, config=each, step=build_step(each, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)) for each in configs]
     batches = [Batches(each, *problems) for each in jobs]
     calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
     policy = load_policy(job, interrupt)

@@ -264,7 +264,8 @@ class OfflineConfig:
     samples: int = 2048
     """Responses sampled from the policy on the training prompts; the last sixteenth, at least a batch, is held out to measure the draft."""
     text: str = ""
-    """Train on this file instead: JSON lines with a column `text`, or `generic` for the built-in mixed corpus."""
+    """Train on this file instead: JSON lines, each with a column `text` or `messages` (a chat, of which the assistant's turns are learnt),
+    or `generic` for the built-in mixed corpus."""
     steps: int = 300
     """Updates; 0 keeps random weights."""
     rows: int = 64

@@ -5,7 +5,7 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,21 @@ HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
 _ORDER, _TEXT = 2, 3
 """Numpy's streams of the run's seed; the warm start has another."""
+_COLUMNS = ("text", "messages")
+
+
+class Rows(NamedTuple):
+    """Sequences that a draft is trained on or measured by."""
+
+    tokens: Int32[np.ndarray, "rows length"]
+    mask: Bool[np.ndarray, "rows length"]
+    """True at the tokens to predict: responses, what the assistant wrote in a chat, or all of a text."""
+
+
+def answered(batch: SftBatch) -> Rows:
+    """Prompts with their responses, of which the latter are to be predicted."""
+    positions = np.arange(batch.tokens.shape[1])
+    return Rows(batch.tokens, (positions >= batch.prompt_lengths[:, None]) & (positions < batch.lengths[:, None]))
 
 
 def split(offline: OfflineConfig) -> tuple[range, range]:
@@ -70,7 +85,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     return respond
 
 
-def training_text(config: Config, tokenizer: Tokenizer) -> SftBatch | None:
+def training_text(config: Config, tokenizer: Tokenizer) -> Rows | None:
     """The rows of `offline.text`; None where the policy's own responses are trained on.
 
     Raises:
@@ -79,13 +94,13 @@ def training_text(config: Config, tokenizer: Tokenizer) -> SftBatch | None:
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     if config.offline.text == "generic":
         corpus, rng = dataclasses.replace(config.data, format="text"), np.random.default_rng([config.seed, _TEXT])
-        return tasks.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length)
+        return answered(tasks.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length))
     return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length) if config.offline.text else None
 
 
-def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> SftBatch:
-    """The column `text` of a JSON-lines file, each between the beginning token, if there is one, and the end token."""
-    rows: list[list[int]] = []
+def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> Rows:
+    """The columns `text` or `messages` of a JSON-lines file, padded to `length`."""
+    rows: list[tuple[list[int], list[bool]]] = []
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -94,69 +109,87 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> SftBa
         if not line.strip():
             continue
         where = f"offline.text {path}, line {number}"
-        text = _text(line, where)
-        if not any_text and (unknown := tokenizer.unknown(text)):
-            raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
-        rows.append([*tokenizer.bos_ids, *tokenizer.encode(text), tokenizer.stop_ids[0]])
-        if len(rows[-1]) > length:
+        row = _columns(line, where)
+        column = "text" if "text" in row else "messages"
+        ids, mask = _chat(row["messages"], tokenizer, where) if column == "messages" else _text(row["text"], any_text, tokenizer, where)
+        if len(ids) > length:
             raise ConfigError(
-                f"{where}: column 'text' takes {len(rows[-1])} tokens with its ends, more than data.max_prompt_length + "
-                f"rollout.max_new_tokens = {length}; cut the text into pieces, or raise --rollout.max_new_tokens"
+                f"{where}: column {column!r} takes {len(ids)} tokens with its ends, more than data.max_prompt_length + "
+                f"rollout.max_new_tokens = {length}; cut it into pieces, or raise --rollout.max_new_tokens"
             )
+        rows.append((ids, mask))
     if not rows:
-        raise ConfigError(f"offline.text {path}: the file is empty; give one JSON object a line, with a column 'text'")
-    tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
-    lengths = np.array([len(row) for row in rows], np.int32)
-    return SftBatch(tokens, np.full(len(rows), len(tokenizer.bos_ids), np.int32), lengths)
+        raise ConfigError(f"offline.text {path}: the file is empty; give one JSON object a line, with a column 'text' or 'messages'")
+    tokens, masks = np.full((len(rows), length), tokenizer.pad_id, np.int32), np.zeros((len(rows), length), bool)
+    for place, (ids, mask) in enumerate(rows):
+        tokens[place, : len(ids)], masks[place, : len(ids)] = ids, mask
+    return Rows(tokens, masks)
 
 
-def _text(line: bytes, where: str) -> str:
+def _columns(line: bytes, where: str) -> dict[str, Any]:
+    """A row with just one of the columns that are read."""
     try:
         row: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text'") from error
+        raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text' or 'messages'") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one JSON object a line, with a column 'text'")
-    if "text" not in row:
-        near = "".join(f"; rename {match!r}?" for match in difflib.get_close_matches("text", row, 1)) or "; give the text one"
-        raise ConfigError(f"{where}: no column 'text' among {', '.join(map(repr, row)) or 'none'}{near}")
-    if not isinstance(row["text"], str):
-        raise ConfigError(f"{where}: column 'text' holds a {type(row['text']).__name__} instead of text; put its text in quotes")
-    return row["text"]
+        raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one with a column 'text' or 'messages'")
+    found = [name for name in _COLUMNS if name in row]
+    if not found:
+        near = [(match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)]
+        remedy = f"; rename {near[0][0]!r} to {near[0][1]!r}?" if near else "; give the row one of the two"
+        raise ConfigError(f"{where}: no column 'text' or 'messages' among {', '.join(map(repr, row)) or 'none'}{remedy}")
+    if len(found) > 1:
+        raise ConfigError(f"{where}: columns 'text' and 'messages' both; keep the one to train on")
+    return row
 
 
-def joined(batches: Sequence[SftBatch]) -> SftBatch:
+def _text(text: Any, any_text: bool, tokenizer: Tokenizer, where: str) -> tuple[list[int], list[bool]]:
+    """A text between the beginning token, if there is one, and the end token; all but the first is to be predicted."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in quotes")
+    if not any_text and (unknown := tokenizer.unknown(text)):
+        raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
+    ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+    return [*tokenizer.bos_ids, *ids], [False] * len(tokenizer.bos_ids) + [True] * len(ids)
+
+
+def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> tuple[list[int], list[bool]]:
+    """A chat as the checkpoint's own template writes it; what the assistant wrote is to be predicted."""
+    if not (isinstance(messages, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)):
+        raise ConfigError(f"{where}: column 'messages' is not a list of objects with a role and its content; correct the row")
+    if all(message["role"] != "assistant" for message in messages):
+        raise ConfigError(f"{where}: column 'messages' has none of role 'assistant', so there is nothing to learn; leave the row out")
+    try:
+        return tokenizer.conversation(messages)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def joined(batches: Sequence[Rows]) -> Rows:
     """All rows of some batches."""
-    return SftBatch(*(np.concatenate(part) for part in zip(*batches, strict=True)))
+    return Rows(*(np.concatenate(part) for part in zip(*batches, strict=True)))
 
 
-def batch_of(rows: SftBatch, number: int, size: int, seed: int) -> SftBatch:
+def batch_of(rows: Rows, number: int, size: int, seed: int) -> Rows:
     """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on nothing but the arguments."""
     count = len(rows.tokens)
     places = np.arange(number * size, (number + 1) * size)
     orders = {epoch: np.random.default_rng([seed, _ORDER, epoch]).permutation(count) for epoch in set((places // count).tolist())}
     chosen = [orders[place // count][place % count] for place in places.tolist()]
-    return SftBatch(*(part[chosen] for part in rows))
+    return Rows(*(part[chosen] for part in rows))
 
 
-def responses(rows: SftBatch) -> Bool[np.ndarray, "rows length"]:
-    """True at the tokens to predict."""
-    positions = np.arange(rows.tokens.shape[1])
-    return (positions >= rows.prompt_lengths[:, None]) & (positions < rows.lengths[:, None])
-
-
-def vocabulary(rows: SftBatch, size: int, vocab: int, stop_ids: tuple[int, ...]) -> Int32[np.ndarray, " size"]:
-    """The end tokens and the most frequent response tokens of `rows`, `size` of the `vocab` in all, ascending; lowest ids fill up.
+def vocabulary(rows: Rows, size: int, vocab: int, stop_ids: tuple[int, ...]) -> Int32[np.ndarray, " size"]:
+    """The end tokens and the most frequent tokens to predict of `rows`, `size` of the `vocab` in all, ascending; lowest ids fill up.
 
     Source: drafters.md, section 2.3.
     """
-    counts = np.bincount(rows.tokens[responses(rows)], minlength=vocab)
+    counts = np.bincount(rows.tokens[rows.mask], minlength=vocab)
     counts[list(stop_ids)] = counts.max() + 1
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def coverage(rows: SftBatch, ids: np.ndarray) -> float:
-    """Share of the response tokens of `rows` that are among `ids`."""
-    return float(np.isin(rows.tokens[responses(rows)], ids).mean())
+def coverage(rows: Rows, ids: np.ndarray) -> float:
+    """Share of the tokens to predict of `rows` that are among `ids`."""
+    return float(np.isin(rows.tokens[rows.mask], ids).mean())

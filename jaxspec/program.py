@@ -111,12 +111,13 @@ def make_job(config: Config, mesh: Mesh) -> Job:
       ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; a warm start is asked
         for where there is nothing to train it on.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else character_tokenizer()
+    thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
+    tokenizer = load_tokenizer(folder, thinking) if folder else character_tokenizer()
     tokenizer.check_vocab(config.model.vocab)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         given = "model.path" if config.model.path else "data.path or data.tokenizer"
         raise ConfigError(f"the warm start trains a fresh model on the built-in tasks; with {given} set --sft.steps 0")
-    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids))
+    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size))
 
 
 def on_this_process(job: Job) -> Job:

@@ -11,7 +11,7 @@ TARGET, DRAFT, COIN, NEXT = range(4)
 
 
 class Processing(NamedTuple):
-    """What turns the target's logits into the distribution it is sampled from, in this order; part of the compiled program."""
+    """What turns the target's logits into the distribution it is sampled from, in this order (`known` is first); part of the compiled program."""
 
     banned: tuple[int, ...] = ()
     """Ids that are never sampled."""
@@ -24,6 +24,8 @@ class Processing(NamedTuple):
     """Keep the k most likely tokens; 0: all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
+    known: int = 0
+    """Ids from here on have no token (a published embedding may have more rows than its tokenizer) and are never sampled; 0: all have."""
 
 
 def processed_logits(
@@ -43,6 +45,8 @@ def processed_logits(
         or broadcasts over them, and may be traced.
       keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding must not exclude them afterwards.
     """
+    if 0 < processing.known < logits.shape[-1]:
+        logits = jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.known, logits, -jnp.inf)
     if processing.banned:
         logits = jnp.where(_among(processing.banned, logits.shape[-1]), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:

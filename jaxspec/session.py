@@ -92,7 +92,7 @@ def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
 
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
-    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids)
+    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
     bare = read_state(run, trained, job.config.rollout.draft.learned)
     return jax.jit(job.step.prepare)(bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid)))
 

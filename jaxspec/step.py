@@ -174,12 +174,13 @@ class Step:
             "skipped_in_row/policy": policy.skipped_in_row,
         }
 
-    def train_draft(self, draft: Learner, policy: Decoder, rollout: Rollout, valid: Array, forward: Forward) -> tuple[Learner, Metrics]:
+    def train_draft(
+        self, draft: Learner, policy: Decoder, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"], forward: Forward
+    ) -> tuple[Learner, Metrics]:
         """One update of the draft on the policy's detached hidden states, with its own optimizer and clip."""
-        mask = response_mask(rollout) & valid[:, None]
 
         def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " A"]]:
-            result = self.draft_loss(network, policy, rollout, mask, forward, self.config.draft_training.ttt_steps)
+            result = self.draft_loss(network, policy, tokens, mask, forward, self.config.draft_training.ttt_steps)
             return result.loss, result.acceptance
 
         (loss, acceptance), gradients = optim.value_and_grad(loss_of, draft.network, has_aux=True)
@@ -189,12 +190,12 @@ class Step:
         return draft, {"loss/draft": loss, "grad_norm/draft": norm, **depths, **skipped}
 
     def draft_loss(
-        self, network: PyTree, policy: Decoder, rollout: Rollout, mask: Bool[Array, "B S"], forward: Forward, depths: int
+        self, network: PyTree, policy: Decoder, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"], forward: Forward, depths: int
     ) -> DraftLoss:
         """The draft's loss and acceptance at `depths` depths over the tokens of `mask`, in the type of the rollout."""
         options, dtype = self.config.draft_training, jnp.dtype(self.config.model.dtype)
         objective = Objective(LOSSES[options.loss], depths, options.decay, self.settings.processing.temperature)
-        return draft_loss(cast(network, dtype), cast(policy, dtype), forward, rollout.tokens, mask, objective)
+        return draft_loss(cast(network, dtype), cast(policy, dtype), forward, tokens, mask, objective)
 
     def train(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[TrainState, Metrics]:
         """Policy update, then draft update; both from the weights that `recomputed` was made with."""
@@ -215,8 +216,10 @@ class Step:
         if state.draft is None:
             return None, {}
 
+        rollout, mask = finished.rollout, response_mask(finished.rollout) & finished.valid[:, None]
+
         def update(draft: Learner) -> tuple[Learner, Metrics]:
-            return self.train_draft(draft, state.policy.network, finished.rollout, finished.valid, recomputed.forward)
+            return self.train_draft(draft, state.policy.network, rollout.tokens, mask, recomputed.forward)
 
         return jax.lax.cond(state.draft_online, update, lambda draft: (draft, _nothing(update, draft)), state.draft)
 
@@ -249,13 +252,22 @@ def _nothing(function, *arguments) -> Metrics:
     }
 
 
-def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...]) -> Step:
-    """Opens the config once and hands its parts to those who use them."""
+def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int) -> Step:
+    """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below `known` have a token."""
     rollout, grpo, training = config.rollout, config.grpo, config.draft_training
+    processing = Processing(
+        banned=rollout.banned,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_ids=stop_ids,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        known=known,
+    )
     settings = engine.Settings(
         group_size=grpo.group_size,
         max_new_tokens=rollout.max_new_tokens,
-        processing=Processing(rollout.banned, rollout.min_new_tokens, stop_ids, rollout.temperature, rollout.top_k, rollout.top_p),
+        processing=processing,
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import tokenizers
 from jinja2 import Template, TemplateError
@@ -20,17 +21,37 @@ SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "u
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What `load_tokenizer` reads."""
 BASE_END = "<|endoftext|>"  # base models of the Qwen family end with it, whatever the chat's own end token
+_PROBE = "jaxspec7probe"
+"""A message that occurs in no chat template."""
+
+
+class Turn(NamedTuple):
+    """How a chat template writes one turn of the assistant: header, what is put in its mouth, its own text, closing."""
+
+    header: str
+    begun: str
+    """What the generation prompt has beyond the header (Qwen3 without thinking: an empty think block); not every turn of a chat has it."""
+    closing: str
+    """End of the turn, with what closes its line."""
 
 
 class Tokenizer:
     """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
 
-    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends known from elsewhere.
+    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends known from elsewhere;
+    `enable_thinking` is handed to the chat template.
     Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], source: str, end_ids: Iterable[int] = ()) -> None:
-        self._backend, self._settings, self.source = backend, dict(settings), source
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Mapping[str, Any],
+        source: str,
+        end_ids: Iterable[int] = (),
+        enable_thinking: bool = True,
+    ) -> None:
+        self._backend, self._settings, self.source, self.enable_thinking = backend, dict(settings), source, enable_thinking
         self.size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         eos = self._id("eos_token")
         ends = [*([] if eos is None else [eos]), *end_ids]
@@ -66,15 +87,33 @@ class Tokenizer:
         """Return `problem` as a prompt: the chat template with one user message, or behind the beginning token if there is no template."""
         if self._template is None:
             return self._token("bos_token") + problem if self.bos_ids else problem
-        names = {name: self._token(name) for name in SPECIALS}
-        try:
-            return self._template.render(messages=[{"role": "user", "content": problem}], add_generation_prompt=True, **names)
-        except TemplateError as error:
-            raise ConfigError(f"{self.source}: the chat template refuses a single user message: {error}; correct chat_template") from error
+        return self._fill(self._template, [{"role": "user", "content": problem}], "a single user message", add_generation_prompt=True)
 
     def chat(self, problem: str) -> list[int]:
         """Return the ids of `render(problem)`."""
         return self.encode(self.render(problem))
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of a whole chat, and True at those that the assistant wrote: its text, the end of its turn, the end of that line.
+
+        `messages` and `tools` are what the chat template reads (role, content, and where it knows them tool_calls, reasoning_content);
+        special tokens in them are recognised as in `encode`. What the generation prompt already holds is not the assistant's.
+        Raises `ConfigError` where the template, or a message that imitates it, does not let each turn be found.
+        """
+        if self._template is None:
+            raise ConfigError(f"{self.source}: there is no chat template for messages; add chat_template to tokenizer_config.json")
+        text = self._fill(self._template, messages, "these messages", tools=tools, add_generation_prompt=False)
+        spans, turns = self._spans(text), sum(message.get("role") == "assistant" for message in messages)
+        if len(spans) != turns:
+            raise ConfigError(
+                f"{self.source}: the chat template writes {len(spans)} turns of the assistant for {turns} messages; every one must be "
+                f"written with {self._turn.header!r} before and {self._turn.closing!r} after it, and no message may hold these"
+            )
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        written = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
+        return encoding.ids, written
 
     def unknown(self, text: str) -> str:
         """Return the characters of `text` that the vocabulary cannot express, each once."""
@@ -111,6 +150,45 @@ class Tokenizer:
             )
         return found
 
+    def _fill(self, template: Template, messages: Sequence[Mapping[str, Any]], what: str, **names: Any) -> str:
+        specials = {name: self._token(name) for name in SPECIALS}
+        try:
+            return template.render(messages=messages, enable_thinking=self.enable_thinking, **names, **specials)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.source}: the chat template refuses {what}: {error}; correct chat_template") from error
+
+    @cached_property
+    def _turn(self) -> Turn:
+        """What the template writes around an answer, by its own rendering of chats with and without one."""
+        assert self._template is not None, "only asked for where there is one"
+        user, assistant = ({"role": role, "content": _PROBE} for role in ("user", "assistant"))
+        chats = ([user], True), ([user], False), ([user, assistant], False), ([user, assistant, user], False)
+        asked, bare, answered, went_on = (self._fill(self._template, chat, "a chat", add_generation_prompt=ask) for chat, ask in chats)
+        prompt, (opening, _, rest) = asked.removeprefix(bare), went_on.removeprefix(bare).partition(_PROBE)
+        header, closing = min(prompt, opening, key=len), answered.rpartition(_PROBE)[2]
+        same = asked.startswith(bare) and went_on.startswith(bare) and prompt.startswith(header) and opening.startswith(header)
+        if not (header.strip() and closing and same and rest.startswith(closing)):
+            raise ConfigError(
+                f"{self.source}: the chat template does not show what the assistant writes: a generation prompt adds {prompt!r}, an answer "
+                f"follows {opening!r} and ends with {closing!r}; correct chat_template, or give text instead of messages"
+            )
+        return Turn(header, prompt.removeprefix(header), closing)
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Where in a rendered chat the assistant's own text stands, with its closing."""
+        header, begun, closing = self._turn
+        spans: list[tuple[int, int]] = []
+        place = text.find(header)
+        while place >= 0:
+            start = place + len(header)
+            start += len(begun) if text.startswith(begun, start) else 0
+            end = text.find(closing, start)
+            if end < 0:
+                break
+            spans.append((start, end + len(closing)))
+            place = text.find(header, spans[-1][1])
+        return spans
+
     def _compile_template(self) -> Template | None:
         source = self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates
@@ -126,8 +204,8 @@ class Tokenizer:
             raise ConfigError(f"{self.source}: the chat template is not valid: {error}; correct chat_template") from error
 
 
-def load_tokenizer(folder: str) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder.
+def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat template.
 
     Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends of generation_config.json.
     Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
@@ -142,7 +220,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
         settings["chat_template"] = chat_template.read_text(encoding="utf-8")
     ends = _read_json(generation_config).get("eos_token_id")
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids)
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids, enable_thinking)
 
 
 def character_tokenizer() -> Tokenizer:

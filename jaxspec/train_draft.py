@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
@@ -22,6 +22,7 @@ from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.config import Config, ConfigError
 from jaxspec.data import load_problems
+from jaxspec.draft_data import Rows, answered
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
@@ -29,9 +30,9 @@ from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.pretrained import policy_checkpoint
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.rl import optim
-from jaxspec.rl.logprob import positions_of, response_mask
+from jaxspec.rl.logprob import positions_of
 from jaxspec.runner import abstract, placed
-from jaxspec.state import Learner, PyTree, Rollout
+from jaxspec.state import Learner, PyTree
 from jaxspec.step import Metrics, Step
 from jaxspec.sync import cast
 from jaxspec.tasks import SftBatch
@@ -46,7 +47,7 @@ KEEP_SECONDS, KEEP_COST = 10.0, 10.0
 """Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
 
-def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress) -> dict[int, SftBatch]:
+def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress) -> dict[int, Rows]:
     """The policy's responses to batches of the training prompts, by plain decoding: in domain, the largest single lever on acceptance.
 
     Each batch is kept in `folder` as soon as it is there, and read from there if it is already.
@@ -60,12 +61,12 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
         file = folder / f"responses-{number}.npz"
         if not file.exists():
             _keep(file, respond(number))
-        batches[number] = jax.device_get(load_tree(file, SftBatch(*shapes)))
+        batches[number] = answered(jax.device_get(load_tree(file, SftBatch(*shapes))))
         progress.update(done * rows)
     return batches
 
 
-def train(job: Job, policy: Decoder, rows: SftBatch, folder: Path, progress: Progress) -> PyTree:
+def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress) -> PyTree:
     """Trains a fresh draft for `offline.steps` updates on batches of `rows`; returns its weights.
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
@@ -81,8 +82,8 @@ def train(job: Job, policy: Decoder, rows: SftBatch, folder: Path, progress: Pro
         return learner, jnp.zeros((), jnp.int32)
 
     def update(learner: Learner, policy: Decoder, batch: PyTree) -> tuple[Learner, Metrics]:
-        rollout, forward = _read(step, policy, batch)
-        return step.train_draft(learner, policy, rollout, jnp.ones(rollout.lengths.shape, bool), forward)
+        tokens, mask = batch
+        return step.train_draft(learner, policy, tokens, mask, _read(step, policy, tokens))
 
     shapes = jax.eval_shape(fresh)
     layout = step.train_layout(shapes[0]), whole
@@ -117,13 +118,11 @@ def _keep(file: Path, tree: PyTree) -> None:
     fresh.replace(file)
 
 
-def _read(step: Step, policy: Decoder, batch: PyTree) -> tuple[Rollout, Forward]:
-    """A batch on the devices as a rollout, and the policy's own pass over it."""
-    assert step.draft is not None, "only a draft is trained on rollouts that are read"
-    tokens, prompt_lengths, lengths = batch
-    rollout = step.nothing_finished(tokens.shape[0]).rollout.replace(tokens=tokens, prompt_lengths=prompt_lengths, lengths=lengths)
+def _read(step: Step, policy: Decoder, tokens: Int[Array, "B T"]) -> Forward:
+    """The policy's own pass over texts, as the draft reads it."""
+    assert step.draft is not None, "only a draft is trained on texts that are read"
     target = cast(policy, jnp.dtype(step.config.model.dtype))
-    return rollout, target(tokens, positions_of(tokens), with_taps=step.draft.with_taps)
+    return target(tokens, positions_of(tokens), with_taps=step.draft.with_taps)
 
 
 def expected_length(metrics: Metrics) -> float:
@@ -137,22 +136,22 @@ def tokens_kept(acceptance: list[float]) -> list[float]:
     return (1 + np.cumsum(np.cumprod(acceptance))).tolist()
 
 
-def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[SftBatch]) -> list[float]:
-    """Expected acceptance sum_v min(target, draft) by depth, over the response tokens of `held_out`; a small model has one depth."""
+def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) -> list[float]:
+    """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of `held_out`; a small model has one depth."""
     training = job.config.draft_training
     depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.draft_length)
 
     @jax.jit
     def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " A"]:
-        rollout, forward = _read(job.step, policy, batch)
-        return job.step.draft_loss(network, policy, rollout, response_mask(rollout), forward, depths).acceptance
+        tokens, mask = batch
+        return job.step.draft_loss(network, policy, tokens, mask, _read(job.step, policy, tokens), depths).acceptance
 
     rows = meshes.rows_sharding(job.mesh)
     by_batch = [jax.device_get(acceptance(network, policy, jax.device_put(batch, rows))) for batch in held_out]
-    return np.average(by_batch, axis=0, weights=[draft_data.responses(batch).sum() for batch in held_out]).tolist()
+    return np.average(by_batch, axis=0, weights=[batch.mask.sum() for batch in held_out]).tolist()
 
 
-def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, folder: Path) -> None:
+def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, folder: Path) -> None:
     """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial` on the way."""
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
@@ -178,7 +177,7 @@ def build(job: Job, interrupt: Interrupt, text: SftBatch | None, partial: Path, 
     job.say(f"the draft took {time.perf_counter() - began:.0f} s; {would}")
 
 
-def cached_draft(job: Job, interrupt: Interrupt, text: SftBatch | None) -> Path:
+def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
     """The file of the draft's weights, trained first if the cache does not hold it; in process 0, which does it for all.
 
     `text` is what `draft_data.training_text` read for this job.
@@ -206,7 +205,7 @@ def cached_draft(job: Job, interrupt: Interrupt, text: SftBatch | None) -> Path:
     return folder / WEIGHTS
 
 
-def _key(job: Job, text: SftBatch | None) -> str:
+def _key(job: Job, text: Rows | None) -> str:
     """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network, training, code."""
     config: Config = job.config
     tokenizer = [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []

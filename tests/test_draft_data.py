@@ -10,11 +10,11 @@ import pytest
 
 from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, MeshConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.data import PromptStream, load_problems
-from jaxspec.draft_data import batch_of, coverage, joined, responder, responses, split, training_text, vocabulary
+from jaxspec.draft_data import Rows, answered, batch_of, coverage, joined, responder, split, training_text, vocabulary
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job
 from jaxspec.tasks import SftBatch
-from jaxspec.tokenizer import character_tokenizer
+from jaxspec.tokenizer import character_tokenizer, load_tokenizer
 from tests.conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
 
 TOKENIZER = character_tokenizer()
@@ -25,7 +25,7 @@ def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
     """One-digit sums, a random float32 policy, batches of 4 samples."""
     return Config(
         model=tiny_model(vocab=TOKENIZER.size, dtype="float32"),
-        rollout=RolloutConfig(max_new_tokens=6, draft=DraftConfig(draft_length=2), **(rollout or {})),
+        rollout=RolloutConfig(**{"max_new_tokens": 6, "draft": DraftConfig(draft_length=2), **(rollout or {})}),
         data=DataConfig(digits=1, max_prompt_length=6),
         sft=SftConfig(steps=0),
         offline=OfflineConfig(**{"samples": 16, "rows": 4, **offline}),
@@ -37,12 +37,12 @@ def a_job(**changes: Any) -> Job:
     return make_job(a_config(**changes), small_mesh())
 
 
-def some_rows(*rows: tuple[list[int], list[int]]) -> SftBatch:
+def some_rows(*rows: tuple[list[int], list[int]]) -> Rows:
     """Prompts and responses end to end."""
     size = max(len(prompt) + len(response) for prompt, response in rows) + 1
     tokens = np.array([[*prompt, *response] + [0] * (size - len(prompt) - len(response)) for prompt, response in rows], np.int32)
     starts = np.array([len(prompt) for prompt, _ in rows], np.int32)
-    return SftBatch(tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32))
+    return answered(SftBatch(tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32)))
 
 
 class TestSplit:
@@ -97,16 +97,16 @@ class TestTrainingText:
         rows = training_text(a_config(text=path), TOKENIZER)
         assert rows is not None
         assert rows.tokens.shape == (2, 12)
-        for text, row, start, end in zip(("1+2=3", ";,#"), *rows, strict=True):
-            assert row[:end].tolist() == [*TOKENIZER.bos_ids, *TOKENIZER.encode(text), END]
-            assert start == 1
-            assert (row[end:] == TOKENIZER.pad_id).all()
+        for text, row, mask in zip(("1+2=3", ";,#"), *rows, strict=True):
+            ids = [*TOKENIZER.encode(text), END]
+            assert row.tolist() == [*TOKENIZER.bos_ids, *ids] + [TOKENIZER.pad_id] * (11 - len(ids))
+            assert mask.tolist() == [False] + [True] * len(ids) + [False] * (11 - len(ids))
 
     def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
         config = Config(data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64))
         rows = training_text(config, TOKENIZER)
         assert rows is not None
-        texts = [TOKENIZER.decode(row[start:end]) for row, start, end in zip(*rows, strict=True)]
+        texts = [TOKENIZER.decode(row[mask]) for row, mask in zip(*rows, strict=True)]
         assert len(texts) == 200
         assert {text[0] == "?" for text in texts} == {True, False}  # pages of the solution book, and other documents
         assert training_text(Config(), TOKENIZER) is None
@@ -118,8 +118,13 @@ class TestTrainingText:
             (["", "  "], ["the file is empty"]),
             ([{"text": "1"}, "{"], ["line 2", "not JSON", "one JSON object a line"]),
             ([[1]], ["line 1", "a list instead of an object"]),
-            ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' among 'txt'", "rename 'txt'"]),
-            ([{"question": "1"}], ["line 1", "no column 'text' among 'question'", "give the text one"]),
+            ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"]),
+            ([{"message": [], "id": 1}], ["line 1", "'messages' among 'message', 'id'", "rename 'message' to 'messages'"]),
+            ([{"question": "1"}], ["line 1", "no column 'text' or 'messages' among 'question'", "give the row one"]),
+            ([{"text": "1"}, {"text": "1", "messages": []}], ["line 2", "columns 'text' and 'messages' both", "keep the one"]),
+            ([{"messages": ["1"]}], ["line 1", "column 'messages' is not a list of objects with a role"]),
+            ([{"messages": [{"role": "user", "content": "1"}]}], ["line 1", "column 'messages' has none of role 'assistant'"]),
+            ([{"messages": [{"role": "assistant", "content": "1"}]}], ["line 1", "built-in: there is no chat template for messages"]),
             ([{"text": 12}], ["line 1", "column 'text' holds a int", "quotes"]),
             ([{"text": "1+1"}, {"text": "1" * 11}], ["line 2", "column 'text' takes 13 tokens", "= 12", "--rollout.max_new_tokens"]),
             ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
@@ -138,11 +143,27 @@ class TestTrainingText:
     def test_the_longest_text_that_fits_is_taken(self, tmp_path: Path) -> None:
         rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER)
         assert rows is not None
-        assert rows.lengths.tolist() == [12]
+        assert rows.mask.tolist() == [[False] + [True] * 11]
+
+    def test_a_chat_is_learnt_where_the_assistant_wrote(self, tmp_path: Path) -> None:
+        folder = tmp_path / "tokenizer"
+        TOKENIZER.save(str(folder))
+        template = "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }};{% endfor %}"
+        (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}={% endif %}")
+        chat = [{"role": role, "content": text} for role, text in (("user", "1+1"), ("assistant", "2"), ("user", "5"), ("assistant", "6"))]
+        text = self.file(tmp_path, {"messages": chat}, {"text": "7"})
+        config = a_config(text=text, rollout={"max_new_tokens": 9})
+        rows = training_text(config, load_tokenizer(str(folder)))
+        assert rows is not None
+        assert TOKENIZER.decode(rows.tokens[0]) == "?1+1;=2;?5;=6;"
+        assert np.flatnonzero(rows.mask[0]).tolist() == [6, 7, 12, 13]
+        assert np.flatnonzero(rows.mask[1]).tolist() == [1, 2]
+        with pytest.raises(ConfigError, match=r"line 1: column 'messages' takes 14 tokens .* = 12"):
+            training_text(a_config(text=text), load_tokenizer(str(folder)))
 
 
 class TestBatchOf:
-    def rows(self, count: int) -> SftBatch:
+    def rows(self, count: int) -> Rows:
         return some_rows(*(([place], [place, place]) for place in range(count)))
 
     def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self) -> None:
@@ -157,8 +178,8 @@ class TestBatchOf:
     def test_parts_of_a_row_stay_together(self) -> None:
         rows = some_rows(([1], [2]), ([3, 4], [5, 6, 7]), ([8], [9, 9]))
         batch = batch_of(rows, 0, 3, seed=0)
-        by_first = {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*batch, strict=True)}
-        assert by_first == {int(tokens[0]): (tokens.tolist(), int(start), int(end)) for tokens, start, end in zip(*rows, strict=True)}
+        by_first = {int(tokens[0]): (tokens.tolist(), mask.tolist()) for tokens, mask in zip(*batch, strict=True)}
+        assert by_first == {int(tokens[0]): (tokens.tolist(), mask.tolist()) for tokens, mask in zip(*rows, strict=True)}
 
     def test_few_rows_fill_a_batch_by_repeating(self) -> None:
         assert Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1] == 2
@@ -184,18 +205,19 @@ class TestVocabulary:
     def test_what_an_ordinary_count_gives(self) -> None:
         random = np.random.default_rng(0)
         rows = some_rows(*((random.integers(0, 50, 5).tolist(), random.geometric(0.1, 40).clip(2, 49).tolist()) for _ in range(30)))
-        counts = Counter(token for tokens, start, end in zip(*rows, strict=True) for token in tokens[start:end].tolist())
+        counts = Counter(token for tokens, mask in zip(*rows, strict=True) for token in tokens[mask].tolist())
         best = sorted(counts, key=lambda token: (-counts[token], token))[:11]
         ids = vocabulary(rows, 12, 50, (0,))
         assert ids.tolist() == sorted([0, *best])
         assert coverage(rows, ids) == pytest.approx(sum(counts[token] for token in best) / sum(counts.values()))
 
     def test_response_tokens_are_those_between_prompt_and_end(self) -> None:
-        assert self.ROWS.tokens[responses(self.ROWS)].tolist() == [3, 3, 3, 7, 7, 12, 7, 3, 5, 5]
+        assert self.ROWS.tokens[self.ROWS.mask].tolist() == [3, 3, 3, 7, 7, 12, 7, 3, 5, 5]
 
 
 def test_joined_batches_keep_all_rows_in_order() -> None:
-    batches = [SftBatch(*(np.full(shape, value, np.int32) for shape in ((2, 5), (2,), (2,)))) for value in (1, 2)]
+    batches = [Rows(np.full((2, 5), value, np.int32), np.full((2, 5), value == 2)) for value in (1, 2)]
     whole = joined(batches)
     assert whole.tokens.shape == (4, 5)
-    assert whole.lengths.tolist() == [1, 1, 2, 2]
+    assert whole.tokens[:, 0].tolist() == [1, 1, 2, 2]
+    assert whole.mask[:, 0].tolist() == [False, False, True, True]

@@ -24,7 +24,7 @@ def oracle(logits: np.ndarray, processing: Processing, produced: int, factor: fl
     """The law of one token by plain loops; what is tied with the last token kept stays."""
     logits = np.array(logits, np.float64)
     ends = processing.stop_ids if produced < processing.min_new_tokens else ()
-    logits[[*processing.banned, *ends]] = -np.inf
+    logits[[*processing.banned, *ends, *range(processing.known or len(logits), len(logits))]] = -np.inf
     temperature = processing.temperature * factor
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
@@ -47,12 +47,15 @@ PROCESSINGS = {
     "hot": Processing(temperature=2.0),
     "greedy": Processing(temperature=0.0, banned=(3,)),
     "bans": Processing(banned=(0, 4)),
+    "known": Processing(known=4),
+    "known, greedy": Processing(temperature=0.0, known=3),
     "minimum length": Processing(min_new_tokens=3, stop_ids=(1, 5)),
     "top-k": Processing(top_k=3),
     "top-k of more than there are": Processing(top_k=50),
     "top-p": Processing(top_p=0.7),
     "tiny top-p": Processing(top_p=1e-6),
     "all": Processing(banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8),
+    "all known": Processing(banned=(2,), min_new_tokens=3, stop_ids=(1,), temperature=1.7, top_k=3, top_p=0.8, known=6),
     "all, cold": Processing(banned=(2, 6), min_new_tokens=4, stop_ids=(0,), temperature=0.4, top_k=4, top_p=0.95),
 }
 
@@ -107,13 +110,16 @@ def test_factors_along_an_axis_are_each_their_own() -> None:
 
 def test_the_plain_case_costs_nothing() -> None:
     logits, produced = jnp.zeros((2, 5)), jnp.zeros((2,), jnp.int32)
-    for processing in (Processing(), Processing(stop_ids=(1,)), Processing(min_new_tokens=4), Processing(top_k=5), Processing(top_k=9)):
+    plain = {"stop_ids": (1,)}, {"min_new_tokens": 4}, {"top_k": 5}, {"top_k": 9}, {"known": 5}, {"known": 9}, {}
+    for processing in (Processing(**settings) for settings in plain):
         assert sampling.processed_logits(logits, processing, produced) is logits
         assert not jax.make_jaxpr(lambda x, given=processing: sampling.processed_logits(x, given, produced))(logits).eqns
     assert sampling.processed_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
     tempered = str(jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(temperature=0.5), produced))(logits))
     assert tempered.count(" div ") == 1
     assert not any(name in tempered for name in ("sort", "top_k", "argmax", "select"))
+    known = jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(known=3), produced))(logits)
+    assert not known.consts, "a vocabulary of 151,936 ids is counted, not stored"
 
 
 def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
@@ -147,7 +153,8 @@ def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
 
 @pytest.mark.parametrize("name", PROCESSINGS)
 def test_nan_logits_are_not_hidden(name: str) -> None:
-    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, jnp.nan], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
+    last = (PROCESSINGS[name].known or 8) - 1
+    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]).at[0, last].set(jnp.nan)
     found = np.asarray(sampling.processed_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32)))
     assert np.isnan(found[0]).any()
     assert not np.isnan(found[1]).any()
@@ -174,7 +181,7 @@ def test_entropy_counts_only_what_is_possible() -> None:
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("name", [name for name in PROCESSINGS if name != "greedy"])
+@pytest.mark.parametrize("name", [name for name in PROCESSINGS if "greedy" not in name])
 def test_processors_agree_with_hugging_face(name: str) -> None:
     transformers = pytest.importorskip("transformers.generation.logits_process")
     torch = pytest.importorskip("torch")
@@ -182,8 +189,9 @@ def test_processors_agree_with_hugging_face(name: str) -> None:
     logits = np.random.default_rng(4).normal(size=(200, 8)).astype(np.float32) * 2
     for produced in (0, 2, 3, 5):
         chain = []
-        if processing.banned:
-            chain.append(transformers.SuppressTokensLogitsProcessor(list(processing.banned)))
+        never = [*processing.banned, *range(processing.known or 8, 8)]
+        if never:
+            chain.append(transformers.SuppressTokensLogitsProcessor(never))
         if processing.min_new_tokens:
             chain.append(transformers.MinNewTokensLengthLogitsProcessor(prompt, processing.min_new_tokens, list(processing.stop_ids)))
         chain.append(transformers.TemperatureLogitsWarper(processing.temperature))

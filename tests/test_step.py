@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 @functools.cache
 def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
-    step = build_step(config_of(**options), small_mesh(data, tensor), STOP)
+    step = build_step(config_of(**options), small_mesh(data, tensor), STOP, MODEL.vocab)
     traces: list[int] = []
 
     def train_step(state: TrainState, finished: Finished, prompts: Prompts) -> Any:

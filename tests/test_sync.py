@@ -100,7 +100,7 @@ def test_cast_changes_floats_only_and_keeps_the_structure() -> None:
 
 
 def test_optimizer_state_follows_its_weights() -> None:
-    step = build_step(tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), small_mesh(4, 2), (1,))
+    step = build_step(tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), small_mesh(4, 2), (1,), MODEL.vocab)
     found = placements(step.state_shardings())
     assert any(".mu." in name for name in found)
     for name, spec in found.items():

@@ -27,7 +27,7 @@ from jaxspec.config import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.draft_data import training_text
+from jaxspec.draft_data import Rows, answered, training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
@@ -83,13 +83,12 @@ def trained_draft(job: Job, interrupt: Interrupt) -> Path:
     return cached_draft(job, interrupt, training_text(job.config, job.tokenizer))
 
 
-def random_rows(count: int, seed: int = 0) -> SftBatch:
+def random_rows(count: int, seed: int = 0) -> Rows:
     """Prompts of 2 to 6 tokens and responses of 0 to 6."""
     random = np.random.default_rng(seed)
     starts = random.integers(2, 7, count).astype(np.int32)
-    return SftBatch(
-        random.integers(0, VOCAB, (count, 12)).astype(np.int32), starts, (starts + random.integers(0, 7, count)).astype(np.int32)
-    )
+    tokens, lengths = random.integers(0, VOCAB, (count, 12)).astype(np.int32), (starts + random.integers(0, 7, count)).astype(np.int32)
+    return answered(SftBatch(tokens, starts, lengths))
 
 
 def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +127,7 @@ class TestTrain:
 
     def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
         job = a_job(draft={"vocab": 12})
-        rows = SftBatch(np.full((4, 12), 17, np.int32), np.full(4, 3, np.int32), np.full(4, 9, np.int32))
+        rows = Rows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
         network = train(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
 
@@ -154,12 +153,12 @@ class TestMeasure:
     def test_a_small_model_overlaps_the_policy_as_numpy_says(self) -> None:
         job = a_job("model", draft={"layers": 4})
         policy, network = (tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1))
-        held_out = [random_rows(4, seed=3), random_rows(4, seed=4)]
-        overlaps = []
+        chats = Rows(random_rows(4, seed=4).tokens, np.tile(np.arange(12) % 4 > 1, (4, 1)))  # three turns each
+        held_out, overlaps = [random_rows(4, seed=3), chats], []
         for batch in held_out:
-            for tokens, start, end in zip(*batch, strict=True):
+            for tokens, mask in zip(*batch, strict=True):
                 target, draft = (numpy_softmax(numpy_decoder(model, tokens)[0]) for model in (policy, network))
-                overlaps += [np.minimum(target[place - 1], draft[place - 1]).sum() for place in range(start, end)]
+                overlaps += [np.minimum(target[place - 1], draft[place - 1]).sum() for place in np.flatnonzero(mask)]
         assert len(overlaps) > 20
         np.testing.assert_allclose(measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4)
 
@@ -238,7 +237,7 @@ class TestCachedDraft:
         job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
         trained, measured = [], []
 
-        def remember_training(job: Job, policy: Any, rows: SftBatch, *rest: Any) -> Any:
+        def remember_training(job: Job, policy: Any, rows: Rows, *rest: Any) -> Any:
             trained.append(rows)
             return tiny_network(Eagle3, job.config.model)
 
@@ -247,7 +246,7 @@ class TestCachedDraft:
         with Interrupt() as interrupt:
             trained_draft(job, interrupt)
             trained_draft(a_job(offline=OfflineConfig(samples=12, rows=4, steps=1)), interrupt)
-        texts = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(*trained[0], strict=True)]
+        texts = [job.tokenizer.decode(row[mask]) for row, mask in zip(*trained[0], strict=True)]
         assert texts == ["1+1=2", "#"]
         assert len(trained[1].tokens) == 8
         assert same_bits(measured[0], measured[1])

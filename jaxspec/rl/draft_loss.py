@@ -71,7 +71,8 @@ class Objective(NamedTuple):
     decay: float
     """Weight of depth i is decay**i."""
     temperature: float
-    """Of the rollouts; both distributions are taken at it, whole: top-k and top-p are left out. 0 counts as 1, since a law of one token
+    """Of the rollouts; both distributions are taken at it, whole: bans, ids without a token, top-k and top-p are left
+    out, since verification sees to them. 0 counts as 1, since a law of one token
     teaches nothing."""
 
 

@@ -24,7 +24,7 @@ from tests.conftest import no_history, numpy_decoder, numpy_softmax, small_mesh,
 
 GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
 STOP = (1, 3)
-SPREAD = Processing(stop_ids=STOP, temperature=0.9)
+SPREAD = Processing(stop_ids=STOP, temperature=0.9, known=10)
 BELOW_ONE = np.nextafter(1.0, 0.0)
 RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
 match = jax.jit(match_rule)
@@ -112,8 +112,9 @@ def assert_same_rows(found: Rollout, wanted: Rollout, rows: Any = slice(None), o
 
 
 def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -> np.ndarray:
-    """Probabilities of one position: bans, minimum length, temperature, top-k, top-p, one after the other."""
+    """Probabilities of one position: known ids, bans, minimum length, temperature, top-k, top-p, one after the other."""
     logits = logits.copy()
+    logits[processing.known or len(logits) :] = -np.inf
     logits[list(processing.banned)] = -np.inf
     if produced < processing.min_new_tokens:
         logits[list(processing.stop_ids)] = -np.inf

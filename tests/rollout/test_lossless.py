@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 # ---- the law of whole sequences
 
 PLAIN = Processing(stop_ids=(1,))
-TRUNCATED = Processing(banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=4, top_p=0.9)
+TRUNCATED = Processing(banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, known=5)
 
 
 class Law(NamedTuple):
@@ -215,8 +215,8 @@ def test_block_keeps_more_than_token_by_the_published_vector() -> None:
     [("eagle3", "float32"), *(pytest.param(kind, "float64", marks=pytest.mark.slow) for kind in ("eagle3", "history"))],
 )
 def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: str) -> None:
-    """At T != 1, with bans, a minimum length, top-k and top-p: against numpy, and against the learner's own recompute."""
-    processing = Processing(banned=(0,), min_new_tokens=3, stop_ids=STOP, temperature=0.8, top_k=7, top_p=0.9)
+    """At T != 1, with unknown ids, bans, a minimum length, top-k and top-p: against numpy, and against the learner's own recompute."""
+    processing = Processing(banned=(0,), min_new_tokens=3, stop_ids=STOP, temperature=0.8, top_k=7, top_p=0.9, known=10)
     target = tiny_network(Decoder, tiny_model(dtype=dtype), 1, 0.8)
     chosen = Settings(GROUP, NEW, processing, block_rule, (0.8,))
     rollout = compiled(draft_of(kind, 3), chosen)((target, network_of(kind, 0.8, dtype=dtype)), coupled_prompts())
@@ -240,7 +240,7 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
     np.testing.assert_allclose(rollout.logprobs[inside], picked[inside], rtol=0, atol=tolerance)
     np.testing.assert_allclose(rollout.statistics.target_entropy, (entropy * inside).sum(1), rtol=0, atol=10 * tolerance)
     responses = [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
-    assert not any(0 in response for response in responses)
+    assert not any(0 in response or 10 in response for response in responses)
     assert not any(set(response[:3]) & set(STOP) for response in responses)
     assert min(map(len, responses)) == 4, "an end token is allowed right after the minimum, and comes"
 
