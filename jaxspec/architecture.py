@@ -154,3 +154,7 @@ class HeadConfig:
             self.use_taps or not (self.taps or self.norm_before_fuse or self.fuse_norms),
             "head.use_taps is off, so the head has no taps to norm",
         )
+        require(
+            not (self.norm_before_fuse and self.fuse_norms),
+            "head.norm_before_fuse and head.fuse_norms would norm the taps twice; choose one",
+        )

@@ -44,7 +44,9 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
     config = override(default, overrides, f"{command} --config {given or 'NAME.py[:SCALE]'}", f"{description}\n\n{_guide(command)}")
     fixed = ", ".join(f"--{name}" for name in varied if name in _named(overrides))
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
-    config = config if varied else replace(config, rollout=settle(config.rollout, overrides, "rollout."))
+    if not varied:
+        config = replace(config, rollout=settle(config.rollout, overrides, "rollout."))
+        _check_head(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
 
 
@@ -67,9 +69,9 @@ _DRAFT_FIELDS = {
     "none": set(),
     "ngram": {"draft_length"},
     "history": {"draft_length"},
-    "eagle3": {"draft_length", "sampling", "temperature", "vocab", "ffn"},
-    "mtp": {"draft_length", "sampling", "temperature", "ffn", "layers", "embedding_first"},
-    "model": {"draft_length", "sampling", "temperature", "ffn", "layers"},
+    "eagle3": {"draft_length", "sampling", "temperature", "vocab", "ffn", "path", "tap_convention"},
+    "mtp": {"draft_length", "sampling", "temperature", "ffn", "layers", "embedding_first", "path"},
+    "model": {"draft_length", "sampling", "temperature", "ffn", "layers", "path"},
 }
 """What each kind of draft makes use of."""
 _LOOKUP_FIELDS = {"none": set(), "ngram": {"rule", "min_match", "max_match"}, "history": {"past", "min_match", "max_match"}}
@@ -99,6 +101,14 @@ def settle(rollout: RolloutConfig, argv: Sequence[str], prefix: str) -> RolloutC
     chosen = f"{prefix}draft.kind {draft.kind}, sampling {draft.sampling} and look-up {rollout.lookup_kind}"
     require(not foreign, f"{chosen} have no use for {foreign}; leave it out, or choose another kind")
     return rollout
+
+
+def _check_head(config: Config, argv: Sequence[str]) -> None:
+    """Refuses the form of an EAGLE-3 head on the command line for another kind of draft; one of the config file is left alone."""
+    changed = {f"head.{item.name}" for item in fields(config.head) if getattr(config.head, item.name) != item.default}
+    foreign = ", ".join(f"--{name}" for name in sorted(_named(argv) & changed))
+    kind = config.rollout.draft.kind
+    require(kind == "eagle3" or not foreign, f"rollout.draft.kind {kind} has no use for {foreign}, which is for eagle3; leave it out")
 
 
 def _named(argv: Sequence[str]) -> set[str]:

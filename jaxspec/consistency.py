@@ -59,13 +59,12 @@ def _check_drafts(config: Config) -> None:
     require(rollout.lookup.beside == "none" or draft.learned, f"{beside}; choose eagle3, mtp or model, or that kind alone")
     outside = [token for token in rollout.banned if not 0 <= token < vocab]
     require(not outside, f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold")
-    deep = draft.kind != "eagle3" or config.model.layers >= 4
-    require(deep, f"model.layers is {config.model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
+    _check_network(config)
     whole = draft.vocab == 0 or draft.kind == "eagle3"
     require(whole, f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the policy's, so leave it 0")
     fits = draft.vocab <= vocab
     require(fits, f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at most that, or 0 for all of it")
-    chosen = draft.vocab == 0 or config.offline.steps > 0
+    chosen = draft.vocab == 0 or config.offline.steps > 0 or bool(draft.path)
     remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
     require(chosen, f"rollout.draft.vocab {draft.vocab} is chosen by offline training, and offline.steps is 0; {remedy}")
     room = draft.vocab == 0 or draft.vocab > len(rollout.banned) + 8
@@ -73,6 +72,26 @@ def _check_drafts(config: Config) -> None:
     training = f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than rollout.draft.layers {draft.layers}"
     trained = draft.kind != "mtp" or config.draft_training.ttt_steps >= draft.layers
     require(trained, f"{training}: the last MTP layers would never learn; raise the first")
+
+
+def _check_network(config: Config) -> None:
+    """Whether the draft's own decoder and its taps, loaded or not, go with the policy."""
+    kind, model, head, own = config.rollout.draft.kind, config.model, config.head, config.draft_model
+    if kind == "eagle3":
+        deep = not head.use_taps or bool(head.taps) or model.layers >= 4
+        require(deep, f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
+        beyond = [tap for tap in head.taps if not 0 <= tap <= model.layers]
+        require(not beyond, f"head.taps {list(head.taps)} has {beyond}; 0 to model.layers {model.layers} layers can be applied")
+    if own is None:
+        return
+    width = f"the draft's width is {own.embed} and model.embed {model.embed}"
+    if kind == "mtp" or (kind == "eagle3" and not head.use_taps):
+        require(own.embed == model.embed, f"{width}; a draft that reads the policy's hidden states as they are must be as wide")
+    if kind == "eagle3":
+        fits = own.embed == model.embed or head.own_embedding
+        require(fits, f"{width}, so it cannot share the policy's embedding, and head.own_embedding is off")
+    speaks = f"the draft model's vocabulary is {own.vocab} and model.vocab {model.vocab}; choose a draft that shares the policy's"
+    require(kind != "model" or own.vocab == model.vocab, speaks)
 
 
 def _rows(config: Config) -> dict[str, int]:

@@ -108,9 +108,9 @@ def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
     possible = f"{trained.kind}, none, ngram and history" if trained.learned else "none, ngram and history"
     has = f"the run's draft is {trained.kind}, so there are no weights for --draft.kind {wanted.kind}; possible are {possible}"
     require(not wanted.learned or wanted.kind == trained.kind, has)
-    for name in ("vocab", "ffn", "layers", "embedding_first") if wanted.learned else ():
+    for name in ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention") if wanted.learned else ():
         was, now = getattr(trained, name), getattr(wanted, name)
-        require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was}; leave it out")
+        require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was!r}; leave it out")
 
 
 class Writer:

@@ -144,7 +144,7 @@ class Step:
     def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
         policy = cast(state.policy.network, jnp.dtype(self.config.model.dtype))
-        forward = policy(rollout.tokens, positions_of(rollout.tokens), with_taps=self.draft is not None and self.draft.with_taps)
+        forward = policy(rollout.tokens, positions_of(rollout.tokens), taps=self.draft.taps if self.draft else ())
         old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
         return Recomputed(old_logprobs, entropy, forward)
 

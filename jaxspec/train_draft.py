@@ -122,7 +122,7 @@ def _read(step: Step, policy: Decoder, tokens: Int[Array, "B T"]) -> Forward:
     """The policy's own pass over texts, as the draft reads it."""
     assert step.draft is not None, "only a draft is trained on texts that are read"
     target = cast(policy, jnp.dtype(step.config.model.dtype))
-    return target(tokens, positions_of(tokens), with_taps=step.draft.with_taps)
+    return target(tokens, positions_of(tokens), taps=step.draft.taps)
 
 
 def expected_length(metrics: Metrics) -> float:
@@ -215,7 +215,7 @@ def _key(job: Job, text: Rows | None) -> str:
         config.offline, text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else ""
     )
     draft, training, processing = config.rollout.draft, config.draft_training, job.step.settings.processing
-    network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first
+    network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first, config.head, config.draft_model
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources("train_draft.py", "draft_data.py", "data.py", "step.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py")
     law = config.seed, config.rollout.max_new_tokens, processing

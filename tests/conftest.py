@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict promotion, checked shapes; tiny models, and the plain numpy decoder that they are compared with."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from jaxspec.config import (  # noqa: E402
     DraftConfig,
     DraftTrainingConfig,
     GrpoConfig,
+    HeadConfig,
     MeshConfig,
     ModelConfig,
     OfflineConfig,
@@ -37,6 +39,7 @@ from jaxspec.config import (  # noqa: E402
 )
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
+from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -155,6 +158,11 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
         return jnp.asarray(scale * normal / np.sqrt(fan_in), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def eagle3(model: ModelConfig, key: Any, vocab: int = 0, ffn: int = 0, sizes: dict[str, Any] | None = None, **flags: Any) -> Eagle3:
+    """An EAGLE-3 head that is made for a policy, with some `sizes` of its own and flags of `HeadConfig`."""
+    return Eagle3(dataclasses.replace(llama_head(model, ffn), **(sizes or {})), HeadConfig(**flags), model, key, vocab)
 
 
 def with_weights(network: Any, **changes: Any) -> Any:
@@ -282,26 +290,30 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def numpy_eagle_slot(
     network: Any, hidden: np.ndarray, embedded: np.ndarray, position: int, seen: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One EAGLE-3 slot as inference runs it: appends its key and value to `seen` and attends to all of them.
+    """One EAGLE-3 slot as inference runs it: appends each layer's key and value to `seen` and attends to all of them.
 
     Returns the pre-norm output (the next depth's hidden state) and the logits.
     """
-    config, weights = network.config, numpy_weights(network)
-    normed = [
-        numpy_rms_norm(part, weights[name], config.norm_eps) for part, name in ((embedded, "embedding_norm"), (hidden, "hidden_norm"))
-    ]
-    joined = np.concatenate(normed)
-    query, key, value = (np.einsum("c,cnh->nh", joined, weights[name][0]) for name in ("query", "key", "value"))
-    seen.append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
-    out = hidden.copy()
-    for head in range(config.heads):
-        shared = head * config.kv_heads // config.heads
-        turned = numpy_rotate(query[head], position, config.rope_theta)
-        scores = np.array([keys[shared] @ turned for keys, _ in seen]) / np.sqrt(config.head_size)
-        out += numpy_softmax(scores) @ np.array([values[shared] for _, values in seen]) @ weights["output"][0, head]
-    normed = numpy_rms_norm(out, weights["ffn_norm"], config.norm_eps)
-    out = out + numpy_swiglu(normed, weights["gate"][0], weights["up"][0], weights["down"][0])
-    return out, numpy_rms_norm(out, weights["norm"], config.norm_eps) @ weights["head"]
+    config, weights, eps = network.config, numpy_weights(network), network.config.norm_eps
+    seen.append([])
+    out = hidden
+    for layer in range(network.stack):
+        prefix, index = ("first.", 0) if layer == 0 else ("layers.", layer - 1)
+        part = {name.removeprefix(prefix): value[index] for name, value in weights.items() if name.startswith(prefix)}
+        if layer == 0:
+            joined = np.concatenate([numpy_rms_norm(embedded, part["embedding_norm"], eps), numpy_rms_norm(out, part["hidden_norm"], eps)])
+        else:
+            joined = numpy_rms_norm(out, part["attention_norm"], eps)
+        query, key, value = (np.einsum("c,cnh->nh", joined, part[name]) for name in ("query", "key", "value"))
+        seen[-1].append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
+        out = out.copy()
+        for head in range(config.heads):
+            shared = head * config.kv_heads // config.heads
+            turned = numpy_rotate(query[head], position, config.rope_theta)
+            scores = np.array([slot[layer][0][shared] @ turned for slot in seen]) / np.sqrt(config.head_size)
+            out += numpy_softmax(scores) @ np.array([slot[layer][1][shared] for slot in seen]) @ part["output"][head]
+        out = out + numpy_swiglu(numpy_rms_norm(out, part["ffn_norm"], eps), part["gate"], part["up"], part["down"])
+    return out, numpy_rms_norm(out, weights["norm"], eps) @ weights["head"]
 
 
 def numpy_taps(boundaries: list[np.ndarray]) -> np.ndarray:
@@ -323,7 +335,7 @@ def numpy_mtp_slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.nd
 
     Returns the post-norm output, which is the next depth's hidden state and what the target's head reads.
     """
-    config, weights = network.config, {name: value[layer] for name, value in numpy_weights(network).items()}
+    config, weights = network.config, {name.removeprefix("layers."): value[layer] for name, value in numpy_weights(network).items()}
     eps = config.norm_eps
     pair = numpy_rms_norm(embedded, weights["embedding_norm"], eps), numpy_rms_norm(hidden, weights["hidden_norm"], eps)
     out = np.concatenate(pair if network.embedding_first else pair[::-1]) @ weights["project"]

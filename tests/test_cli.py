@@ -107,6 +107,10 @@ class TestLoad:
             (["--rollout.draft.kind=eagle3"], ["--rollout.draft.temperature", "0.8"]),
             (["--rollout.draft.kind=mtp"], ["--rollout.draft.vocab=8"]),
             (["--rollout.draft.kind=eagle3"], ["--rollout.draft.no_embedding_first"]),
+            (["--rollout.draft.kind=ngram"], ["--rollout.draft.path", "folder"]),
+            (["--rollout.draft.kind=mtp"], ["--rollout.draft.tap_convention=boundary"]),
+            (["--rollout.draft.kind=mtp"], ["--head.norm_output"]),
+            (["--rollout.draft.kind=none"], ["--head.taps", "0", "4"]),
         ],
     )
     def test_settings_foreign_to_the_kind(self, kind: list[str], foreign: list[str]) -> None:

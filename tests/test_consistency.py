@@ -9,6 +9,7 @@ from jaxspec.config import (
     DraftConfig,
     DraftTrainingConfig,
     GrpoConfig,
+    HeadConfig,
     LookupConfig,
     MeshConfig,
     ModelConfig,
@@ -73,6 +74,20 @@ class TestCheck:
                 1,
                 ["draft_training.ttt_steps 2", "rollout.draft.layers 3"],
             ),
+            (Config(head=HeadConfig(taps=(2, 13))), 1, 1, ["head.taps [2, 13] has [13]", "model.layers 12"]),
+            (Config(draft_model=ModelConfig(embed=32)), 1, 1, ["width is 32", "model.embed 64", "head.own_embedding"]),
+            (
+                Config(draft_model=ModelConfig(embed=32), head=HeadConfig(use_taps=False, own_embedding=True)),
+                1,
+                1,
+                ["width is 32", "model.embed 64", "as wide"],
+            ),
+            (
+                Config(draft_model=ModelConfig(vocab=50), rollout=RolloutConfig(draft=DraftConfig(kind="model"))),
+                1,
+                1,
+                ["vocabulary is 50", "model.vocab 40"],
+            ),
             (Config(data=DataConfig(answer_style="boxed")), 1, 1, ["data.answer_style boxed", "--data.path"]),
         ],
     )
@@ -84,6 +99,15 @@ class TestCheck:
     def test_rows_that_no_program_uses_are_free(self) -> None:
         plain = RolloutConfig(draft=DraftConfig(kind="none"))
         assert check(Config(rollout=plain, offline=OfflineConfig(rows=3), sft=SftConfig(steps=0, rows=3)), 8) == (8, 1)
+
+    def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
+        rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
+        wide = ModelConfig(embed=32)
+        assert check(Config(rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=HeadConfig(own_embedding=True)), 1)
+        shallow = ModelConfig(layers=2)
+        assert check(Config(model=shallow, head=HeadConfig(taps=(0, 2))), 1) == check(
+            Config(model=shallow, head=HeadConfig(use_taps=False)), 1
+        )
 
     def test_other_drafts_take_shallow_policies(self) -> None:
         shallow = Config(model=ModelConfig(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp")))

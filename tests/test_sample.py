@@ -221,6 +221,7 @@ class TestRefusals:
         [
             (["--draft.kind", "eagle3"], ["the run's draft is model", "--draft.kind eagle3", "model, none, ngram and history"]),
             (["--draft.layers", "2"], ["--draft.layers 2", "trained with 4"]),
+            (["--draft.path", "other"], ["--draft.path other", "trained with ''"]),
             (["--draft.kind", "none", "--draft.draft_length", "2"], ["draft.kind none", "no use for --draft.draft_length"]),
             (["--draft.draft_length", "30"], ["draft.draft_length 30", "max_new_tokens 24"]),
             (["--temperature", "-1"], ["temperature is -1"]),

@@ -13,12 +13,11 @@ from jax.sharding import NamedSharding
 from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, MeshConfig, RolloutConfig
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.draft_temperature import DECAY, GRID
 from jaxspec.rollout.generate import collect
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
-from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -62,7 +61,7 @@ def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
 
 
 def start(step: Step, online: bool = True) -> TrainState:
-    network = None if step.draft is None else tiny_network(Eagle3, MODEL, 2)
+    network = None if step.draft is None else tiny_network(eagle3, MODEL, 2)
     state = jax.jit(step.start, out_shardings=step.state_shardings())(tiny_network(Decoder, MODEL, 1), network)
     return state.replace(draft_online=jax.device_put(jnp.asarray(online), replicated(step.mesh)))
 

@@ -11,11 +11,10 @@ import pytest
 from jaxspec.config import MeshConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.step import build_step
 from jaxspec.sync import cast, to_rollout
-from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network, trimmed
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
 MODEL = tiny_model(vocab=16, kv_heads=4, dtype="float32")
 
@@ -35,7 +34,7 @@ LAYOUTS = {
 
 
 def networks() -> dict[str, Any]:
-    return {"policy": tiny_network(Decoder, MODEL), "draft": tiny_network(Eagle3, MODEL)}
+    return {"policy": tiny_network(Decoder, MODEL), "draft": tiny_network(eagle3, MODEL)}
 
 
 def placements(tree: Any) -> dict[str, tuple[Any, ...]]:

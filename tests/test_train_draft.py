@@ -31,14 +31,13 @@ from jaxspec.draft_data import Rows, answered, training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 from jaxspec.program import Job, make_job
 from jaxspec.rl.optim import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
-from tests.conftest import numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
+from tests.conftest import eagle3, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
 
 ROOT = Path(__file__).parent.parent
 VOCAB = character_tokenizer().size
@@ -239,7 +238,7 @@ class TestCachedDraft:
 
         def remember_training(job: Job, policy: Any, rows: Rows, *rest: Any) -> Any:
             trained.append(rows)
-            return tiny_network(Eagle3, job.config.model)
+            return tiny_network(eagle3, job.config.model)
 
         monkeypatch.setattr(train_draft, "train", remember_training)
         monkeypatch.setattr(train_draft, "measure", lambda job, policy, network, held_out: measured.append(held_out) or [0.5])

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     tokens: Int[Array, "B K1"]
     """Token following each block position (the drafts kept, then next_token)."""
     features: Float[Array, "B K1 C"]
-    """What the target's own pass gives at each block position: its taps for a draft `with_taps`, else its final-norm hidden states."""
+    """What the target's own pass gives at each block position: its taps for a draft that has `taps`, else its final-norm hidden states."""
     positions: Int[Array, "B K1"]
     length: Int[Array, " B"]
 
@@ -53,8 +53,8 @@ class Draft(NamedTuple):
 
     length: int
     """Tokens a round (K)."""
-    with_taps: bool
-    """Whether its features are the target's taps; else they are the final-norm hidden states."""
+    taps: tuple[int, ...]
+    """Boundaries at which it reads the target's residual stream; none: it reads the final-norm hidden states."""
     draws: bool
     """Whether some of its tokens are drawn from logits."""
     prefill: Callable[..., PyTree]

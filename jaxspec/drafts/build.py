@@ -4,13 +4,13 @@ import dataclasses
 
 from jaxtyping import Array, Key
 
-from jaxspec.config import Config, ModelConfig, require
+from jaxspec.config import Config, HeadConfig, ModelConfig, require
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.decoder import Decoder, tap_boundaries
+from jaxspec.models.eagle3 import Eagle3, llama_head, tap_count
 from jaxspec.models.mtp import Mtp
 
 
@@ -23,9 +23,9 @@ def build_draft(config: Config, stop_ids: tuple[int, ...]) -> Draft | None:
         case "ngram" | "history":
             return _lookup(config, stop_ids)
         case "eagle3":
-            learned = recurrent(draft.draft_length, with_taps=True)
+            learned = recurrent(draft.draft_length, taps_of(config.head, config.model.layers))
         case "mtp":
-            learned = recurrent(draft.draft_length, with_taps=False, depth=draft.layers)
+            learned = recurrent(draft.draft_length, depth=draft.layers)
         case "model":
             learned = external(draft.draft_length)
     return learned if config.rollout.lookup.beside == "none" else preferring(_lookup(config, stop_ids), learned)
@@ -38,10 +38,19 @@ def _lookup(config: Config, stop_ids: tuple[int, ...]) -> Draft:
     return ngram(length, lookup.rule, lookup.min_match, lookup.max_match, stop_ids)
 
 
+def taps_of(head: HeadConfig, layers: int) -> tuple[int, ...]:
+    """Boundaries at which an EAGLE-3 head reads a policy of `layers` layers; none: it reads the final-norm hidden states."""
+    return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
+
+
 def draft_model(config: Config) -> ModelConfig:
-    """The small decoder of kind `model`: the policy's sizes with `layers` layers and a narrower SwiGLU."""
-    draft = config.rollout.draft
-    return dataclasses.replace(config.model, layers=draft.layers, ffn=draft.ffn or config.model.ffn)
+    """The draft's own decoder: that of a loaded draft, else of the policy's sizes and, but for EAGLE-3, its family."""
+    draft, model = config.rollout.draft, config.model
+    if config.draft_model is not None:
+        return dataclasses.replace(config.draft_model, dtype=model.dtype, remat=model.remat)
+    if draft.kind == "eagle3":
+        return llama_head(model, draft.ffn)
+    return dataclasses.replace(model, path="", layers=draft.layers, ffn=draft.ffn or model.ffn)
 
 
 def build_network(config: Config, key: Key[Array, ""]) -> Eagle3 | Mtp | Decoder | None:
@@ -49,9 +58,9 @@ def build_network(config: Config, key: Key[Array, ""]) -> Eagle3 | Mtp | Decoder
     draft = config.rollout.draft
     match draft.kind:
         case "eagle3":
-            return Eagle3(config.model, key, vocab=draft.vocab, ffn=draft.ffn)
+            return Eagle3(draft_model(config), config.head, config.model, key, draft.vocab)
         case "mtp":
-            return Mtp(config.model, key, layers=draft.layers, embedding_first=draft.embedding_first, ffn=draft.ffn)
+            return Mtp(draft_model(config), key, draft.layers, draft.embedding_first)
         case "model":
             return Decoder(draft_model(config), key)
         case "none" | "ngram" | "history":
@@ -70,10 +79,13 @@ def check_fits(network: Eagle3 | Mtp | Decoder, target: ModelConfig) -> None:
         sizes = {"hidden size": (network.project.shape[-1], target.embed)}
     else:
         sizes = {
-            "hidden size": (network.fuse.shape[1], target.embed),
-            "width of three taps": (network.fuse.shape[0], 3 * target.embed),
+            "hidden size": (network.config.embed if network.embedding is None or not network.with_taps else target.embed, target.embed),
             "vocabulary": (network.config.vocab if network.vocabulary is not None else network.head.shape[-1], target.vocab),
         }
+        if network.fuse is not None:
+            sizes[f"width of {tap_count(network.form)} taps"] = network.fuse.shape[0], tap_count(network.form) * target.embed
+        if network.embedding is not None:
+            sizes["embedding table"] = network.embedding.shape[0], target.vocab
     wrong = [f"its {name} is {own}, the policy's {wanted}" for name, (own, wanted) in sizes.items() if own != wanted]
     kind = type(network).__name__
     require(not wrong, f"the {kind} draft does not fit the policy: {'; '.join(wrong)}. Train or load one that was made for this policy")

@@ -133,7 +133,7 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
     def commit(state: PreferringState, kept: Kept) -> PreferringState:
         return PreferringState(lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept))
 
-    return Draft(learned.length, learned.with_taps, True, prefill, repeat, propose, commit)
+    return Draft(learned.length, learned.taps, True, prefill, repeat, propose, commit)
 
 
 def _check(length: int, min_match: int, max_match: int) -> None:
@@ -143,7 +143,7 @@ def _check(length: int, min_match: int, max_match: int) -> None:
 
 def _without_weights(length: int, prefill: Callable[..., PyTree], propose: Callable[..., tuple[PyTree, Proposal]]) -> Draft:
     """A draft that is a function of the context and of what was known before: rows share its state, and nothing is committed to it."""
-    return Draft(length, False, False, prefill, lambda state, times: state, propose, lambda state, kept: state)
+    return Draft(length, (), False, prefill, lambda state, times: state, propose, lambda state, kept: state)
 
 
 def _one_hot(tokens: Int[Array, "B K"], vocab: int) -> Bool[Array, "B K V"]:

@@ -52,7 +52,7 @@ def external(length: int) -> Draft:
     def commit(state: ModelState, kept: Kept) -> ModelState:
         return state  # what was kept of the block stands in the cache; what was not is overwritten before it is seen
 
-    return Draft(length, False, True, prefill, repeat, propose, commit)
+    return Draft(length, (), True, prefill, repeat, propose, commit)
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

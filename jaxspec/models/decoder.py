@@ -41,11 +41,12 @@ def tap_boundaries(layers: int) -> tuple[int, int, int]:
 class Layers(nnx.Module):
     """All decoder layers, stacked along a first axis and scanned."""
 
-    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+    def __init__(self, config: ModelConfig, key: Key[Array, ""], streams: int = 1):
+        """Random weights; the layers are spread evenly over `streams` residual streams."""
         dtype, depth = master_dtype(config), config.layers
         keys = iter(jax.random.split(key, 7))
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
-        residual = (2 * depth) ** -0.5  # keeps the residual stream's variance independent of depth
+        residual = (2 * depth / streams) ** -0.5  # keeps the residual stream's variance independent of depth
         self.attention_norm = nnx.Param(jnp.ones((depth, d), dtype))
         self.query = dense(next(keys), (depth, d, n, h), d, dtype)
         self.key = dense(next(keys), (depth, d, m, h), d, dtype)

@@ -1,4 +1,8 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): one Llama layer over the target's taps and the next token's embedding."""
+"""The EAGLE-3 head (Li et al., arXiv 2503.01840): a few layers over the target's taps and the next token's embedding."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,70 +10,140 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config import ModelConfig
-from jaxspec.models.decoder import Decoder, master_dtype
-from jaxspec.models.layers import Heads, dense, rms_norm, swiglu
-from jaxspec.models.rope import rotary_table, rotate
+from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
+from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
+from jaxspec.models.layers import Heads, dense, rms_norm
+from jaxspec.models.rope import rotary_table
 
 
 class VocabularyMap(nnx.Variable):
     """Ids of the target's tokens that a draft can propose, int32, ascending; it travels with the weights but is never trained."""
 
 
-class Eagle3(nnx.Module):
-    """Draft slot t sees the taps of position t and token t+1, and predicts token t+2.
+class OwnEmbedding(nnx.Variable):
+    """An embedding table that a draft brings along; it travels with the weights but is never trained."""
 
-    The embedding is the target's. `fuse` is applied to true taps only; deeper steps feed the previous step's pre-norm output instead.
-    """
 
-    with_taps = True
+def llama_head(target: ModelConfig, ffn: int = 0) -> ModelConfig:
+    """The decoder of a head that is made for `target`: one dense Llama layer of its sizes; `ffn` 0: as wide as one token's feed-forward."""
+    family = target.family
+    width = ffn or target.ffn * (family.experts_per_token if family.experts else 1)
+    return dataclasses.replace(target, path="", layers=1, ffn=width, family=FamilyConfig(model_type="llama", query_key_norm=False))
 
-    def __init__(self, config: ModelConfig, key: Key[Array, ""], vocab: int = 0, ffn: int = 0):
-        """Random weights; `vocab` rows in the head (0: the target's whole vocabulary), `ffn` the feed-forward width (0: the target's)."""
-        dtype = master_dtype(config)
-        keys = iter(jax.random.split(key, 9))
-        d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, ffn or config.ffn
-        self.config = config
-        self.depth = 1
-        self.fuse = dense(next(keys), (3 * d, d), 3 * d, dtype)
-        self.embedding_norm = nnx.Param(jnp.ones((d,), dtype))
-        self.hidden_norm = nnx.Param(jnp.ones((d,), dtype))
-        # One layer, stacked like the policy's: the logical axes are then the same.
+
+def tap_count(head: HeadConfig) -> int:
+    """How many of the target's hidden states a head reads side by side."""
+    return (len(head.taps) or 3) if head.use_taps else 1
+
+
+class FirstLayer(Layers):
+    """The layer that reads [norm(embedding), norm(hidden)], twice the width of its stream; a stack of one, for the same logical axes."""
+
+    def __init__(self, config: ModelConfig, keys: Iterator[Key[Array, ""]]):
+        dtype, family = master_dtype(config), config.family
+        d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
+
+        def optional(wanted: bool, fill: int, *shape: int) -> Any:  # flax marks what may be None
+            return nnx.data(nnx.Param(jnp.full((1, *shape), fill, dtype)) if wanted else None)
+
+        self.embedding_norm = nnx.Param(jnp.ones((1, d), dtype))
+        self.hidden_norm = nnx.Param(jnp.ones((1, d), dtype))
         self.query = dense(next(keys), (1, 2 * d, n, h), 2 * d, dtype)
         self.key = dense(next(keys), (1, 2 * d, m, h), 2 * d, dtype)
         self.value = dense(next(keys), (1, 2 * d, m, h), 2 * d, dtype)
+        self.query_norm = optional(family.query_key_norm, 1, h)
+        self.key_norm = optional(family.query_key_norm, 1, h)
+        self.query_bias = optional(family.attention_bias, 0, n, h)
+        self.key_bias = optional(family.attention_bias, 0, m, h)
+        self.value_bias = optional(family.attention_bias, 0, m, h)
         self.output = dense(next(keys), (1, n, h, d), n * h, dtype)
-        self.ffn_norm = nnx.Param(jnp.ones((d,), dtype))
+        self.output_bias = optional(family.output_bias, 0, d)
+        self.ffn_norm = nnx.Param(jnp.ones((1, d), dtype))
         self.gate = dense(next(keys), (1, d, f), d, dtype)
         self.up = dense(next(keys), (1, d, f), d, dtype)
         self.down = dense(next(keys), (1, f, d), f, dtype)
+
+
+class Eagle3(nnx.Module):
+    """Draft slot t sees the taps of position t and token t+1, and predicts token t+2.
+
+    The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only; deeper steps feed the previous step's
+    output instead, before the final norm (after it with `norm_output`). `HeadConfig` says how published heads differ (drafters.md 1.2).
+    """
+
+    def __init__(self, config: ModelConfig, head: HeadConfig, target: ModelConfig, key: Key[Array, ""], vocab: int = 0):
+        """Random weights for the head's own decoder `config`; `vocab` rows in the head (0: the target's whole vocabulary)."""
+        dtype, d = master_dtype(config), config.embed
+        keys = iter(jax.random.split(key, 9))
+        width = tap_count(head) * target.embed
+
+        def optional(wanted: bool, *shape: int) -> Any:  # flax marks what may be None
+            return nnx.data(nnx.Param(jnp.ones(shape, dtype)) if wanted else None)
+
+        self.config = dataclasses.replace(config, vocab=target.vocab)
+        self.form = head
+        self.with_taps = head.use_taps
+        self.depth = 1
+        self.stack = config.layers
+        fuse = dense(next(keys), (width, d), width, dtype)
+        self.fuse = nnx.data(fuse if head.use_taps else None)
+        self.taps_norm = optional(head.norm_before_fuse, width)
+        self.tap_norms = optional(head.fuse_norms, tap_count(head), target.embed)
+        self.first = FirstLayer(config, keys)
+        deeper = dataclasses.replace(config, layers=max(config.layers - 1, 1))
+        self.layers = nnx.data(Layers(deeper, jax.random.fold_in(key, 9)) if config.layers > 1 else None)
         self.norm = nnx.Param(jnp.ones((d,), dtype))
-        self.head = dense(next(keys), (d, vocab or config.vocab), d, dtype)
+        self.head = dense(next(keys), (d, vocab or target.vocab), d, dtype)
+        own = OwnEmbedding(dense(jax.random.fold_in(key, 10), (target.vocab, d), d, dtype)[...]) if head.own_embedding else None
+        self.embedding = nnx.data(own)
         self.vocabulary = nnx.data(VocabularyMap(jnp.arange(vocab, dtype=jnp.int32)) if vocab else None)
 
+    def embed(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Embeddings of tokens: the target's, unless the head has its own."""
+        return (target.embedding if self.embedding is None else self.embedding)[...][tokens]
+
     def read(self, features: Float[Array, "B T C"]) -> Float[Array, "B T D"]:
-        """Joins the three taps into one hidden state."""
+        """Joins the taps into one hidden state."""
+        eps = self.config.norm_eps
+        if self.fuse is None:
+            return features
+        if self.tap_norms is not None:
+            parts = jnp.split(features, self.tap_norms.shape[0], axis=-1)
+            features = jnp.concatenate([rms_norm(part, self.tap_norms[tap], eps) for tap, part in enumerate(parts)], axis=-1)
+        if self.taps_norm is not None:
+            features = rms_norm(features, self.taps_norm[...], eps)
         return jnp.einsum("BTC,CD->BTD", features, self.fuse[...])
 
+    def _layer(self, layer: int) -> Layers:
+        return self.first.at(0) if layer == 0 or self.layers is None else self.layers.at(layer - 1)
+
     def heads(self, layer: int, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Heads:
-        """Queries, keys and values of [norm(embedding), norm(hidden)], rotated to `positions`; the residual is `hidden` as it is."""
-        eps = self.config.norm_eps
-        joined = jnp.concatenate([rms_norm(embedded, self.embedding_norm[...], eps), rms_norm(hidden, self.hidden_norm[...], eps)], axis=-1)
+        """Queries, keys and values, rotated to `positions`, and the residual.
+
+        Layer 0 reads [norm(embedding), norm(hidden)]; its residual is `hidden` as it is, unless `norm_before_residual`.
+        """
+        weights, eps = self._layer(layer), self.config.norm_eps
         table = rotary_table(positions, self.config, hidden.dtype)
-        query = rotate(jnp.einsum("BTC,CNH->BTNH", joined, self.query[layer]), table)
-        key = rotate(jnp.einsum("BTC,CMH->BTMH", joined, self.key[layer]), table)
-        return Heads(query, key, jnp.einsum("BTC,CMH->BTMH", joined, self.value[layer]), hidden)
+        if isinstance(weights, FirstLayer):
+            normed = rms_norm(hidden, weights.hidden_norm[...], eps)
+            joined = jnp.concatenate([rms_norm(embedded, weights.embedding_norm[...], eps), normed], axis=-1)
+            hidden = normed if self.form.norm_before_residual else hidden
+        else:
+            joined = rms_norm(hidden, weights.attention_norm[...], eps)
+        return Heads(*project_heads(joined, weights, table, eps), hidden)
 
     def finish(self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer; its pre-norm output is the next depth's hidden state."""
-        x = residual + jnp.einsum("BTNH,NHD->BTD", attended, self.output[layer])
-        normed = rms_norm(x, self.ffn_norm[...], self.config.norm_eps)
-        return x + swiglu(normed, self.gate[layer], self.up[layer], self.down[layer])
+        """The rest of a layer; what the last one gives is the next depth's hidden state."""
+        output = finish_layer(residual, attended, self._layer(layer), self.config)
+        return self._final(output) if self.form.norm_output and layer + 1 == self.stack else output
+
+    def _final(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
     def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary in at least float32, of pre-norm outputs; `target` lends nothing here."""
-        logits = jnp.einsum("BTD,DW->BTW", rms_norm(hidden, self.norm[...], self.config.norm_eps), self.head[...])
-        return logits.astype(np.promote_types(logits.dtype, np.float32))
+        """Logits over the draft's own vocabulary in at least float32, of what the last layer gives; `target` lends nothing here."""
+        logits = jnp.einsum("BTD,DW->BTW", hidden if self.form.norm_output else self._final(hidden), self.head[...])
+        return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The same over the target's vocabulary, -inf outside the draft's."""

@@ -95,7 +95,7 @@ def draft_loss(
     """The draft's loss, averaged over the tokens of `mask`: at `objective.steps` depths, or at one for a small model of its own.
 
     Args:
-      network: the draft; depth i of EAGLE-3 and MTP runs its layer i mod `network.depth`.
+      network: the draft; depth i of EAGLE-3 and MTP runs the layers of its turn i mod `network.depth`.
       target: the policy; no gradient reaches it.
       forward: the policy's own pass over `tokens`, with taps where the draft reads them.
       tokens: whole sequences.
@@ -109,22 +109,23 @@ def draft_loss(
         return _external_loss(network, target, forward, tokens, mask, objective)
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
-    embedded = target.embedding[...][tokens]
+    embedded = network.embed(target, tokens)
     positions = positions_of(tokens)
     hidden = network.read(features)
-    true: list[Heads] = []
-    own: list[list[Heads]] = []
+    true: dict[int, Heads] = {}
+    own: dict[int, list[Heads]] = {}
     losses, overlaps = [], []
     for depth in range(objective.steps):
         # Entry t stands at slot t+depth, reads token t+1+depth and predicts token t+2+depth, whose law the target gives at t+1+depth.
-        layer = depth % network.depth
-        heads = network.heads(layer, hidden, _shift(embedded, depth + 1), positions + depth)
-        if depth == layer:
-            true, own = [*true, heads], [*own, []]
-        if depth:
-            own[layer] = [*own[layer], heads]
-        attended = _attend_diagonal(heads.query, true[layer], own[layer], positions - layer)
-        hidden = network.finish(layer, heads.residual, attended)
+        turn = depth % network.depth
+        for layer in range(turn * network.stack, (turn + 1) * network.stack):
+            heads = network.heads(layer, hidden, _shift(embedded, depth + 1), positions + depth)
+            if depth == turn:
+                true[layer], own[layer] = heads, []
+            if depth:
+                own[layer] = [*own[layer], heads]
+            attended = _attend_diagonal(heads.query, true[layer], own[layer], positions - turn)
+            hidden = network.finish(layer, heads.residual, attended)
         predicts = _shift(mask, depth + 2)
         loss, overlap = _compare(network, target, hidden, _shift(forward.hidden, depth + 1), predicts, objective)
         losses.append(loss)

@@ -76,11 +76,11 @@ def begin(
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count, width))
     cache = empty_cache(config.layers, count, slots, config.kv_heads, config.head_size, target.embedding[...].dtype)
     with jax.named_scope("prefill"):
-        forward = target(prompts.tokens, positions, cache, with_taps=draft is not None and draft.with_taps)
+        forward = target(prompts.tokens, positions, cache, taps=draft.taps if draft else ())
         assert forward.cache is not None, "a cache that goes in comes back"
         draft_state = None
         if draft is not None:
-            draft_state = draft.repeat(draft.prefill(drafter.network, target, prompts, _features(draft, forward), slots), group)
+            draft_state = draft.repeat(draft.prefill(drafter.network, target, prompts, _features(forward), slots), group)
     rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
@@ -133,8 +133,8 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(rollout.tokens, rollout.lengths[:, None] - 1, axis=1)
         positions = block_positions(rollout.lengths - 1, length + 1)
-        with_taps = draft is not None and draft.with_taps
-        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, with_taps=with_taps)
+        taps = draft.taps if draft else ()
+        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, taps)
         logits = target.logits(forward.hidden)
         produced = _produced(rollout, length + 1)
         target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
@@ -154,12 +154,12 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
         entropy = sampling.entropy(target_logprobs)
         statistics = acceptance.count(engine.rollout, verdict, proposal.offered, comparison, entropy, kept, settings.group_size)
         if draft is not None:
-            draft_state = draft.commit(draft_state, Kept(block, _features(draft, forward), positions, kept))
+            draft_state = draft.commit(draft_state, Kept(block, _features(forward), positions, kept))
     return engine.replace(rollout=rollout.replace(statistics=statistics), cache=forward.cache, draft=draft_state)
 
 
-def _features(draft: Draft, forward: Forward) -> Float[Array, "B T C"]:
-    return forward.taps if draft.with_taps and forward.taps is not None else forward.hidden
+def _features(forward: Forward) -> Float[Array, "B T C"]:
+    return forward.hidden if forward.taps is None else forward.taps
 
 
 def _produced(rollout: Rollout, count: int) -> Int[Array, "B T"]:

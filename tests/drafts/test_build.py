@@ -1,5 +1,6 @@
 """What a config asks for is what is built: the draft of that kind, rule and length, and a network of those sizes."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.stages import Lowered
 
-from jaxspec.config import ConfigError, DraftConfig, GrpoConfig, LookupConfig, RolloutConfig
+from jaxspec.config import ConfigError, DraftConfig, FamilyConfig, GrpoConfig, HeadConfig, LookupConfig, RolloutConfig, RopeConfig
 from jaxspec.drafts.base import Context, Draft, Proposal
 from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history, ngram, preferring
@@ -20,7 +21,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.generate import Settings, begin
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
-from tests.conftest import numpy_weights, tiny_config, tiny_model, tiny_network
+from tests.conftest import eagle3, numpy_weights, tiny_config, tiny_model, tiny_network
 from tests.rollout.harness import drafter
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -35,24 +36,43 @@ class Built(NamedTuple):
     lookup: LookupConfig = LookupConfig()
     network: Any = None
     shapes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+    loaded: dict[str, Any] = {}  # noqa: RUF012
 
     def __str__(self) -> str:
         name = self.draft.kind if self.lookup.beside == "none" else f"{self.draft.kind} beside {self.lookup.beside}"
+        name = f"{name}, {self.draft.path}" if self.draft.path else name
         return f"{name} {self.lookup.rule}" if "ngram" in name else name
 
 
 BUILT = [
     Built(
         DraftConfig(kind="eagle3", draft_length=2, vocab=6, ffn=12),
-        recurrent(2, with_taps=True),
+        recurrent(2, (1, 2, 3)),
         network=Eagle3,
-        shapes={"fuse": (48, 16), "head": (16, 6), "vocabulary": (6,), "gate": (1, 16, 12)},
+        shapes={"fuse": (48, 16), "head": (16, 6), "vocabulary": (6,), "first.gate": (1, 16, 12)},
+    ),
+    Built(
+        DraftConfig(kind="eagle3", draft_length=2, path="a head"),
+        recurrent(2, (0, 4)),
+        network=Eagle3,
+        shapes={"fuse": (32, 8), "tap_norms": (2, 16), "embedding": (11, 8), "layers.gate": (1, 8, 12), "head": (8, 11)},
+        loaded={
+            "head": HeadConfig(taps=(0, 4), fuse_norms=True, own_embedding=True),
+            "draft_model": tiny_model(layers=2, embed=8, heads=2, kv_heads=1, ffn=12, dtype="float32"),
+        },
+    ),
+    Built(
+        DraftConfig(kind="model", draft_length=2, path="a model"),
+        external(2),
+        network=Decoder,
+        shapes={"embedding": (11, 8), "layers.query": (3, 8, 2, 4)},
+        loaded={"draft_model": tiny_model(layers=3, embed=8, heads=2, kv_heads=1)},
     ),
     Built(
         DraftConfig(kind="mtp", draft_length=3, layers=2, embedding_first=False),
-        recurrent(3, with_taps=False, depth=2),
+        recurrent(3, depth=2),
         network=Mtp,
-        shapes={"project": (2, 32, 16), "gate": (2, 16, 24)},
+        shapes={"project": (2, 32, 16), "layers.gate": (2, 16, 24)},
     ),
     Built(
         DraftConfig(kind="model", draft_length=2, layers=2, ffn=8),
@@ -66,10 +86,10 @@ BUILT = [
     Built(DraftConfig(kind="history", draft_length=3), history(3, GROUP, 1, 3), LookupConfig(min_match=1, max_match=3)),
     Built(
         DraftConfig(kind="eagle3", draft_length=2),
-        preferring(history(2, GROUP, 1, 3), recurrent(2, with_taps=True)),
+        preferring(history(2, GROUP, 1, 3), recurrent(2, (1, 2, 3))),
         LookupConfig(beside="history", min_match=1, max_match=3),
         network=Eagle3,
-        shapes={"head": (16, 11), "gate": (1, 16, 24)},
+        shapes={"head": (16, 11), "first.gate": (1, 16, 24)},
     ),
 ]
 
@@ -107,7 +127,7 @@ def proposing(draft: Draft, network: Any) -> Lowered:
 @pytest.mark.parametrize("case", BUILT, ids=str)
 def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     rollout = RolloutConfig(max_new_tokens=4, draft=case.draft, lookup=case.lookup)
-    config = tiny_config(rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP))
+    config = tiny_config(rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP), **case.loaded)
     draft, network = build_draft(config, ENDS), tiny_network(lambda _, key: build_network(config, key), config.model, 2)
     assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
@@ -136,8 +156,8 @@ def test_none_is_plain_decoding() -> None:
 @pytest.mark.parametrize(
     ("network", "other", "message"),
     [
-        (Eagle3, {"embed": 32}, r"Eagle3 draft does not fit.*hidden size is 16, the policy's 32; its width of three taps is 48, .* 96\. "),
-        (Eagle3, {"vocab": 24}, r"vocabulary is 12, the policy's 24"),
+        (eagle3, {"embed": 32}, r"Eagle3 draft does not fit.*hidden size is 16, the policy's 32; its width of 3 taps is 48, .* 96\. "),
+        (eagle3, {"vocab": 24}, r"vocabulary is 12, the policy's 24"),
         (Mtp, {"embed": 32}, r"Mtp draft does not fit the policy: its hidden size is 16, the policy's 32"),
         (Decoder, {"vocab": 24}, r"Decoder draft does not fit the policy: its vocabulary is 12, the policy's 24"),
     ],
@@ -147,8 +167,34 @@ def test_a_draft_made_for_another_policy_is_refused_with_both_numbers(network: A
         check_fits(tiny_network(network, tiny_model(vocab=12, embed=16)), tiny_model(**{"vocab": 12, "embed": 16, **other}))
 
 
+def test_heads_that_were_made_for_another_policy_are_refused_in_other_forms_too() -> None:
+    """A head's own width is its own affair; what it reads and looks up is not."""
+    form = {"taps": (0, 4), "own_embedding": True, "sizes": {"embed": 8}}
+    network = tiny_network(functools.partial(eagle3, **form), tiny_model(vocab=12))
+    check_fits(network, tiny_model(vocab=12))
+    with pytest.raises(ConfigError, match=r"width of 2 taps is 32, the policy's 64"):
+        check_fits(network, tiny_model(vocab=12, embed=32))
+    with pytest.raises(ConfigError, match=r"vocabulary is 12, the policy's 13; its embedding table is 12, the policy's 13"):
+        check_fits(network, tiny_model(vocab=13))
+    last = tiny_network(functools.partial(eagle3, use_taps=False), tiny_model())
+    check_fits(last, tiny_model())
+    with pytest.raises(ConfigError, match=r"hidden size is 16, the policy's 32"):
+        check_fits(last, tiny_model(embed=32))
+
+
+def test_a_head_under_a_mixture_of_experts_is_dense_and_as_wide_as_a_tokens_experts() -> None:
+    family = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
+    config = tiny_config(model=tiny_model(family=family, rope_factor=4.0, rope=RopeConfig(context=64)))
+    shapes = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
+    assert isinstance(shapes, Eagle3)
+    assert (shapes.first.gate.shape, shapes.first.query_norm, shapes.config.rope_factor) == ((1, 16, 48), None, 4.0)
+    layers = jax.eval_shape(lambda: build_network(tiny_config(config.model, DraftConfig(kind="mtp")), jax.random.key(0)))
+    assert isinstance(layers, Mtp)
+    assert layers.layers.expert_gate.shape == (1, 4, 16, 24)
+
+
 def test_a_draft_with_a_vocabulary_of_its_own_is_judged_by_the_vocabulary_it_maps_into() -> None:
-    network = Eagle3(tiny_model(vocab=12), jax.random.key(0), vocab=5)
+    network = eagle3(tiny_model(vocab=12), jax.random.key(0), vocab=5)
     check_fits(network, tiny_model(vocab=12))
     with pytest.raises(ConfigError, match=r"its vocabulary is 12, the policy's 13"):
         check_fits(network, tiny_model(vocab=13))

@@ -14,8 +14,7 @@ from jaxspec.drafts.lookup import PreferringState, history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
-from tests.conftest import numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, numpy_decoder, tiny_model, tiny_network, tiny_prompts
 
 TARGET = jax.eval_shape(lambda: Decoder(tiny_model(dtype="float32"), jax.random.key(0)))
 """Shapes alone: a lookup reads nothing of a target."""
@@ -173,7 +172,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
     network = tiny_network(Decoder, tiny_model(embed=8), 3, 1.5)
     lookup = ngram(length, "latest", 2, 4)
     both = preferring(lookup, external(length))
-    assert (both.draws, both.with_taps, both.length) == (True, False, length)
+    assert (both.draws, both.taps, both.length) == (True, (), length)
     random = np.random.default_rng(0)
     # Two rows repeat themselves, one does not, and one does so once.
     text = random.integers(0, vocab, (4, width)).astype(np.int32)
@@ -221,10 +220,10 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
 
 
 def test_preferring_hands_everything_on_to_both() -> None:
-    learned = recurrent(2, True)
+    learned = recurrent(2, (1, 2, 3))
     both = preferring(ngram(2, "vllm", 1, 2), learned)
-    assert both.with_taps
-    target, network = tiny_network(Decoder, tiny_model(dtype="float32")), tiny_network(Eagle3, tiny_model(dtype="float32"), 1)
+    assert both.taps == (1, 2, 3)
+    target, network = tiny_network(Decoder, tiny_model(dtype="float32")), tiny_network(eagle3, tiny_model(dtype="float32"), 1)
     prompts, taps = tiny_prompts(2), jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
     repeated = both.repeat(both.prefill(network, target, prompts, taps, 12), 2)
     alone = learned.repeat(learned.prefill(network, target, prompts, taps, 12), 2)

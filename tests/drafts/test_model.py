@@ -78,7 +78,7 @@ def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) 
 
 
 def test_it_reads_nothing_of_the_target(network: Decoder) -> None:
-    assert not DRAFT.with_taps
+    assert DRAFT.taps == ()
     assert DRAFT.draws
 
 

@@ -1,5 +1,6 @@
 """Recurrent drafting over rounds with rejections: at every round it stands where a draft that had just read the whole text would stand."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ import pytest
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal
 from jaxspec.drafts.recurrent import RecurrentState, recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 from tests.conftest import (
+    eagle3,
     numpy_decoder,
     numpy_eagle_read,
     numpy_eagle_slot,
@@ -28,7 +29,7 @@ from tests.conftest import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 4, 5, 5, 48, 11
-DEPTHS = {"eagle3": 1, "mtp1": 1, "mtp2": 2, "mtp4": 4}
+DEPTHS = {"eagle3": 1, "eagle3 of 2": 1, "mtp1": 1, "mtp2": 2, "mtp4": 4}
 
 
 class Case(NamedTuple):
@@ -44,18 +45,22 @@ class Case(NamedTuple):
     """(state, committed tokens, lengths, tokens to draft) -> state, proposal: two drafts can walk the same way."""
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp1", "mtp4"))])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp1", "mtp4")]
+
+
+@pytest.fixture(scope="module", params=["eagle3 of 2", "mtp2", *SLOW])
 def case(x64: None, request: pytest.FixtureRequest) -> Case:
     kind, depth = request.param, DEPTHS[request.param]
-    taps = kind == "eagle3"
+    taps = (1, 2, 3) if "eagle3" in kind else ()
     draft = recurrent(LENGTH, taps, depth)
     target = tiny_network(Decoder, tiny_model(), 1, 1.5)
-    network = tiny_network(Eagle3 if taps else lambda config, key: Mtp(config, key, depth), tiny_model(), 2, 1.5)
+    head = functools.partial(eagle3, sizes={"layers": 2 if kind == "eagle3 of 2" else 1})
+    network = tiny_network(head if taps else lambda config, key: Mtp(config, key, depth), tiny_model(), 2, 1.5)
 
     @jax.jit
     def features(target: Decoder, tokens: jax.Array) -> Any:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        forward = target(tokens, positions, with_taps=taps)
+        forward = target(tokens, positions, taps=taps)
         return forward.taps if taps else forward.hidden
 
     @jax.jit
@@ -136,9 +141,10 @@ def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
         for row in range(ROWS):
             if lengths[row] > 1:
                 np.testing.assert_allclose(logits_of(proposal)[row], logits_of(wanted)[row], rtol=0, atol=1e-12, err_msg=f"round {number}")
-            for layer in range(case.depth):
+            for layer in range(case.depth * case.network.stack):
                 # The text's slots, and those that this round drafted in the layer.
-                true, steps = lengths[row] - 1, np.arange(layer or case.depth, LENGTH, case.depth)
+                turn = layer // case.network.stack
+                true, steps = lengths[row] - 1, np.arange(turn or case.depth, LENGTH, case.depth)
                 used = np.concatenate([np.arange(true), true - 1 + steps if true else steps[:0]])
                 for name in ("keys", "values"):
                     ours, theirs = (np.asarray(getattr(either.cache, name))[layer, row, used] for either in (state, scratch))
@@ -168,27 +174,31 @@ def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarra
     """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and sees is written out."""
     network, embedding = case.network, numpy_weights(case.target)["embedding"]
     read = np.asarray(network.read(jnp.asarray(features)[None]))[0]
-    seen: list[list[Any]] = [[] for _ in range(case.depth)]
+    seen: list[list[Any]] = [[] for _ in range(case.depth * network.stack)]
     outputs: list[list[np.ndarray]] = [[] for _ in range(case.depth)]
     for s in range(len(text) - 1):
-        for layer in range(case.depth):
-            below = outputs[layer - 1][s - 1] if s else np.zeros(read.shape[1])
-            query, residual, pair = slot(network, layer, below if layer else read[s], embedding[text[s + 1]], s)
-            seen[layer].append(pair)
-            visible = [*seen[layer][layer : max(s - layer + 1, 0)], *([pair] * (layer > 0))]
-            outputs[layer].append(finish(network, layer, query, residual, visible))
-    hidden, laws, own = outputs[0][-1], [], [[] for _ in range(case.depth)]
+        for turn in range(case.depth):
+            below = outputs[turn - 1][s - 1] if s else np.zeros(read.shape[1])
+            hidden = below if turn else read[s]
+            for layer in range(turn * network.stack, (turn + 1) * network.stack):
+                query, residual, pair = slot(network, layer, hidden, embedding[text[s + 1]], s)
+                seen[layer].append(pair)
+                visible = [*seen[layer][turn : max(s - turn + 1, 0)], *([pair] * (turn > 0))]
+                hidden = finish(network, layer, query, residual, visible)
+            outputs[turn].append(hidden)
+    hidden, laws, own = outputs[0][-1], [], [[] for _ in seen]
     for step in range(1, LENGTH + 1):
         laws.append(np.asarray(network.logits(case.target, jnp.asarray(hidden)[None, None]))[0, 0])
-        layer = step % case.depth
-        query, residual, pair = slot(network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step)
-        own[layer].append(pair)
-        hidden = finish(network, layer, query, residual, [*seen[layer][layer:], *own[layer]])
+        turn = step % case.depth
+        for layer in range(turn * network.stack, (turn + 1) * network.stack):
+            query, residual, pair = slot(network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step)
+            own[layer].append(pair)
+            hidden = finish(network, layer, query, residual, [*seen[layer][turn:], *own[layer]])
     return laws
 
 
 def test_proposals_match_a_loop_over_slots(case: Case) -> None:
-    """Token i+1 comes from layer i mod n, which reads the layer before it one slot below, and sees no other layer's drafts."""
+    """Token i+1 comes from turn i mod n, which reads the turn before it one slot below, and sees no other turn's drafts."""
     random = np.random.default_rng(1)
     lengths = [2, 4, 5]
     prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)
@@ -200,7 +210,7 @@ def test_proposals_match_a_loop_over_slots(case: Case) -> None:
         np.testing.assert_allclose(logits_of(proposal)[row], wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("case", ["eagle3"], indirect=True)
+@pytest.mark.parametrize("case", ["eagle3 of 2"], indirect=True)
 def test_eagle_proposals_match_plain_numpy(case: Case) -> None:
     """Slot t reads the taps of t and token t+1; deeper slots read the previous output and the drafted token (drafters.md 1.9)."""
     random = np.random.default_rng(1)

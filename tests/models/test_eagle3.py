@@ -11,7 +11,7 @@ import pytest
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
-from tests.conftest import numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
+from tests.conftest import eagle3, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -20,7 +20,7 @@ IDS = np.array([0, 2, 3, 7, 8, 10])
 
 
 def network(kv_heads: int = 2, vocab: int = 0) -> Eagle3:
-    return tiny_network(functools.partial(Eagle3, vocab=vocab), tiny_model(kv_heads=kv_heads), 3, 1.5)
+    return tiny_network(functools.partial(eagle3, vocab=vocab), tiny_model(kv_heads=kv_heads), 3, 1.5)
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +64,16 @@ def test_shapes_are_those_of_a_llama_layer_over_twice_the_width() -> None:
     """Embedding and hidden state side by side; no norms of queries and keys even under a Qwen3 target; a head of its own."""
     shapes = {name: weight.shape for name, weight in numpy_weights(network()).items()}
     assert shapes == {
-        "fuse": (48, 16), "embedding_norm": (16,), "hidden_norm": (16,),
-        "query": (1, 32, 4, 4), "key": (1, 32, 2, 4), "value": (1, 32, 2, 4), "output": (1, 4, 4, 16),
-        "ffn_norm": (16,), "gate": (1, 16, 24), "up": (1, 16, 24), "down": (1, 24, 16), "norm": (16,), "head": (16, 11),
+        "fuse": (48, 16), "norm": (16,), "head": (16, 11),
+        "first.embedding_norm": (1, 16), "first.hidden_norm": (1, 16),
+        "first.query": (1, 32, 4, 4), "first.key": (1, 32, 2, 4), "first.value": (1, 32, 2, 4), "first.output": (1, 4, 4, 16),
+        "first.ffn_norm": (1, 16), "first.gate": (1, 16, 24), "first.up": (1, 16, 24), "first.down": (1, 24, 16),
     }  # fmt: skip
 
 
 def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
-    head = Eagle3(tiny_model(embed=64, heads=8), jax.random.key(0))
-    weights = numpy_weights(head)
+    head = eagle3(tiny_model(embed=64, heads=8), jax.random.key(0))
+    weights = {name.removeprefix("first."): value for name, value in numpy_weights(head).items()}
     for name, fan_in in {"fuse": 192, "query": 128, "key": 128, "value": 128, "output": 32, "gate": 64, "down": 24, "head": 64}.items():
         assert weights[name].std() == pytest.approx(fan_in**-0.5, rel=0.1), name
     assert all((weights[name] == 1).all() for name in ("embedding_norm", "hidden_norm", "ffn_norm", "norm"))
@@ -93,16 +94,16 @@ def test_a_vocabulary_of_its_own_is_scattered_to_the_targets(target: Decoder) ->
 
 
 def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:
-    made = Eagle3(tiny_model(), jax.random.key(0), vocab=4, ffn=40)
+    made = eagle3(tiny_model(), jax.random.key(0), vocab=4, ffn=40)
     assert isinstance(made.vocabulary, VocabularyMap)
     assert made.vocabulary[...].dtype == jnp.int32
     assert made.vocabulary[...].tolist() == [0, 1, 2, 3]
-    assert (made.head.shape, made.gate.shape, made.down.shape) == ((16, 4), (1, 16, 40), (1, 40, 16))
-    assert Eagle3(tiny_model(), jax.random.key(0)).vocabulary is None
+    assert (made.head.shape, made.first.gate.shape, made.first.down.shape) == ((16, 4), (1, 16, 40), (1, 40, 16))
+    assert eagle3(tiny_model(), jax.random.key(0)).vocabulary is None
     mapped = with_vocabulary(network(vocab=len(IDS)), IDS)
     found = jax.jit(lambda head: jax.tree.map(lambda leaf: leaf, head), donate_argnums=0)(mapped)
     assert found.vocabulary[...].tolist() == IDS.tolist()
-    shapes = jax.eval_shape(lambda: Eagle3(tiny_model(), jax.random.key(0), vocab=6))
+    shapes = jax.eval_shape(lambda: eagle3(tiny_model(), jax.random.key(0), vocab=6))
     assert jax.tree.structure(shapes) == jax.tree.structure(found)
 
 

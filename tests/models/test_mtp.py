@@ -1,6 +1,7 @@
 """Native MTP layers against loops in plain numpy (drafters.md 3.1), and against the mistakes that others made."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +80,20 @@ def test_every_matrix_is_sharded_and_every_norm_whole() -> None:
     """Train layout of the stacked weights, by attribute name."""
     mtp = network(2, kv_heads=4)
     layout = shardings(small_mesh(4, 2), mtp, LOGICAL_AXES, TRAIN_RULES)
-    found = {name: trimmed(getattr(layout, name).get_raw_value().spec) for name in numpy_weights(mtp)}
+    found = {name: trimmed(operator.attrgetter(name)(layout).get_raw_value().spec) for name in numpy_weights(mtp)}
     projection = (None, "data", "tensor")
     assert found == {
-        "project": (None, None, "data"), "query": projection, "key": projection, "value": projection, "gate": projection, "up": projection,
-        "output": (None, "tensor", None, "data"), "down": (None, "tensor", "data"),
-        **dict.fromkeys(("embedding_norm", "hidden_norm", "attention_norm", "query_norm", "key_norm", "ffn_norm", "norm"), ()),
+        "project": (None, None, "data"), **dict.fromkeys(("embedding_norm", "hidden_norm", "norm"), ()),
+        **{f"layers.{name}": projection for name in ("query", "key", "value", "gate", "up")},
+        "layers.output": (None, "tensor", None, "data"), "layers.down": (None, "tensor", "data"),
+        **{f"layers.{name}": () for name in ("attention_norm", "query_norm", "key_norm", "ffn_norm")},
     }  # fmt: skip
 
 
 def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
     """What the two branches add to the stream is scaled down by the root of two, as in a decoder of one layer."""
-    mtp = Mtp(tiny_model(embed=64, heads=8), jax.random.key(0), layers=3, ffn=32)
-    weights = numpy_weights(mtp)
+    mtp = Mtp(tiny_model(embed=64, heads=8, ffn=32), jax.random.key(0), layers=3)
+    weights = {name.removeprefix("layers."): value for name, value in numpy_weights(mtp).items()}
     gains = {
         "project": 128**-0.5,
         "query": 64**-0.5,
@@ -103,5 +105,5 @@ def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
     }
     for name, gain in gains.items():
         assert weights[name].std() == pytest.approx(gain, rel=0.1), name
-    assert (mtp.gate.shape, mtp.down.shape) == ((3, 64, 32), (3, 32, 64))
+    assert (mtp.layers.gate.shape, mtp.layers.down.shape) == ((3, 64, 32), (3, 32, 64))
     assert all((weights[name] == 1).all() for name in weights if "norm" in name)

@@ -16,6 +16,7 @@ from jaxspec.rl.draft_loss import KL_DECAY, LOSSES, DraftLoss, Objective, draft_
 from jaxspec.rl.logprob import positions_of
 from jaxspec.sync import cast
 from tests.conftest import (
+    eagle3,
     numpy_decoder,
     numpy_eagle_slot,
     numpy_mtp_slot,
@@ -39,16 +40,16 @@ IDS = np.array([0, 2, 3, 5, 7, 8, 10])
 compiled = jax.jit(draft_loss, static_argnums=5)
 
 
-def networks(kv_heads: int = 2, tied: bool = False, vocab: int = 0) -> tuple[Eagle3, Decoder]:
+def networks(kv_heads: int = 2, tied: bool = False, vocab: int = 0, layers: int = 1) -> tuple[Eagle3, Decoder]:
     model = tiny_model(kv_heads=kv_heads, tied=tied)
-    network = tiny_network(functools.partial(Eagle3, vocab=vocab), model, 2, 1.5)
+    network = tiny_network(functools.partial(eagle3, vocab=vocab, sizes={"layers": layers}, own_embedding=layers > 1), model, 2, 1.5)
     return with_vocabulary(network, IDS[:vocab]) if vocab else network, tiny_network(Decoder, model, 1, 1.5)
 
 
 @jax.jit
 def forward_of(target: Decoder) -> Forward:
     tokens = jnp.asarray(TOKENS)
-    return target(tokens, positions_of(tokens), with_taps=True)
+    return target(tokens, positions_of(tokens), taps=(1, 2, 3))
 
 
 def objective(loss: str = "ce", steps: int = 3, decay: float = 0.8, temperature: float = 1.0) -> Objective:
@@ -73,7 +74,7 @@ def drafted_logits(network: Any, target: Decoder, row: int, steps: int) -> tuple
 
     Each layer has a list of keys and values. Its true slots are those that earlier drafts reached with the tokens that turned out true.
     """
-    embedding = numpy_weights(target)["embedding"]
+    embedding = numpy_weights(network).get("embedding", numpy_weights(target)["embedding"])
     logits, final, stream = numpy_decoder(target, TOKENS[row])
     features = numpy_taps(stream) @ numpy_weights(network)["fuse"] if isinstance(network, Eagle3) else final
     layers = network.depth
@@ -128,11 +129,12 @@ def assert_as_inference(network: Any, target: Decoder, temperature: float, decay
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tied", "temperature", "decay", "vocab"),
-    [pytest.param(4, False, 1.0, 0.8, 0, marks=pytest.mark.slow), (1, True, 0.7, 1.0, 0), (2, False, 1.3, 0.5, 7)],
+    ("kv_heads", "tied", "temperature", "decay", "vocab", "layers"),
+    [pytest.param(4, False, 1.0, 0.8, 0, 1, marks=pytest.mark.slow), (1, True, 0.7, 1.0, 0, 1), (2, False, 1.3, 0.5, 7, 2)],
 )
-def test_eagle3_unroll_equals_inference(kv_heads: int, tied: bool, temperature: float, decay: float, vocab: int) -> None:
-    network, target = networks(kv_heads, tied, vocab)
+def test_eagle3_unroll_equals_inference(kv_heads: int, tied: bool, temperature: float, decay: float, vocab: int, layers: int) -> None:
+    """Also of two layers, each with true slots and own ones, over an embedding of its own."""
+    network, target = networks(kv_heads, tied, vocab, layers)
     assert_as_inference(network, target, temperature, decay, (4,) if vocab else (1, 3), IDS if vocab else np.arange(11))
 
 
@@ -309,7 +311,7 @@ def test_the_loss_is_at_least_float32(name: str) -> None:
     model = tiny_model(dtype="bfloat16")
 
     def value() -> DraftLoss:
-        kinds = functools.partial(Eagle3, vocab=7), Decoder
+        kinds = functools.partial(eagle3, vocab=7), Decoder
         network, target = (cast(kind(model, jax.random.key(0)), jnp.bfloat16) for kind in kinds)
         return draft_loss(network, target, forward_of(target), jnp.asarray(TOKENS), jnp.asarray(MASK), objective(name))
 

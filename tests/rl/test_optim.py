@@ -15,7 +15,7 @@ from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optim
 from jaxspec.state import Learner
-from tests.conftest import small_mesh, tiny_model, tiny_network, trimmed
+from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -89,7 +89,7 @@ IDS = np.array([1, 4, 5, 10])
 
 
 def mapped() -> Eagle3:
-    return with_vocabulary(tiny_network(functools.partial(Eagle3, vocab=4), tiny_model()), IDS)
+    return with_vocabulary(tiny_network(functools.partial(eagle3, vocab=4), tiny_model()), IDS)
 
 
 def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +133,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
 
     learner = fresh()
     weights = [np.array(leaf) for leaf in jax.tree.leaves(optim.parameters(learner.network))]  # before their buffers are donated
-    abstract = jax.eval_shape(lambda: optim.start(Eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
+    abstract = jax.eval_shape(lambda: optim.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
     assert jax.tree.structure(abstract) == jax.tree.structure(learner)
     assert len(jax.tree.leaves(learner.network)) == 14
     assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1  # both moments of every weight, and the count

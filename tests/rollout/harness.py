@@ -14,13 +14,23 @@ from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.generate import Settings, generate
 from jaxspec.rollout.verify import block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Drafter, Prompts, Rollout
-from tests.conftest import no_history, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, tiny_prompts, with_weights
+from tests.conftest import (
+    eagle3,
+    no_history,
+    numpy_decoder,
+    numpy_softmax,
+    small_mesh,
+    tiny_model,
+    tiny_network,
+    tiny_prompts,
+    with_weights,
+)
 
 GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
 STOP = (1, 3)
@@ -52,12 +62,14 @@ def draft_of(kind: str, length: int) -> Draft | None:
     match kind:
         case "none":
             return None
+        case "eagle3 other":
+            return recurrent(length, (0, 4))
         case "eagle3" | "eagle3 small":
-            return recurrent(length, with_taps=True)
-        case "mtp" | "mtp reversed":
-            return recurrent(length, with_taps=False)
+            return recurrent(length, (1, 2, 3))
+        case "mtp" | "mtp reversed" | "eagle1":
+            return recurrent(length)
         case "mtp 2":
-            return recurrent(length, with_taps=False, depth=2)
+            return recurrent(length, depth=2)
         case "model":
             return external(length)
         case "history":
@@ -71,9 +83,15 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
     model = tiny_model(**changes)
     match kind.partition("+")[0]:
         case "eagle3":
-            return tiny_network(Eagle3, model, 2, scale)
+            return tiny_network(eagle3, model, 2, scale)
+        case "eagle3 other":
+            form = {"taps": (0, 4), "fuse_norms": True, "norm_before_residual": True, "norm_output": True, "own_embedding": True}
+            sizes = {"layers": 2, "embed": 8, "heads": 2, "kv_heads": 1, "head_size": 6, "ffn": 12}
+            return tiny_network(functools.partial(eagle3, sizes=sizes, **form), model, 2, scale)
+        case "eagle1":
+            return tiny_network(functools.partial(eagle3, use_taps=False), model, 2, scale)
         case "eagle3 small":
-            small = tiny_network(functools.partial(Eagle3, vocab=4), model, 2, scale)
+            small = tiny_network(functools.partial(eagle3, vocab=4), model, 2, scale)
             return with_vocabulary(small, np.array([0, 1, 3, 4]))
         case "mtp":
             return tiny_network(Mtp, model, 2, scale)
@@ -161,7 +179,7 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     def commit(state: tuple[()], kept: Kept) -> tuple[()]:
         return state
 
-    return Draft(length, False, True, prefill, lambda state, times: state, propose, commit)
+    return Draft(length, (), True, prefill, lambda state, times: state, propose, commit)
 
 
 def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:

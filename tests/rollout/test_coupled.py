@@ -10,12 +10,11 @@ import pytest
 
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import Settings, advance, begin, collect
 from jaxspec.rollout.verify import block_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout
-from tests.conftest import numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, numpy_decoder, tiny_model, tiny_network, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -52,6 +51,8 @@ COUPLED = [
     Coupled("eagle3", 3, (0.0, 0.6, 1.7), (2, 0, 1), 4, 2, slow=False),
     Coupled("eagle3", 7, (0.8,), (), 8),
     Coupled("eagle3 small", 2),
+    Coupled("eagle3 other", 3, (1.0,), (), 2, slow=False),
+    Coupled("eagle1", 3),
     Coupled("mtp", 5),
     Coupled("mtp reversed", 2, (1.0,), (), 2, 2),
     Coupled("mtp 2", 5, (1.0,), (), 8, slow=False),
@@ -109,9 +110,9 @@ def test_float32_flips_are_near_ties_and_rare() -> None:
     What a row samples after it parted is another text, so only the first difference of a row is judged.
     """
     model = tiny_model(vocab=64, layers=6, embed=32, head_size=8, ffn=64, dtype="float32")
-    target, network = tiny_network(Decoder, model, 1, 0.8), tiny_network(Eagle3, model, 2, 0.8)
+    target, network = tiny_network(Decoder, model, 1, 0.8), tiny_network(eagle3, model, 2, 0.8)
     processing = Processing(stop_ids=(1,))
-    runs = [compiled(draft, Settings(64, 64, processing, None)) for draft in (None, recurrent(3, True))]
+    runs = [compiled(draft, Settings(64, 64, processing, None)) for draft in (None, recurrent(3, (1, 2, 3)))]
     tokens = flips = 0
     for seed in range(5):
         made = tiny_prompts(32, WIDTH, 64, seed)

@@ -9,12 +9,11 @@ import pytest
 
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING
-from tests.conftest import chi_square, no_history, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import chi_square, eagle3, no_history, tiny_model, tiny_network, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -51,8 +50,8 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
     made = made.replace(tokens=jnp.where(jnp.arange(width, dtype=jnp.int32) < made.lengths[:, None], made.tokens % 9, POISON))
     wanted = compiled(None, Settings(16, 8, processing, None))((target, None), made)
     assert {EOS, LENGTH, FAILED} == set(wanted.status.tolist())
-    network = tiny_network(Eagle3, tiny_model(), 2, 0.8)
-    found = compiled(recurrent(3, with_taps=True), Settings(16, 8, processing, None))((target, network), made)
+    network = tiny_network(eagle3, tiny_model(), 2, 0.8)
+    found = compiled(recurrent(3, (1, 2, 3)), Settings(16, 8, processing, None))((target, network), made)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.lengths, wanted.lengths)
     np.testing.assert_array_equal(found.status, wanted.status)

@@ -18,6 +18,7 @@ from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, Rollout
 from tests.conftest import (
+    eagle3,
     numpy_decoder,
     numpy_softmax,
     numpy_taps,
@@ -38,7 +39,7 @@ GROUP = 6
 
 @functools.cache
 def networks() -> tuple[Decoder, Eagle3]:
-    return tiny_network(Decoder, tiny_model(), 1, 0.6), tiny_network(Eagle3, tiny_model(), 2, 0.6)
+    return tiny_network(Decoder, tiny_model(), 1, 0.6), tiny_network(eagle3, tiny_model(), 2, 0.6)
 
 
 def settings(coupled: bool, temperature: float = 1.0, new: int = NEW, stop: tuple[int, ...] = STOP, group: int = GROUP) -> Settings:
@@ -48,7 +49,7 @@ def settings(coupled: bool, temperature: float = 1.0, new: int = NEW, stop: tupl
 
 @functools.cache
 def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Any]:
-    return compiled(recurrent(length, True) if length else None, settings(coupled, temperature))
+    return compiled(recurrent(length, (1, 2, 3)) if length else None, settings(coupled, temperature))
 
 
 def prompts() -> Prompts:
@@ -101,7 +102,7 @@ def assert_pending_block_is_the_text(target: Decoder, draft: RecurrentState, row
 
 @pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
-    draft, chosen = recurrent(3, True), settings(coupled)
+    draft, chosen = recurrent(3, (1, 2, 3)), settings(coupled)
     target, network = networks()
     start = jax.jit(lambda prompts, key: begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), key, chosen))
     step = jax.jit(lambda engine, rounds: advance(target, drafter(network, draft), draft, engine, rounds, chosen))
@@ -164,7 +165,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
 
     @jax.jit
     def part(prompts: Prompts, first: jax.Array, key: jax.Array) -> Rollout:
-        draft = recurrent(3, True)
+        draft = recurrent(3, (1, 2, 3))
         engine = begin(target, drafter(network, draft), draft, prompts, first, key, settings(coupled))
         return collect(advance(target, drafter(network, draft), draft, engine, 100, settings(coupled)))
 
@@ -174,7 +175,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
 
 @pytest.mark.slow
 def test_token_rule_is_the_same_on_any_mesh() -> None:
-    spread = compiled(recurrent(3, True), settings(False), data=4, tensor=2)(networks(), prompts())
+    spread = compiled(recurrent(3, (1, 2, 3)), settings(False), data=4, tensor=2)(networks(), prompts())
     whole = program(3, False)(networks(), prompts())
     assert_same_rows(spread, whole)
     np.testing.assert_array_equal(spread.statistics.rounds, whole.statistics.rounds)

@@ -1,0 +1,224 @@
+"""The config.json of published EAGLE-3 heads, in the raw form and in that of speculators: read with every default, written with none."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig, RopeConfig, require
+from jaxspec.models.decoder import tap_boundaries
+from jaxspec.models.eagle3 import tap_count
+
+Form = Literal["raw", "speculators"]
+"""Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
+Convention = Literal["auto", "boundary", "output_of"]
+
+_OTHERS = {
+    "peagle": "P-EAGLE",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "medusa": "Medusa",
+    "eagle3deepseek": "EAGLE-3 with latent attention",
+}
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def head_config(
+    raw: Mapping[str, Any], source: str, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
+) -> tuple[ModelConfig, HeadConfig, int]:
+    """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3 head, from config.json (drafters.md 1.7).
+
+    What is ambiguous is decided and told to `say`; the tensors have the last word (`hf_drafts.settle`). `tie_word_embeddings` means
+    nothing here: the head's rows are its own.
+
+    Raises:
+      ConfigError: another kind of draft, or a head for another policy; `source` is named.
+    """
+    _refuse_others(raw, source)
+    published = "speculators_model_type" in raw
+    inner = raw.get("transformer_layer_config", {}) if published else raw
+
+    def flag(name: str, default: Any) -> Any:
+        nested = raw.get("eagle_config") or {}
+        value = raw.get(name, nested.get(name))
+        return default if value is None else value
+
+    vocab, width = inner.get("vocab_size", target.vocab), flag("target_hidden_size", inner.get("hidden_size"))
+    require(vocab == target.vocab, f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}")
+    require(width == target.embed, f"{source}: the head was made for hidden states of width {width}; model.embed is {target.embed}")
+    use_taps, fuse_norms = bool(flag("use_aux_hidden_state", True)), bool(flag("fc_norm", False) or flag("use_aux_norm", False))
+    norm_output = bool(flag("norm_output", False))
+    sure = published or fuse_norms or "norm_output" in (raw.get("eagle_config") or {})
+    if norm_output and not sure:
+        norm_output = False
+        say(f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head, not in the recurrence")
+    if published and "norm_before_residual" not in raw:
+        say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
+    head = HeadConfig(
+        taps=_taps(raw, flag, source, convention, target, say) if use_taps else (),
+        use_taps=use_taps,
+        norm_before_fuse=bool(flag("norm_before_fc", False)),
+        fuse_norms=fuse_norms,
+        norm_before_residual=bool(flag("norm_before_residual", published)),
+        norm_output=norm_output,
+        logit_scale=float(flag("logit_scale", 1.0)),
+    )
+    own_vocab = flag("draft_vocab_size", inner.get("draft_vocab_size")) or vocab
+    return _decoder(inner, source, target, say), head, 0 if own_vocab == vocab else own_vocab
+
+
+def _refuse_others(raw: Mapping[str, Any], source: str) -> None:
+    named = [*raw.get("architectures", ()), str(raw.get("speculators_model_type", "eagle3"))]
+    named += [key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw]
+    for name in (name.lower() for name in named):
+        other = next((title for mark, title in _OTHERS.items() if mark in name), "")
+        old = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
+        require(not other and not old, f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded")
+    kind = raw.get("speculators_model_type", "eagle3")
+    require(kind == "eagle3", f"{source} describes a draft of kind {kind}; only EAGLE-3 heads can be loaded")
+    require("mask_hidden" not in raw, f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be loaded")
+
+
+def _taps(
+    raw: Mapping[str, Any], flag: Callable[..., Any], source: str, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
+) -> tuple[int, ...]:
+    """Boundaries that the head reads; empty: the default ones (drafters.md 1.3)."""
+    ids, count = flag(_IDS, None), flag("num_aux_hidden_states", None)
+    default = tap_boundaries(target.layers)
+    if not ids:
+        require(count in (None, 3), f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there")
+        say(f"{source} names no layers: the head reads the policy after {', '.join(map(str, default))} of its {target.layers} layers")
+        return ()
+    require(count in (None, len(ids)), f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {list(ids)}")
+    if convention == "auto":
+        specforge = "speculators_model_type" not in raw and "LlamaForCausalLMEagle3" in raw.get("architectures", ()) and ids[0] == 1
+        convention = "output_of" if specforge else "boundary"
+    taps = tuple(int(number) + (convention == "output_of") for number in ids)
+    inside = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
+    require(inside, f"{source}: {_IDS} {list(ids)} ({convention}) does not ascend inside 0 to model.layers {target.layers}")
+    meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
+    applied = f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
+    say(f"{source}: {_IDS} {list(ids)} {meaning}: {applied} (--rollout.draft.tap_convention)")
+    return () if taps == default else taps
+
+
+def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
+    """The head's own layers."""
+    kind = inner.get("model_type", "llama")
+    require(kind in ("llama", "qwen3"), f"{source}: the head's layers are of model_type {kind}; llama and qwen3 can be loaded")
+    names = ("hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [name for name in names if name not in inner]
+    require(not missing, f"{source} lacks {', '.join(missing)}")
+    width, ffn, heads = (int(inner[name]) for name in names)
+    size = inner.get("head_dim")
+    if size is None:
+        size = width // heads
+        say(f"{source} lacks head_dim: {size}, the width over its heads, unless the tensors say otherwise")
+    bias = bool(inner.get("attention_bias", False))
+    return ModelConfig(
+        vocab=target.vocab,
+        layers=int(inner.get("num_hidden_layers", 1)),
+        embed=width,
+        heads=heads,
+        kv_heads=int(inner.get("num_key_value_heads") or heads),
+        head_size=int(size),
+        ffn=ffn,
+        norm_eps=float(inner.get("rms_norm_eps", 1e-6)),
+        tied=False,
+        dtype=target.dtype,
+        remat=target.remat,
+        family=FamilyConfig(model_type=kind, query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias),
+        **_positions(inner, source),
+    )
+
+
+def _positions(inner: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Rotary settings, which are the head's own, not the policy's."""
+    given = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
+    theta = float(inner.get("rope_theta") or given.get("rope_theta") or 1e4)
+    trained, kind = int(inner.get("max_position_embeddings") or 0), given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta, "rope": RopeConfig(context=trained)}
+    require(kind in ("yarn", "llama3", "linear"), f"{source}: rope_type {kind} is unknown; yarn, llama3 and linear are known")
+    names = ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")
+    more = {name: float(given[name]) for name in names if given.get(name) is not None}
+    context = int(given.get("original_max_position_embeddings") or trained)
+    rope = RopeConfig(kind=kind, context=context, truncate=bool(given.get("truncate", True)), **more)
+    return {"rope_theta": theta, "rope_factor": float(given["factor"]), "rope": rope}
+
+
+def _rope_json(config: ModelConfig) -> dict[str, Any]:
+    rope, factor = config.rope, config.rope_factor
+    trained = {"max_position_embeddings": round(rope.context * factor)} if rope.context else {}
+    if factor == 1:
+        return {**trained, "rope_theta": config.rope_theta, "rope_scaling": None}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": factor, "original_max_position_embeddings": rope.context}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling |= {"attention_factor": rope.attention_factor} if rope.attention_factor else {}
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return {**trained, "rope_theta": config.rope_theta, "rope_scaling": scaling}
+
+
+def draft_config_json(config: ModelConfig, head: HeadConfig, target: ModelConfig, form: Form, vocab: int) -> dict[str, Any]:
+    """The config.json of a head, with every flag in words; layer numbers are left out where the default ones are meant.
+
+    Raises:
+      ConfigError: the raw form cannot say which layers are read, since its readers would differ by one.
+    """
+    family, taps = config.family, head.taps if head.taps != tap_boundaries(target.layers) else ()
+    require(
+        family.attention_bias == family.output_bias,
+        "a head with biases on only one side of its attention has no published form; both or neither",
+    )
+    layer = {
+        "architectures": ["Qwen3ForCausalLM" if family.query_key_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if family.query_key_norm else "llama",
+        "vocab_size": target.vocab,
+        "hidden_size": config.embed,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": family.attention_bias,
+        "tie_word_embeddings": False,
+        **_rope_json(config),
+    }
+    flags = {
+        "draft_vocab_size": vocab or target.vocab,
+        "target_hidden_size": target.embed,
+        "norm_before_residual": head.norm_before_residual,
+        "norm_before_fc": head.norm_before_fuse,
+        "fc_norm": head.fuse_norms,
+        "norm_output": head.norm_output,
+        "num_aux_hidden_states": tap_count(head),
+        "logit_scale": head.logit_scale,
+    }
+    layers = {_IDS: list(taps)} if taps else {}
+    if form == "raw":
+        sure = not taps or taps[0] != 1
+        remedy = "readers of the raw form would count on from 1; write the speculators form"
+        require(sure, f"the head reads the policy after {list(taps)} layers; {remedy}")
+        # SpecForge has a norm_output of another meaning, at the top level only.
+        nested = {"use_aux_hidden_state": head.use_taps, "norm_before_fc": head.norm_before_fuse, "norm_output": head.norm_output}
+        return {**layer, **flags, **layers, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {**nested, **layers}}
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    verifier = {"name_or_path": target.path or None, "architectures": []}
+    return {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3DraftModel"],
+        **flags,
+        **layers,
+        "eagle_config": {"use_aux_hidden_state": head.use_taps},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier,
+        },
+    }
