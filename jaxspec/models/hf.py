@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """One of our weights and what holds it in a checkpoint.
 
     `layout` gives the axes of their tensor, merged ones in parentheses, and those of our weight: `(N H) D -> D N H`. Our weight has a
-    leading axis for each placeholder in `theirs` ({layer}, {expert}), and a first axis of 1 where `single` says so.
+    leading axis for each placeholder in `theirs` ({layer}, {expert}), and a leading axis of 1 where `single` says so.
     """
 
     ours: str
@@ -31,6 +31,8 @@ class Row(NamedTuple):
     theirs: str
     layout: str
     single: bool = False
+    first: int = 0
+    """The number that our layer 0 has in the checkpoint."""
 
     @property
     def leading(self) -> int:
@@ -54,7 +56,7 @@ def policy_rows(config: ModelConfig) -> list[Row]:
     return [embedding, *layer_rows("layers.", "model.layers.{layer}.", config), norm, *head]
 
 
-def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False) -> list[Row]:
+def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False, first: int = 0) -> list[Row]:
     """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with `ours` and `theirs`."""
     family = config.family
     table = [
@@ -78,7 +80,7 @@ def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False
         ("expert_up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F", family.experts),
         ("expert_down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D", family.experts),
     ]
-    return [Row(ours + name, theirs + tensor, layout, single) for name, tensor, layout, there in table if there]
+    return [Row(ours + name, theirs + tensor, layout, single, first) for name, tensor, layout, there in table if there]
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -97,7 +99,8 @@ def places(row: Row, shape: tuple[int, ...]) -> list[Place]:
     stored = tuple(math.prod(sizes[axis] for axis in group) for group in theirs)
     found = []
     for lead in product(*(range(size) for size in shape[: row.leading])):
-        name = row.theirs.format(**dict(zip(holders, lead[row.single :], strict=True)))
+        numbers = dict(zip(holders, lead[row.single :], strict=True))
+        name = row.theirs.format(**{**numbers, "layer": numbers.get("layer", 0) + row.first})
         found.append(Place(row, name, stored, lead))
     return found
 

@@ -46,7 +46,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     family = _family(raw, source, _ARCHITECTURES[str(name)])
     heads = _number(raw, source, "num_attention_heads")
     embed = _number(raw, source, "hidden_size")
-    theta, factor, rope = _rope(raw, source)
+    theta, factor, rope = rope_of(raw, source)
     if base.rope_factor != 1:
         factor, rope = base.rope_factor, replace(rope, longest=0)
     own = {item.name: getattr(base.rope, item.name) for item in fields(RopeConfig)}
@@ -96,7 +96,7 @@ def _number(raw: Mapping[str, Any], source: str, key: str, default: int | None =
     return value
 
 
-def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConfig]:
+def rope_of(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConfig]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or that of transformers 5."""
     given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10_000.0)

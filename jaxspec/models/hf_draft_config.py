@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig, RopeConfig, require
+from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig, require
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
+from jaxspec.models.hf_config import rope_json, rope_of
 
 Form = Literal["raw", "speculators"]
 """Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
@@ -113,6 +114,7 @@ def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Ca
         size = width // heads
         say(f"{source} lacks head_dim: {size}, the width over its heads, unless the tensors say otherwise")
     bias = bool(inner.get("attention_bias", False))
+    theta, factor, rope = rope_of(inner, source)  # the head's own, not the policy's
     return ModelConfig(
         vocab=target.vocab,
         layers=int(inner.get("num_hidden_layers", 1)),
@@ -126,37 +128,10 @@ def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Ca
         dtype=target.dtype,
         remat=target.remat,
         family=FamilyConfig(model_type=kind, query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias),
-        **_positions(inner, source),
+        rope_theta=theta,
+        rope_factor=factor,
+        rope=rope,
     )
-
-
-def _positions(inner: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Rotary settings, which are the head's own, not the policy's."""
-    given = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
-    theta = float(inner.get("rope_theta") or given.get("rope_theta") or 1e4)
-    trained, kind = int(inner.get("max_position_embeddings") or 0), given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta, "rope": RopeConfig(context=trained)}
-    require(kind in ("yarn", "llama3", "linear"), f"{source}: rope_type {kind} is unknown; yarn, llama3 and linear are known")
-    names = ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")
-    more = {name: float(given[name]) for name in names if given.get(name) is not None}
-    context = int(given.get("original_max_position_embeddings") or trained)
-    rope = RopeConfig(kind=kind, context=context, truncate=bool(given.get("truncate", True)), **more)
-    return {"rope_theta": theta, "rope_factor": float(given["factor"]), "rope": rope}
-
-
-def _rope_json(config: ModelConfig) -> dict[str, Any]:
-    rope, factor = config.rope, config.rope_factor
-    trained = {"max_position_embeddings": round(rope.context * factor)} if rope.context else {}
-    if factor == 1:
-        return {**trained, "rope_theta": config.rope_theta, "rope_scaling": None}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": factor, "original_max_position_embeddings": rope.context}
-    if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        scaling |= {"attention_factor": rope.attention_factor} if rope.attention_factor else {}
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    return {**trained, "rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
 def draft_config_json(config: ModelConfig, head: HeadConfig, target: ModelConfig, form: Form, vocab: int) -> dict[str, Any]:
@@ -184,7 +159,7 @@ def draft_config_json(config: ModelConfig, head: HeadConfig, target: ModelConfig
         "rms_norm_eps": config.norm_eps,
         "attention_bias": family.attention_bias,
         "tie_word_embeddings": False,
-        **_rope_json(config),
+        **rope_json(config),
     }
     flags = {
         "draft_vocab_size": vocab or target.vocab,

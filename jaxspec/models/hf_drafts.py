@@ -1,163 +1,74 @@
 """Tensors of published drafts: one table of names and layouts, which is read in both directions."""
 
 import dataclasses
-import math
-import operator
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import HeadConfig, ModelConfig, require
-from jaxspec.models.eagle3 import Eagle3, tap_count
+from jaxspec.models.eagle3 import Eagle3
+from jaxspec.models.hf import MIMO_MTP, Row, layer_rows, named_leaves, places, to_ours, to_theirs
 from jaxspec.models.hf_draft_config import Form
 from jaxspec.models.mtp import Mtp
 
 Arrays = Mapping[str, np.ndarray]
 
 
-class Row(NamedTuple):
-    """One weight: where it stands here and there, and how its axes are laid out."""
-
-    ours: str
-    """Dotted attribute path."""
-    theirs: str
-    """Name in the file; `{layer}` stands for the number of a layer."""
-    layout: str
-    """Axes of theirs -> axes of ours without the leading layer axis; parentheses join axes."""
-    stacked: bool = False
-    """Whether ours has a leading layer axis."""
-
-
-class Place(NamedTuple):
-    """One tensor of a file: its row, its name, and its layer in our stack (None: not stacked)."""
-
-    row: Row
-    name: str
-    layer: int | None
-
-
-def _groups(layout: str) -> tuple[list[list[str]], list[str]]:
-    """Axes of theirs, joined ones together, and axes of ours."""
-    left, right = layout.split(" -> ")
-    return [(joined or alone).split() for joined, alone in re.findall(r"\(([^)]*)\)|(\S+)", left)], right.split()
-
-
-def to_ours(row: Row, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Their array in our layout; `sizes` are those of the axes.
-
-    Raises:
-      ConfigError: the array has other axes or sizes.
-    """
-    groups, order = _groups(row.layout)
-    wanted = tuple(math.prod(sizes[name] for name in group) for group in groups)
-    require(array.shape == wanted, f"{row.theirs} has shape {list(array.shape)}; the config asks for {list(wanted)}")
-    names = [name for group in groups for name in group]
-    return array.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in order])
-
-
-def to_theirs(row: Row, array: np.ndarray) -> np.ndarray:
-    """Our array, without the layer axis, in their layout."""
-    groups, order = _groups(row.layout)
-    names = [name for group in groups for name in group]
-    sizes = dict(zip(order, array.shape, strict=True))
-    return array.transpose([order.index(name) for name in names]).reshape([math.prod(sizes[name] for name in group) for group in groups])
-
-
-# ---- the table
-
-
-def _layer_rows(ours: str, theirs: str, config: ModelConfig, wide: str) -> Iterator[Row]:
-    """Rows of what all dense layers have; `wide` is the axis that heads are projected from."""
-    family = config.family
-    yield Row(f"{ours}.query", f"{theirs}.self_attn.q_proj.weight", f"(N H) {wide} -> {wide} N H", True)
-    yield Row(f"{ours}.key", f"{theirs}.self_attn.k_proj.weight", f"(M H) {wide} -> {wide} M H", True)
-    yield Row(f"{ours}.value", f"{theirs}.self_attn.v_proj.weight", f"(M H) {wide} -> {wide} M H", True)
-    if family.query_key_norm:
-        yield Row(f"{ours}.query_norm", f"{theirs}.self_attn.q_norm.weight", "H -> H", True)
-        yield Row(f"{ours}.key_norm", f"{theirs}.self_attn.k_norm.weight", "H -> H", True)
-    if family.attention_bias:
-        yield Row(f"{ours}.query_bias", f"{theirs}.self_attn.q_proj.bias", "(N H) -> N H", True)
-        yield Row(f"{ours}.key_bias", f"{theirs}.self_attn.k_proj.bias", "(M H) -> M H", True)
-        yield Row(f"{ours}.value_bias", f"{theirs}.self_attn.v_proj.bias", "(M H) -> M H", True)
-    yield Row(f"{ours}.output", f"{theirs}.self_attn.o_proj.weight", "D (N H) -> N H D", True)
-    if family.output_bias:
-        yield Row(f"{ours}.output_bias", f"{theirs}.self_attn.o_proj.bias", "D -> D", True)
-    yield Row(f"{ours}.ffn_norm", f"{theirs}.post_attention_layernorm.weight", "D -> D", True)
-    yield Row(f"{ours}.gate", f"{theirs}.mlp.gate_proj.weight", "F D -> D F", True)
-    yield Row(f"{ours}.up", f"{theirs}.mlp.up_proj.weight", "F D -> D F", True)
-    yield Row(f"{ours}.down", f"{theirs}.mlp.down_proj.weight", "D F -> F D", True)
-
-
-def _places(rows: Iterator[Row] | list[Row], count: int, first: int = 0) -> list[Place]:
-    """Tensors of stacked rows, whose layers are `first`, first + 1, ... in the file."""
-    return [Place(row, row.theirs.format(layer=first + index), index) for row in rows for index in range(count)]
-
-
-def head_layout(config: ModelConfig, head: HeadConfig, form: Form) -> list[Place]:
-    """Every tensor of an EAGLE-3 head but its vocabulary buffers (drafters.md 1.6)."""
-    first = "midlayer" if form == "raw" else "layers.0"
-    whole = [Row("norm", "norm.weight", "D -> D"), Row("head", "lm_head.weight", "W D -> D W")]
-    if head.use_taps:
-        whole.append(Row("fuse", "fc.weight", "D C -> C D"))
-    if head.norm_before_fuse:
-        whole.append(Row("taps_norm", "input_norm.weight", "C -> C"))
-    if head.own_embedding:
-        whole.append(Row("embedding", "embed_tokens.weight", "V D -> V D"))
-    entry = [
-        Row("first.embedding_norm", f"{first}.input_layernorm.weight", "D -> D", True),
-        Row("first.hidden_norm", f"{first}.hidden_norm.weight", "D -> D", True),
-        *_layer_rows("first", first, config, "I"),
+def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
+    """The table of an EAGLE-3 head but for its vocabulary buffers (drafters.md 1.6)."""
+    first, last = "midlayer." if form == "raw" else "layers.0.", "layers.{layer}."
+    entry = [row for row in layer_rows("first.", first, config, single=True) if row.ours != "first.attention_norm"]
+    optional = [
+        (Row("fuse", "fc.weight", "D C -> C D"), head.use_taps),
+        (Row("taps_norm", "input_norm.weight", "C -> C"), head.norm_before_fuse),
+        (Row("tap_norms", "fc_norm.{layer}.weight", "E -> E"), head.fuse_norms),
+        (Row("embedding", "embed_tokens.weight", "V D -> V D"), head.own_embedding),
     ]
-    deeper = [
-        Row("layers.attention_norm", "layers.{layer}.input_layernorm.weight", "D -> D", True),
-        *_layer_rows("layers", "layers.{layer}", config, "D"),
+    return [
+        *[row for row, there in optional if there],
+        Row("first.embedding_norm", f"{first}input_layernorm.weight", "D -> D", single=True),
+        Row("first.hidden_norm", f"{first}hidden_norm.weight", "D -> D", single=True),
+        *entry,
+        *(layer_rows("layers.", last, config, first=1) if config.layers > 1 else []),
+        Row("norm", "norm.weight", "D -> D"),
+        Row("head", "lm_head.weight", "W D -> D W"),
     ]
-    norms = [Row("tap_norms", "fc_norm.{layer}.weight", "E -> E", True)] if head.fuse_norms else []
-    places = [Place(row, row.theirs, None) for row in whole]
-    return [*places, *_places(norms, tap_count(head)), *_places(entry, 1), *_places(deeper, config.layers - 1, 1)]
 
 
-def mtp_layout(config: ModelConfig, embedding_first: bool, target_layers: int) -> list[Place]:
-    """Every tensor of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding, hidden] (drafters.md 3.1).
+def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> list[Row]:
+    """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding, hidden] (drafters.md 3.1).
 
     DeepSeek numbers them on from the policy's own `target_layers`.
     """
-    dense = f"MTP layers of {config.family.experts} experts cannot be read or written yet; those of dense models can"
-    require(config.family.experts == 0, dense)
     mimo = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     tokens, hidden, project, final = ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo
-    prefix, first = ("model.layers.{layer}", target_layers) if embedding_first else ("model.mtp_layers.{layer}", 0)
-    rows = [
-        Row("embedding_norm", f"{prefix}.{tokens}.weight", "D -> D", True),
-        Row("hidden_norm", f"{prefix}.{hidden}.weight", "D -> D", True),
-        Row("project", f"{prefix}.{project}.weight", "D I -> I D", True),
-        Row("layers.attention_norm", f"{prefix}.input_layernorm.weight", "D -> D", True),
-        *_layer_rows("layers", prefix, config, "D"),
-        Row("norm", f"{prefix}.{final}.weight", "D -> D", True),
+    prefix, first = ("model.layers.{layer}.", target_layers) if embedding_first else (f"{MIMO_MTP}{{layer}}.", 0)
+    own = [
+        ("embedding_norm", tokens, "D -> D"),
+        ("hidden_norm", hidden, "D -> D"),
+        ("project", project, "D C -> C D"),
+        ("norm", final, "D -> D"),
     ]
-    return _places(rows, config.layers, first)
+    rows = [Row(ours, f"{prefix}{theirs}.weight", layout, first=first) for ours, theirs, layout in own]
+    return rows + layer_rows("layers.", prefix, config, first=first)
 
 
-def _sizes(config: ModelConfig, **more: int) -> dict[str, int]:
-    d = config.embed
-    return {"D": d, "I": 2 * d, "N": config.heads, "M": config.kv_heads, "H": config.head_size, "F": config.ffn, **more}
-
-
-def _collected(places: list[Place], tensors: Arrays, sizes: Mapping[str, int], source: str) -> dict[str, np.ndarray]:
-    """Our arrays by attribute path; every tensor must have a place and every place a tensor."""
-    missing = [place.name for place in places if place.name not in tensors]
-    unknown = sorted(set(tensors) - {place.name for place in places})
+def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
+    """Arrays by attribute path for the shapes of a network; every row must find its tensors and every tensor a row."""
+    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
+    wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
+    missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
     require(not missing, f"{source} lacks {_some(missing)}; it is damaged, or its config.json speaks of another draft")
     require(not unknown, f"{source} has {_some(unknown)}, which a draft of this form has no place for")
-    found: dict[str, list[np.ndarray]] = {}
-    for place in places:
-        found.setdefault(place.row.ours, []).append(to_ours(place.row._replace(theirs=place.name), tensors[place.name], sizes))
-    stacked = {place.row.ours for place in places if place.layer is not None}
-    return {name: np.stack(parts) if name in stacked else parts[0] for name, parts in found.items()}
+    found: dict[str, np.ndarray] = {}
+    for name, place in wanted.items():
+        tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
+        fits = f"{source}: {name} has shape {list(tensor.shape)}; the config asks for {list(place.shape)}"
+        require(tensor.shape == place.shape, fits)
+        found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(row, tensor, shape[row.leading :])
+    return found
 
 
 def _some(names: list[str]) -> str:
@@ -252,8 +163,7 @@ def head_arrays(config: ModelConfig, head: HeadConfig, tensors: Arrays, target: 
     `target` has the policy's `embedding` [V D] and `head` [D V], from which a missing lm_head is taken. `vocabulary` is there if it is not
     the whole.
     """
-    layout = head_layout(config, head, "speculators")
-    vocab = target["embedding"].shape[0]
+    vocab, width = target["embedding"].shape
     unsaid = tensors["d2t"].shape[0] if "d2t" in tensors else vocab
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else unsaid
     ids = vocabulary_ids(tensors, rows, vocab, source)
@@ -263,8 +173,9 @@ def head_arrays(config: ModelConfig, head: HeadConfig, tensors: Arrays, target: 
     if "lm_head.weight" not in weights:
         columns = target["head"] if ids is None else target["head"][:, ids]
         weights["lm_head.weight"] = np.ascontiguousarray(columns.T)
-    width = target["embedding"].shape[1]
-    arrays = _collected(layout, weights, _sizes(config, W=rows, V=vocab, E=width, C=tap_count(head) * width), source)
+    policy = dataclasses.replace(config, embed=width, vocab=vocab)
+    network = jax.eval_shape(lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows))
+    arrays = _collected(head_rows(config, head, "speculators"), weights, network, source)
     return arrays if ids is None else {**arrays, "vocabulary": ids}
 
 
@@ -290,28 +201,24 @@ def mtp_arrays(config: ModelConfig, embedding_first: bool, tensors: Arrays, targ
         ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
         same = np.array_equal(weights.pop(name), ours)
         require(same, f"{name} is not the policy's own; MTP layers with an embedding or a head of their own cannot be loaded")
-    places = mtp_layout(config, embedding_first, target_layers)
-    return _collected(places, weights, _sizes(config), "the checkpoint's MTP part")
+    network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
+    return _collected(mtp_rows(config, embedding_first, target_layers), weights, network, "the checkpoint's MTP part")
 
 
 def filled(network: Any, arrays: Arrays) -> Any:
-    """A network, or its shapes, with arrays by attribute path in place of all its leaves, in the leaves' own types.
+    """A network, or its shapes, with arrays of the host by attribute path in place of all its leaves, in the leaves' own types.
 
     Raises:
       ConfigError: an array is missing, is foreign, or has another shape.
     """
-    left = dict(arrays)
-
-    def one(path: Any, leaf: Any) -> jax.Array:
-        name = ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)).removesuffix(".value")
-        require(name in left, f"the draft's {name} is not among what was loaded")
-        array = left.pop(name)
-        require(array.shape == leaf.shape, f"the draft's {name} has shape {list(leaf.shape)}, and {list(array.shape)} was loaded")
-        return jnp.asarray(array.astype(leaf.dtype))
-
-    network = jax.tree_util.tree_map_with_path(one, network)
-    require(not left, f"the draft has no {_some(sorted(left))}, which was loaded")
-    return network
+    leaves = named_leaves(network)
+    missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
+    require(not missing, f"the draft's {_some(missing)} is not among what was loaded")
+    require(not foreign, f"the draft has no {_some(foreign)}, which was loaded")
+    for name, leaf in leaves.items():
+        shapes = f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was loaded"
+        require(arrays[name].shape == leaf.shape, shapes)
+    return jax.tree.unflatten(jax.tree.structure(network), [arrays[name].astype(leaf.dtype) for name, leaf in leaves.items()])
 
 
 # ---- writing
@@ -320,15 +227,12 @@ def filled(network: Any, arrays: Arrays) -> Any:
 def draft_tensors(network: Eagle3 | Mtp, form: Form, target_layers: int = 0) -> dict[str, np.ndarray]:
     """A draft's tensors by their published names; MTP layers have one form only, and are numbered on from `target_layers`."""
     if isinstance(network, Mtp):
-        places = mtp_layout(network.config, network.embedding_first, target_layers)
+        rows = mtp_rows(network.config, network.embedding_first, target_layers)
     else:
-        places = head_layout(network.config, network.form, form)
-
-    def array(place: Place) -> np.ndarray:
-        ours = np.asarray(operator.attrgetter(place.row.ours)(network)[...])
-        return np.ascontiguousarray(to_theirs(place.row, ours if place.layer is None else ours[place.layer]))
-
-    tensors = {place.name: array(place) for place in places}
+        rows = head_rows(network.config, network.form, form)
+    leaves = named_leaves(network)
+    found = [(place, np.asarray(leaves[row.ours][place.lead])) for row in rows for place in places(row, leaves[row.ours].shape)]
+    tensors = {place.name: np.ascontiguousarray(to_theirs(place.row, array)) for place, array in found}
     if isinstance(network, Eagle3) and network.vocabulary is not None:
         ids = np.asarray(network.vocabulary[...]).astype(np.int64)
         tensors["d2t"] = ids - np.arange(ids.size)
