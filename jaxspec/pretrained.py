@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import Config, ConfigError, ModelConfig, require
-from jaxspec.models.hf import MIMO_MTP, REDUNDANT, Place, Row, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
+from jaxspec.config import ConfigError, ModelConfig, require
+from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
 from jaxspec.state import PyTree
 from jaxspec.tensor_files import Stored, open_tensors, read_json
@@ -45,18 +45,10 @@ def find_folder(path: str, setting: str) -> Path:
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
 
 
-def resolved(config: Config) -> Config:
-    """The config with what its checkpoints say in place of what it says of them; without a checkpoint, as it is.
-
-    Raises:
-      ConfigError: as `policy_config` does.
-    """
-    if not config.model.path:
-        return config
-    model = policy_config(config.model)
-    return replace(
-        config, model=model, data=replace(config.data, tokenizer=config.data.tokenizer or str(find_folder(model.path, "model.path")))
-    )
+def fingerprint(path: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a checkpoint's files: enough to notice that it is another one, without reading it."""
+    files = sorted(find_folder(path, "checkpoint").glob("*.safetensors"))
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def policy_config(base: ModelConfig) -> ModelConfig:
@@ -72,25 +64,27 @@ def policy_config(base: ModelConfig) -> ModelConfig:
 
 
 def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
-    """The checkpoint of `config.path`, checked against the shapes of `abstract`; native layers for drafts in it are left to them."""
-    return Checkpoint(find_folder(config.path, "model.path"), policy_rows(config), abstract, config.ignore, (MIMO_MTP,))
+    """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it are left to drafts."""
+    folder = find_folder(config.path, "model.path")
+    tensors = open_tensors(folder)
+    for name in mtp_names(list(tensors), config.layers):
+        del tensors[name]
+    return Checkpoint(folder, tensors, policy_rows(config), abstract, config.ignore)
 
 
 class Checkpoint:
     """The tensors of a folder that fill a network by a table of rows; all of them have been checked."""
 
-    def __init__(self, folder: Path, rows: Sequence[Row], abstract: PyTree, ignore: bool = False, elsewhere: Sequence[str] = ()) -> None:
-        """Looks at the headers of the files only.
-
-        `abstract` has the network's shapes, types and shardings; `elsewhere` are beginnings of names that others read.
+    def __init__(self, folder: Path, tensors: Mapping[str, Stored], rows: Sequence[Row], abstract: PyTree, ignore: bool) -> None:
+        """Looks at the headers of the files only; `abstract` has the network's shapes, types and shardings.
 
         Raises:
           ConfigError: names the tensors that are missing, have another shape, are not floats, or (unless `ignore`) are not known.
         """
-        self._abstract, self._tensors = abstract, open_tensors(folder)
+        self._abstract, self._tensors = abstract, tensors
         leaves = named_leaves(abstract)
         self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
-        _check(folder, [place for found in self._places.values() for place in found], self._tensors, ignore, elsewhere)
+        _check(folder, [place for found in self._places.values() for place in found], tensors, ignore)
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
 
     def load(self, progress: Callable[[int], None]) -> PyTree:
@@ -124,7 +118,7 @@ def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index:
     return made
 
 
-def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool, elsewhere: Sequence[str]) -> None:
+def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool) -> None:
     by_name = {place.name: place for place in wanted}
     missing = _shown([name for name in by_name if name not in tensors])
     require(not missing, f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or correct config.json")
@@ -136,7 +130,7 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
     require(not wrong, f"{folder} holds tensors of another shape: {_shown(wrong, '; ')}; correct config.json")
     narrow = _shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in _FLOATS])
     require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
-    known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name) or name.startswith(tuple(elsewhere))}
+    known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in tensors and head not in known and embedding in known:  # a tied head that was written all the same
         same = tensors[head].shape == tensors[embedding].shape and np.array_equal(tensors[head].read(), tensors[embedding].read())

@@ -18,7 +18,7 @@ from jaxspec.cli import load_config
 from jaxspec.config import Config, ConfigError, ModelConfig
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
-from jaxspec.pretrained import resolved
+from jaxspec.resolve import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -56,7 +56,11 @@ def run(
     def work() -> int:
         config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
-            return body(open_job(resolved(config)), interrupt)
+            told: list[str] = []
+            job = open_job(resolved(config, told.append))
+            for line in told:
+                job.say(line)
+            return body(job, interrupt)
 
     return reported(work)
 

@@ -31,7 +31,7 @@ from jaxspec.program import Job, process_0_first, run
 from jaxspec.rl.optim import require_progress
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, PyTree, TrainState
-from jaxspec.train_draft import cached_draft, load_policy
+from jaxspec.train_draft import cached_draft, load_draft, load_policy
 from jaxspec.train_sft import cached_policy
 
 KEPT_SAMPLES = 4
@@ -116,7 +116,7 @@ def claim_workdir(job: Job, workdir: Path) -> None:
 
 
 def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
-    """The position before the first batch: warm start and draft from the cache, trained now if absent; random weights where steps are 0."""
+    """The position before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random."""
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
     offline = config.offline.steps > 0 and shapes.draft is not None
@@ -126,6 +126,8 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     policy = load_policy(job, interrupt)
     if offline:
         network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
+    elif config.rollout.draft.path:
+        network = load_draft(job, _network(shapes))
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)

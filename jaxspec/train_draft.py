@@ -27,8 +27,9 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
-from jaxspec.pretrained import policy_checkpoint
+from jaxspec.pretrained import fingerprint, policy_checkpoint
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
+from jaxspec.resolve import read_draft
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of
 from jaxspec.runner import abstract, placed
@@ -67,7 +68,7 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
 
 
 def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress) -> PyTree:
-    """Trains a fresh draft for `offline.steps` updates on batches of `rows`; returns its weights.
+    """Trains a fresh draft, or that of `rollout.draft.path`, for `offline.steps` updates on batches of `rows`; returns its weights.
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
     """
@@ -92,7 +93,9 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         progress.say(f"going on at step {int(done)} of {offline.steps}")
     else:
         learner, done = jax.jit(fresh, out_shardings=layout)()
-        if draft.vocab:
+        if draft.path:
+            learner = learner.replace(network=load_draft(job, jax.tree.map(placed, shapes[0].network, layout[0].network)))
+        elif draft.vocab:
             ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
             learner = learner.replace(network=with_vocabulary(learner.network, ids))
     call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
@@ -219,7 +222,8 @@ def _key(job: Job, text: Rows | None) -> str:
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources("train_draft.py", "draft_data.py", "data.py", "step.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py")
     law = config.seed, config.rollout.max_new_tokens, processing
-    return content_key("draft", policy_key(job), law, data, offline, network, objective, code)
+    weights = [fingerprint(path) for path in (config.model.path, draft.path) if path]
+    return content_key("draft", policy_key(job), weights, law, data, offline, network, objective, code)
 
 
 def _digest(files: list[Path]) -> str:
@@ -247,6 +251,14 @@ def read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
             policy = checkpoint.load(lambda done: progress.update(round(done / 1e6)))
     job.say(f"read {model.path}: {gigabytes:.3g} GB in {time.perf_counter() - began:.1f} s")
     return policy
+
+
+def load_draft(job: Job, shapes: PyTree) -> PyTree:
+    """The draft of `rollout.draft.path`, as it is."""
+    path, began = job.config.rollout.draft.path, time.perf_counter()
+    network = read_draft(job.config, shapes)
+    job.say(f"read {path}: {job.config.rollout.draft.kind} draft in {time.perf_counter() - began:.1f} s")
+    return network
 
 
 def closing_table(reached: dict[str, Any], depths: int) -> Group:

@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import tensor_files
-from jaxspec.config import Config, ConfigError, DataConfig, ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import policy_rows
 from jaxspec.models.hf_config import config_json
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import Checkpoint, find_folder, policy_checkpoint, policy_config, resolved, tensors_of
+from jaxspec.pretrained import Checkpoint, find_folder, policy_checkpoint, policy_config, tensors_of
 from jaxspec.tensor_files import WEIGHTS, open_tensors, read_json, write_tensors
 from tests.conftest import small_mesh, tiny_model, tiny_network
 
@@ -178,18 +178,6 @@ def test_a_tied_head_may_be_written_out(folder: Path) -> None:
     change_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))(folder)
     change_config(tie_word_embeddings=True)(folder)
     assert opened(folder).load(lambda _: None).head is None
-
-
-def test_a_checkpoint_settles_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and tokenizer are the folder's; type and remat stay. A relative path is kept as an absolute one, for resuming elsewhere."""
-    monkeypatch.chdir(folder.parent)
-    wanted = Config(model=ModelConfig(path=folder.name, vocab=99, dtype="bfloat16", remat=False))
-    found = resolved(wanted)
-    assert (found.model.path, found.data.tokenizer) == (str(folder), str(folder))
-    assert (found.model.vocab, found.model.layers, found.model.dtype, found.model.remat) == (11, 4, "bfloat16", False)
-    assert resolved(found) == found
-    assert resolved(Config(model=ModelConfig(path=folder.name), data=DataConfig(tokenizer="other"))).data.tokenizer == "other"
-    assert resolved(Config()) == Config()
 
 
 def test_hub_ids_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

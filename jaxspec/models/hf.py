@@ -83,6 +83,15 @@ def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False
     return [Row(ours + name, theirs + tensor, layout, single, first) for name, tensor, layout, there in table if there]
 
 
+def mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
+    """Those of a checkpoint's tensor names that belong to MTP layers: MiMo's, or DeepSeek's, which are numbered on from the policy's."""
+    beginnings, layer = [MIMO_MTP], target_layers
+    while f"model.layers.{layer}.eh_proj.weight" in names:
+        beginnings.append(f"model.layers.{layer}.")
+        layer += 1
+    return [name for name in names if name.startswith(tuple(beginnings))]
+
+
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by dotted attribute path, as rows name them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

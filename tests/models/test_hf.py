@@ -14,7 +14,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import Row, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.models.kv import empty_cache
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import Checkpoint, policy_config, tensors_of
+from jaxspec.pretrained import policy_checkpoint, policy_config, tensors_of
 from jaxspec.sync import cast
 from tests.conftest import small_mesh
 from tests.hf_checkpoints import CASES, logits, make
@@ -31,7 +31,7 @@ def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
     wanted = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
-    return Checkpoint(folder, policy_rows(config), wanted).load(lambda _: None)
+    return policy_checkpoint(config, wanted).load(lambda _: None)
 
 
 def tokens_of(rows: int = 2) -> np.ndarray:

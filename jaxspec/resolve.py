@@ -1,0 +1,132 @@
+"""What the checkpoints that a config names say of it, and the draft that one of them holds."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import Config, ModelConfig, require
+from jaxspec.drafts.build import draft_model
+from jaxspec.models.hf import mtp_names
+from jaxspec.models.hf_draft_config import head_config
+from jaxspec.models.hf_drafts import filled, head_arrays, mtp_arrays, mtp_form, normal_names, settle
+from jaxspec.pretrained import CONFIG, find_folder, policy_checkpoint, policy_config
+from jaxspec.state import PyTree
+from jaxspec.tensor_files import Stored, open_tensors, read_json
+
+Say = Callable[[str], Any]
+_MODEL, _DRAFT = "model.path", "rollout.draft.path"
+
+
+def resolved(config: Config, say: Say) -> Config:
+    """The config with what its checkpoints say in place of what it says of them; without any, as it is.
+
+    A policy with MTP layers of its own lends them to a draft of kind `mtp`. `say` is told how what is ambiguous was read.
+
+    Raises:
+      ConfigError: a folder, a file or a key is missing, or a checkpoint is of a kind that is not supported.
+    """
+    stretched = config.model.rope_factor != 1
+    if config.model.path:
+        model = policy_config(config.model)
+        tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
+        config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
+    draft = config.rollout.draft
+    if draft.kind == "mtp" and config.model.path and not draft.path and _native_mtp(config):
+        draft = replace(draft, path=config.model.path)
+    if not draft.path:
+        return config
+    require(draft.learned, f"{_DRAFT} {draft.path} is for drafts of kind eagle3, mtp and model; rollout.draft.kind is {draft.kind}")
+    folder = find_folder(draft.path, _DRAFT)
+    draft = replace(draft, path=str(folder) if Path(draft.path).expanduser().is_dir() else draft.path)
+    config = replace(config, rollout=replace(config.rollout, draft=draft))
+    read = {"eagle3": _with_head, "mtp": _with_mtp, "model": _with_model}[draft.kind]
+    config = read(config, folder, say)
+    if stretched and config.draft_model is not None:  # a draft's positions follow the policy's
+        model = replace(config.draft_model, rope_factor=config.model.rope_factor, rope=config.model.rope)
+        config = replace(config, draft_model=model)
+    return config
+
+
+def _native_mtp(config: Config) -> bool:
+    return mtp_form(list(open_tensors(find_folder(config.model.path, _MODEL))), config.model.layers)[0] > 0
+
+
+def _with_head(config: Config, folder: Path, say: Say) -> Config:
+    """Sizes and form of an EAGLE-3 head, from its config.json and its tensors."""
+    draft, source = config.rollout.draft, str(folder / CONFIG)
+    model, head, vocab = head_config(read_json(folder / CONFIG), source, draft.tap_convention, config.model, say)
+    tensors = normal_names(_read_all(open_tensors(folder)), str(folder))
+    comparable = "embed_tokens.weight" in tensors and bool(config.model.path)
+    model, head = settle(model, head, tensors, _lent(config, comparable)["embedding"], say)
+    if "lm_head.weight" in tensors:  # the tensors have the last word
+        rows = tensors["lm_head.weight"].shape[0]
+        vocab = 0 if rows == config.model.vocab else rows
+    draft = replace(draft, vocab=vocab, ffn=0)
+    return replace(config, draft_model=model, head=head, rollout=replace(config.rollout, draft=draft))
+
+
+def _with_mtp(config: Config, folder: Path, _: Say) -> Config:
+    """Number, order and width of MTP layers, from the names and shapes of their tensors; their family is the policy's."""
+    tensors, layers = open_tensors(folder), config.model.layers
+    count, embedding_first = mtp_form(list(tensors), layers)
+    kinds = "model.mtp_layers.0.* as MiMo names them, or DeepSeek's eh_proj behind the policy's last layer"
+    require(count > 0, f"{_DRAFT} {folder} has no MTP layers ({kinds})")
+    widths = [tensors[name].shape[0] for name in mtp_names(list(tensors), layers) if name.endswith(".gate_proj.weight")]
+    ffn = 0 if widths[0] == config.model.ffn else widths[0]
+    draft = replace(config.rollout.draft, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
+    return replace(config, rollout=replace(config.rollout, draft=draft))
+
+
+def _with_model(config: Config, _: Path, __: Say) -> Config:
+    """A small model of its own sizes."""
+    draft = replace(config.rollout.draft, vocab=0, ffn=0)
+    base = ModelConfig(path=draft.path, dtype=config.model.dtype, remat=config.model.remat)
+    return replace(config, draft_model=policy_config(base), rollout=replace(config.rollout, draft=draft))
+
+
+def read_draft(config: Config, abstract: PyTree) -> PyTree:
+    """The draft's network of `rollout.draft.path`, in the shapes, types and shardings of `abstract`; the config has been resolved.
+
+    Raises:
+      ConfigError: tensors are missing, foreign, or of another shape.
+    """
+    draft = config.rollout.draft
+    folder = find_folder(draft.path, _DRAFT)
+    if draft.kind == "model":
+        return policy_checkpoint(draft_model(config), abstract).load(lambda _: None)
+    tensors, layers = open_tensors(folder), config.model.layers
+    if draft.kind == "mtp":
+        own = _read_all({name: tensors[name] for name in mtp_names(list(tensors), layers)})
+        copies = any(name.endswith((".embed_tokens.weight", ".shared_head.head.weight")) for name in own)
+        sizes = replace(draft_model(config), layers=draft.layers)
+        arrays = mtp_arrays(sizes, draft.embedding_first, own, _lent(config, copies), layers)
+    else:
+        named = normal_names(_read_all(tensors), str(folder))
+        lent = _lent(config, "lm_head.weight" not in named)
+        arrays = head_arrays(draft_model(config), config.head, named, lent, str(folder))
+    host = filled(abstract, arrays)
+    return jax.tree.map(
+        lambda values, leaf: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index]), host, abstract
+    )
+
+
+def _read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+    return {name: stored.read() for name, stored in tensors.items()}
+
+
+def _lent(config: Config, values: bool) -> dict[str, np.ndarray]:
+    """The policy's embedding [V D] and head [D V]; where their values do not matter, something of the same shape."""
+    model = config.model
+    if not values or not model.path:
+        shape = model.vocab, model.embed
+        lacks = f"{_DRAFT} {config.rollout.draft.path} borrows the policy's embedding or head, which can only be looked up with --{_MODEL}"
+        require(not values, lacks)
+        return {"embedding": np.broadcast_to(np.float32(math.nan), shape), "head": np.broadcast_to(np.float32(math.nan), shape[::-1])}
+    tensors = open_tensors(find_folder(model.path, _MODEL))
+    embedding = tensors["model.embed_tokens.weight"].read()
+    return {"embedding": embedding, "head": (embedding if model.tied else tensors["lm_head.weight"].read()).T}
