@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,15 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import SaveError
 from jaxspec.cli import override, take_option
-from jaxspec.config import Config, MeshConfig, require
+from jaxspec.config import Config, MeshConfig, ModelConfig, require
 from jaxspec.metrics import Progress
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.hf import policy_rows
 from jaxspec.models.hf_config import config_json
+from jaxspec.models.hf_draft_config import Form, draft_config_json
+from jaxspec.models.hf_drafts import draft_tensors
+from jaxspec.models.mtp import Mtp
 from jaxspec.pretrained import CONFIG, tensors_of
 from jaxspec.program import Job, make_job, reported, start_jax
 from jaxspec.session import Run, check_tokenizer, find_run, read_state
@@ -61,7 +66,8 @@ class Options:
     """Folder of the run's tokenizer, if it is not where the run was told."""
 
 
-Tensors = Iterator[tuple[str, int, Callable[[], np.ndarray]]]
+Tensor = tuple[str, int, Callable[[], np.ndarray]]
+"""Name, bytes, and what makes it."""
 
 
 def export(run: Run, options: Options) -> Path:
@@ -100,12 +106,51 @@ def _fill(folder: Path, job: Job, run: Run, options: Options) -> None:
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
-    _write_json(folder / CONFIG, config_json(model, dtype.name, _special_ids(job.tokenizer)))
+    network = state.draft.network if state.draft else None
+    tensors, content = (
+        list(tensors_of(policy_rows(model), state.policy.network, dtype)),
+        config_json(model, dtype.name, _special_ids(job.tokenizer)),
+    )
+    if isinstance(network, Mtp) and model.family.model_type == "mimo" and not network.embedding_first:  # where MiMo itself has them
+        tensors, network = tensors + _draft_tensors(network, options, model, dtype), None
+        content["num_nextn_predict_layers"] = job.config.rollout.draft.layers
+    _write_json(folder / CONFIG, content)
     _write_tokenizer(folder, job)
-    _write(folder, "policy", list(tensors_of(policy_rows(model), state.policy.network, dtype)))
+    _write(folder, "policy", tensors)
+    if network is not None:
+        _fill_draft(folder / "draft", job, network, options, dtype)
 
 
-def _write(folder: Path, title: str, tensors: list[Any]) -> None:
+def _fill_draft(folder: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any) -> None:
+    """A learned draft: an EAGLE-3 head in the form that was asked for, MTP layers by themselves, or a small model like any policy."""
+    model = job.config.model
+    folder.mkdir()
+    if isinstance(network, Decoder):
+        content = config_json(network.config, dtype.name, _special_ids(job.tokenizer))
+        tensors = list(tensors_of(policy_rows(network.config), network, dtype))
+        _write_tokenizer(folder, job)
+    else:
+        tensors = _draft_tensors(network, options, model, dtype)
+        if isinstance(network, Mtp):
+            content = config_json(network.config, dtype.name, {"num_nextn_predict_layers": network.depth})
+        else:
+            vocab = 0 if network.vocabulary is None else network.head.shape[-1]
+            content = draft_config_json(network.config, network.form, model, _form(options), vocab) | {"torch_dtype": dtype.name}
+    _write_json(folder / CONFIG, content)
+    _write(folder, "draft", tensors)
+
+
+def _form(options: Options) -> Form:
+    return "raw" if options.draft == "none" else options.draft
+
+
+def _draft_tensors(network: Eagle3 | Mtp, options: Options, model: ModelConfig, dtype: Any) -> list[Tensor]:
+    made = draft_tensors(network, _form(options), model.layers)
+    cast = {name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array for name, array in made.items()}
+    return [(name, array.nbytes, lambda array=array: array) for name, array in cast.items()]
+
+
+def _write(folder: Path, title: str, tensors: list[Tensor]) -> None:
     with Progress(title, len(tensors)) as progress:
         for number, _ in enumerate(write_tensors(folder, tensors), start=1):
             progress.update(number)

@@ -36,8 +36,11 @@ def resolved(config: Config, say: Say) -> Config:
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
     draft = config.rollout.draft
-    if draft.kind == "mtp" and config.model.path and not draft.path and _native_mtp(config):
-        draft = replace(draft, path=config.model.path)
+    if not draft.path and (native := _native_mtp(config.model)):
+        if draft.kind == "mtp":
+            draft = replace(draft, path=config.model.path)
+        else:
+            say(f"{config.model.path} has {native} MTP layers of its own, which are left out; --rollout.draft.kind mtp drafts with them")
     if not draft.path:
         return config
     require(draft.learned, f"{_DRAFT} {draft.path} is for drafts of kind eagle3, mtp and model; rollout.draft.kind is {draft.kind}")
@@ -52,8 +55,9 @@ def resolved(config: Config, say: Say) -> Config:
     return config
 
 
-def _native_mtp(config: Config) -> bool:
-    return mtp_form(list(open_tensors(find_folder(config.model.path, _MODEL))), config.model.layers)[0] > 0
+def _native_mtp(model: ModelConfig) -> int:
+    """MTP layers in the policy's own checkpoint."""
+    return mtp_form(list(open_tensors(find_folder(model.path, _MODEL))), model.layers)[0] if model.path else 0
 
 
 def _with_head(config: Config, folder: Path, say: Say) -> Config:
