@@ -270,6 +270,7 @@ def assert_the_same_as_peft(ours: Decoder, theirs: Any) -> None:
         np.testing.assert_allclose(weight, merged_by_peft[name].numpy(), rtol=0, atol=1e-14, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.hf
 def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> None:
     peft, save = pytest.importorskip("peft"), pytest.importorskip("safetensors.numpy").save_file
@@ -280,6 +281,7 @@ def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> No
     assert_the_same_as_peft(merged(network), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.hf
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapters_of_peft_are_merged_as_it_applies_them(tmp_path: Path, rslora: bool) -> None:
