@@ -289,7 +289,8 @@ class LoraConfig:
     alpha: float = 32.0
     """The adapters' product is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention and the feed-forward layer."""
+    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention and of a
+    feed-forward layer without experts."""
     path: str = ""
     """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
 

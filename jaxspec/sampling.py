@@ -11,7 +11,7 @@ TARGET, DRAFT, COIN, NEXT = range(4)
 
 
 class Processing(NamedTuple):
-    """What turns the target's logits into the distribution it is sampled from, `known` first, then in this order; a part of the program."""
+    """What turns the target's logits into the distribution it is sampled from, `known` first, then in this order; static in a program."""
 
     banned: tuple[int, ...] = ()
     """Ids that are never sampled."""

@@ -17,8 +17,8 @@ else:
 PyTree = Any
 """A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
 
-TRAIN, EVALUATE, OFFLINE, SAMPLE, REMEMBER, COMPARE = range(6)
-"""Key streams of calls (`Prompts.stream`): two kinds of call never share noise."""
+TRAIN, EVALUATE, OFFLINE, SAMPLE, REMEMBER, COMPARE, ADAPTERS = range(7)
+"""Key streams of calls (`Prompts.stream`): two kinds of call never share noise, nor does the start of the adapters."""
 
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
 """Status of a row: still generating, ended by an end token, cut at the length limit, stopped by non-finite logits, never started."""

@@ -19,6 +19,7 @@ from jaxspec.drafts.base import Draft
 from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.lora import ADAPTER_AXES, Adapted, merged
 from jaxspec.rl import optim
 from jaxspec.rl.advantage import group_advantages
 from jaxspec.rl.draft_loss import LOSSES, DraftLoss, Objective, draft_loss
@@ -29,7 +30,7 @@ from jaxspec.rollout import generate as engine
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, TrainState
+from jaxspec.state import ADAPTERS, EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, TrainState
 from jaxspec.sync import cast, to_rollout
 
 Metrics = dict[str, Num[Array, ""]]
@@ -66,19 +67,33 @@ class Step:
     # ---- state
 
     def start(self, policy: Decoder, network: PyTree) -> TrainState:
-        """The state before the first batch, from weights; a draft that does not fit the policy is refused (`ConfigError`)."""
+        """The state before the first batch, from weights, to which `lora.rank` adds adapters.
+
+        Raises:
+          ConfigError: the draft does not fit the policy, or the policy lacks what should have an adapter.
+        """
         if network is not None:
             check_fits(network, self.config.model)
         draft = None if network is None else optim.start(network, self.draft_optimizer)
         online = jnp.asarray(self.config.draft_training.online and network is not None)
         measured = draft_temperature.start(self.draft_length, self.settings.grid)
-        learner = optim.start(policy, self.policy_optimizer)
+        learner = optim.start(self._trained(policy), self.policy_optimizer)
         return TrainState(policy=learner, draft=draft, overlap_by_factor=measured, draft_online=online)
 
     def fresh(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
-        policy_key, draft_key = jax.random.split(jax.random.key(self.config.seed))
-        return self.start(Decoder(self.config.model, policy_key), build_network(self.config, draft_key))
+        _, draft_key = jax.random.split(jax.random.key(self.config.seed))
+        return self.start(self.fresh_policy(), build_network(self.config, draft_key))
+
+    def fresh_policy(self) -> Decoder:
+        """The policy with random weights."""
+        return Decoder(self.config.model, jax.random.split(jax.random.key(self.config.seed))[0])
+
+    def _trained(self, policy: Decoder) -> Decoder | Adapted:
+        """What is trained of the policy: itself, or adapters beside it."""
+        if self.config.lora.rank == 0:
+            return policy
+        return Adapted(policy, self.config.lora, jax.random.fold_in(jax.random.key(self.config.seed), ADAPTERS))
 
     def state_shardings(self) -> TrainState:
         """The train layout of everything in the state."""
@@ -86,7 +101,7 @@ class Step:
 
     def train_layout(self, tree: PyTree) -> PyTree:
         """Shardings of networks and optimizer states for training."""
-        return meshes.shardings(self.mesh, tree, LOGICAL_AXES, meshes.TRAIN_RULES, self.config.mesh.shard_above)
+        return meshes.shardings(self.mesh, tree, LOGICAL_AXES | ADAPTER_AXES, meshes.TRAIN_RULES, self.config.mesh.shard_above)
 
     def nothing_finished(self, rows: int) -> Finished:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
@@ -107,9 +122,9 @@ class Step:
     # ---- phases
 
     def prepare(self, state: TrainState) -> tuple[Decoder, Drafter]:
-        """Policy and draft in the rollout layout and type."""
-        network = state.draft.network if state.draft else None
-        policy, network = to_rollout((state.policy.network, network), self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
+        """Policy, with its adapters merged, and draft in the rollout layout and type."""
+        networks = merged(state.policy.network), state.draft.network if state.draft else None
+        policy, network = to_rollout(networks, self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
         return policy, Drafter(network=network, choice=draft_temperature.choose(state.overlap_by_factor, self.settings.grid))
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
@@ -143,7 +158,7 @@ class Step:
 
     def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
-        policy = cast(state.policy.network, jnp.dtype(self.config.model.dtype))
+        policy = cast(merged(state.policy.network), jnp.dtype(self.config.model.dtype))
         forward = policy(rollout.tokens, positions_of(rollout.tokens), taps=self.draft.taps if self.draft else ())
         old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
         return Recomputed(old_logprobs, entropy, forward)
@@ -154,8 +169,8 @@ class Step:
         mask = response_mask(rollout) & finished.valid[:, None]
         advantages = group_advantages(finished.rewards.astype(recomputed.old_logprobs.dtype), finished.valid, self.settings.group_size)
 
-        def loss_of(network: Decoder) -> Float[Array, ""]:
-            network = cast(network, jnp.dtype(self.config.model.dtype))
+        def loss_of(trained: Decoder | Adapted) -> Float[Array, ""]:
+            network = cast(merged(trained), jnp.dtype(self.config.model.dtype))
             forward = network(rollout.tokens, positions_of(rollout.tokens))
             processing = self.settings.processing
             logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, rollout.prompt_lengths, processing)
@@ -219,7 +234,7 @@ class Step:
         rollout, mask = finished.rollout, response_mask(finished.rollout) & finished.valid[:, None]
 
         def update(draft: Learner) -> tuple[Learner, Metrics]:
-            return self.train_draft(draft, state.policy.network, rollout.tokens, mask, recomputed.forward)
+            return self.train_draft(draft, merged(state.policy.network), rollout.tokens, mask, recomputed.forward)
 
         return jax.lax.cond(state.draft_online, update, lambda draft: (draft, _nothing(update, draft)), state.draft)
 

@@ -32,7 +32,7 @@ from jaxspec.program import Job, in_process_0, on_this_process, process_0_first,
 from jaxspec.resolve import read_draft
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of
-from jaxspec.runner import abstract, placed
+from jaxspec.runner import placed
 from jaxspec.state import Learner, PyTree
 from jaxspec.step import Metrics, Step
 from jaxspec.sync import cast
@@ -233,12 +233,14 @@ def _digest(files: list[Path]) -> str:
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0."""
-    shapes = abstract(job.step, job.config.grpo.prompts)[0].policy.network
+    fresh = job.step.fresh_policy
+    shapes = jax.eval_shape(fresh)
+    layout = job.step.train_layout(shapes)
     if job.config.model.path:
-        return read_policy(job, interrupt, shapes)
+        return read_policy(job, interrupt, jax.tree.map(placed, shapes, layout))
     if job.config.sft.steps == 0:
-        return jax.jit(lambda: job.step.fresh().policy.network, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
-    return load_tree(cached_policy(job, interrupt), shapes)
+        return jax.jit(fresh, out_shardings=layout)()
+    return load_tree(cached_policy(job, interrupt), jax.tree.map(placed, shapes, layout))
 
 
 def read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:

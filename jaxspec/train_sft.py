@@ -48,7 +48,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     rows = meshes.rows_sharding(mesh)
 
     def fresh() -> Learner:
-        return optim.start(job.step.fresh().policy.network, optimizer)
+        return optim.start(job.step.fresh_policy(), optimizer)
 
     def step(learner: Learner, batch: PyTree) -> tuple[Learner, tuple[Float[Array, ""], Int[Array, ""]]]:
         loss, gradients = optim.value_and_grad(lambda network: document_loss(network, *batch, dtype=config.model.dtype), learner.network)

@@ -136,7 +136,7 @@ def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = No
     return Config(**{**parts, **changes})
 
 
-def _weight_name(path: Any) -> str:
+def weight_name(path: Any) -> str:
     """The attribute that holds a leaf: `query` for `.layers.query.value`."""
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
 
@@ -147,7 +147,7 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
     shapes = jax.eval_shape(lambda: kind(config, jax.random.key(0)))
 
     def fill(path: Any, leaf: Any) -> jax.Array:
-        name = _weight_name(path)
+        name = weight_name(path)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.arange(leaf.size, dtype=leaf.dtype)  # a vocabulary map
         normal = random.normal(size=leaf.shape)
@@ -169,7 +169,7 @@ def with_weights(network: Any, **changes: Any) -> Any:
     """The network with some weights, by attribute name, replaced by arrays or filled with numbers."""
 
     def one(path: Any, leaf: Any) -> jax.Array:
-        name = _weight_name(path)
+        name = weight_name(path)
         return jnp.broadcast_to(jnp.asarray(changes[name], leaf.dtype), leaf.shape) if name in changes else leaf
 
     return jax.tree_util.tree_map_with_path(one, network)

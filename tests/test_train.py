@@ -299,6 +299,28 @@ def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, ch
 
 
 @pytest.mark.slow
+def test_adapters_learn_beside_weights_that_stay_and_a_resumed_run_goes_on_with_them(
+    cache: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    changes = {"lora__rank": 4, "lora__alpha": 8, "grpo__learning_rate": 0.01}
+    launch(cache, tmp_path / "whole", steps=5, **changes).finish()
+    launch(cache, tmp_path / "halves", steps=3, **changes).finish()
+    assert "resuming" in launch(cache, tmp_path / "halves", steps=5, **changes).finish()
+    arrays, found = final_arrays(tmp_path / "whole"), lines(tmp_path / "whole")
+    assert_same(final_arrays(tmp_path / "halves"), arrays)
+    warm = np.load(next(file for file in cache.glob("*/weights.npz") if not file.with_name("acceptance.json").exists()))
+    for place, (name, _) in enumerate(json.loads(str(warm["index"]))):
+        np.testing.assert_array_equal(arrays.pop(f"0.policy.network.base.{name}"), warm[f"arr_{place}"].astype(np.float32), err_msg=name)
+    assert not any(name.startswith("0.policy.network.base.") for name in arrays)
+    assert all(arrays[f"0.policy.network.adapters.{name}_proj_b.value"].all() for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    assert {name.partition(".adapters.")[2] != "" for name in arrays if name.startswith("0.policy.optimizer.1.0.mu")} == {True}
+    assert all(line["rollout/logprob_gap_max"] < 1e-9 for line in found)
+    for name, value in lines(undisturbed)[0].items():  # fresh adapters change nothing
+        if name.startswith("rollout/") and name != "rollout/tokens_per_s":
+            assert found[0][name] == value, name
+
+
+@pytest.mark.slow
 def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(cache: Path, tmp_path: Path) -> None:
     output = launch(cache, tmp_path / "diverged", grpo__learning_rate=1e200, grpo__warmup_steps=0).finish(status=1)
     assert "not finite in 3 updates in a row" in output

@@ -1,0 +1,263 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) beside a decoder whose own weights stay, and the form that PEFT keeps them in."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
+from jaxspec.models.decoder import Decoder, master_dtype
+from jaxspec.models.layers import LOGICAL_AXES
+
+
+class Target(NamedTuple):
+    """A weight that can have an adapter."""
+
+    module: str
+    """Where Hugging Face's layer has it."""
+    weight: str
+    """Its name in the decoder's layers."""
+    product: str
+    """Adapters a and b of all layers to the weights' change; R is the rank."""
+
+    @property
+    def inputs(self) -> int:
+        """How many axes of the weight, after that of the layers, are its input."""
+        return self.product.index("R") - 1
+
+
+TARGETS = {
+    "q_proj": Target("self_attn", "query", "LDR,LRNH->LDNH"),
+    "k_proj": Target("self_attn", "key", "LDR,LRMH->LDMH"),
+    "v_proj": Target("self_attn", "value", "LDR,LRMH->LDMH"),
+    "o_proj": Target("self_attn", "output", "LNHR,LRD->LNHD"),
+    "gate_proj": Target("mlp", "gate", "LDR,LRF->LDF"),
+    "up_proj": Target("mlp", "up", "LDR,LRF->LDF"),
+    "down_proj": Target("mlp", "down", "LFR,LRD->LFD"),
+}
+"""By PEFT's names."""
+
+
+def _adapter_axes(name: str, target: Target) -> dict[str, tuple[str | None, ...]]:
+    axes = LOGICAL_AXES[target.weight]
+    split = 1 + target.inputs
+    return {f"{name}_a": (*axes[:split], None), f"{name}_b": (axes[0], None, *axes[split:])}
+
+
+ADAPTER_AXES = {name: axes for target in TARGETS for name, axes in _adapter_axes(target, TARGETS[target]).items()}
+"""Logical axes of the adapters: those of the weights that they change, so that the change is made where the weight is."""
+
+
+class Frozen(nnx.Variable):
+    """A weight that is not trained."""
+
+
+class Adapters(nnx.Module):
+    """For each target NAME, `NAME_a` [L inputs R], uniform as PEFT starts it, and `NAME_b` [L R outputs], zeros: at first, no change."""
+
+    def __init__(self, base: Decoder, names: tuple[str, ...], rank: int, key: Key[Array, ""]):
+        dtype = master_dtype(base.config)
+        for name, each in zip(names, jax.random.split(key, len(names)), strict=True):
+            depth, inputs, outputs = _sizes(base, name)
+            bound = float(np.prod(inputs)) ** -0.5  # kaiming_uniform_ with a = sqrt(5)
+            setattr(self, f"{name}_a", nnx.Param(jax.random.uniform(each, (depth, *inputs, rank), dtype, -bound, bound)))
+            setattr(self, f"{name}_b", nnx.Param(jnp.zeros((depth, rank, *outputs), dtype)))
+
+
+class Adapted(nnx.Module):
+    """A decoder with adapters, of which only the latter are trained; `merged` makes a plain decoder of both."""
+
+    def __init__(self, base: Decoder, lora: LoraConfig, key: Key[Array, ""]):
+        """Fresh adapters of `lora.rank`; raises ConfigError for targets that the decoder does not have."""
+        self.names, self.scale = chosen(lora.targets, base.config, "lora.targets"), lora.alpha / lora.rank
+        self.base = _variables(Frozen, base)
+        self.adapters = Adapters(base, self.names, lora.rank, key)
+
+
+def chosen(names: tuple[str, ...], model: ModelConfig, where: str) -> tuple[str, ...]:
+    """The targets named, or all that a decoder has; `where` names them in the ConfigError for others."""
+    has = tuple(name for name, target in TARGETS.items() if target.module == "self_attn" or not model.family.experts)
+    for name in names:
+        why = f" (a decoder with {model.family.experts} experts has adapters on its attention only)" if name in TARGETS else ""
+        require(name in has, f"{where} has {name!r}{why}; choose from {', '.join(has)}")
+    return tuple(dict.fromkeys(names)) or has
+
+
+def merged(network: Decoder | Adapted) -> Decoder:
+    """A decoder as it is; of one with adapters, the decoder with W + alpha / rank * a b, in the type of the weights."""
+    if isinstance(network, Decoder):
+        return network
+    decoder = _variables(nnx.Param, network.base)
+    for name in network.names:
+        a, b = (getattr(network.adapters, f"{name}_{part}")[...] for part in "ab")
+        _change(decoder, name, a, b, jnp.full((decoder.config.layers,), network.scale, a.dtype))
+    return decoder
+
+
+def _variables(kind: type[nnx.Variable], network: Decoder) -> Decoder:
+    """A copy whose weights are variables of that kind."""
+    return jax.tree.map(lambda variable: kind(variable[...]), network, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _change(decoder: Decoder, name: str, a: Array, b: Array, scale: Float[Array, " L"]) -> None:
+    """Adds the adapters of one target to its weight, in a decoder that nobody else has."""
+    target = TARGETS[name]
+    weight = getattr(decoder.layers, target.weight)[...]
+    change = jnp.einsum(target.product, a, b) * scale.reshape(-1, *(1,) * (weight.ndim - 1))
+    setattr(decoder.layers, target.weight, nnx.Param(weight + change.astype(weight.dtype)))
+
+
+def _sizes(decoder: Decoder, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Layers, input axes and output axes of a target's weight."""
+    target = TARGETS[name]
+    depth, *sizes = getattr(decoder.layers, target.weight).shape
+    return depth, tuple(sizes[: target.inputs]), tuple(sizes[target.inputs :])
+
+
+# ---- PEFT's form: one matrix [r in] and one [out r] for each target of each layer
+
+
+def adapter_tensors(adapted: Adapted) -> dict[str, np.ndarray]:
+    """The adapters by PEFT's names, in its layout."""
+    tensors = {}
+    for name in adapted.names:
+        a, b = (np.asarray(getattr(adapted.adapters, f"{name}_{part}")[...]) for part in "ab")
+        for layer in range(len(a)):
+            key = f"base_model.model.{_module(layer, name)}"
+            tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, a.shape[-1]).T)
+            tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(b.shape[1], -1).T)
+    return tensors
+
+
+def adapter_config(lora: LoraConfig, model: ModelConfig, base: str) -> dict[str, Any]:
+    """The adapter_config.json that goes with `adapter_tensors`; `base` names the checkpoint that they are for."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(chosen(lora.targets, model, "lora.targets")),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "layers_to_transform", "rank_pattern", "alpha_pattern"}
+"""Keys of adapter_config.json that `merge_adapters` follows."""
+WITHOUT_EFFECT = {
+    *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "task_type", "runtime_config"),
+    *("exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_config", "megatron_core", "qalora_group_size"),
+}
+"""Those that change nothing in what finished adapters add; any other must be off."""
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the checkpoint's own weights as they are."""
+_KEY = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(\w+)\.(\w+)\.lora_([AB])\.weight")
+
+Pairs = dict[tuple[str, int], dict[str, np.ndarray]]
+"""Matrices A and B by target and layer."""
+
+
+def merge_adapters(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]) -> Decoder:
+    """The decoder with PEFT's adapters added to its weights: W + scale * B A, with scale alpha / r, or alpha / sqrt(r) for rsLoRA.
+
+    Raises:
+      ConfigError: names the key, of the adapters or of their config, that cannot be followed.
+    """
+    _check(adapter_config)
+    pairs = _pairs(network, tensors)
+    _check_complete(network, pairs, adapter_config)
+    decoder = jax.tree.map(lambda leaf: leaf, network)
+    for name in dict.fromkeys(name for name, _ in pairs):
+        depth, inputs, outputs = _sizes(decoder, name)
+        matrices = {layer: pairs[name, layer] for layer in range(depth) if (name, layer) in pairs}
+        rank = max(len(pair["A"]) for pair in matrices.values())
+        dtype = getattr(decoder.layers, TARGETS[name].weight).dtype
+        a, b, scale = np.zeros((depth, *inputs, rank), dtype), np.zeros((depth, rank, *outputs), dtype), np.zeros(depth, dtype)
+        for layer, pair in matrices.items():
+            size = len(pair["A"])
+            scale[layer] = _scale(_module(layer, name), size, adapter_config)
+            a[layer, ..., :size] = pair["A"].T.reshape(*inputs, size)
+            b[layer, :size] = pair["B"].T.reshape(size, *outputs)
+        _change(decoder, name, jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale))
+    return decoder
+
+
+def _module(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{TARGETS[name].module}.{name}"
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Whether the adapters are plain LoRA."""
+    kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
+    require(kind == "LORA", f"adapter_config.json: peft_type is {kind!r}; only LORA can be merged")
+    altered = f"adapter_config.json: init_lora_weights is {start!r}, for which PEFT alters the checkpoint's own weights"
+    require(any(start is known or start == known for known in STARTS), f"{altered}; convert the adapters to plain LoRA with PEFT")
+    for key, value in config.items():
+        off = not value or value == "none" or key in READ | WITHOUT_EFFECT | {"init_lora_weights"}
+        require(off, f"adapter_config.json: {key} is {value!r}, which cannot be merged; merge the adapters with PEFT and give that folder")
+
+
+def _pairs(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Pairs:
+    """The matrices, with their names and shapes checked."""
+    pairs: Pairs = {}
+    for key, tensor in tensors.items():
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise ConfigError(f"adapter tensor {key}: not a LoRA matrix of a decoder layer, so it cannot be merged; merge it with PEFT")
+        layer, module, name, side = int(found[1]), *found.groups()[1:]
+        chosen((name,), network.config, f"adapter tensor {key}")
+        depth, inputs, outputs = _sizes(network, name)
+        require(module == TARGETS[name].module, f"adapter tensor {key}: {name} is in {TARGETS[name].module}, not in {module}")
+        require(layer < depth, f"adapter tensor {key}: the model has {depth} layers; give adapters that were trained for it")
+        size = int(np.prod(inputs if side == "A" else outputs))
+        fits = tensor.ndim == 2 and tensor.shape[side == "A"] == size
+        wanted = f"[r, {size}]" if side == "A" else f"[{size}, r]"
+        require(fits, f"adapter tensor {key} has shape {list(tensor.shape)}, and the model needs {wanted}; give adapters trained for it")
+        pairs.setdefault((name, layer), {})[side] = tensor
+    for (name, layer), pair in pairs.items():
+        ranks = {side: pair[side].shape[side == "B"] for side in pair}
+        both = len(ranks) == 2 and len(set(ranks.values())) == 1
+        require(both, f"adapter of {_module(layer, name)}: lora_A and lora_B must both be there, of one rank; ranks are {ranks}")
+    return pairs
+
+
+def _check_complete(network: Decoder, pairs: Pairs, config: Mapping[str, Any]) -> None:
+    """Whether all that the config names is there, at the rank that it says."""
+    for (name, layer), pair in pairs.items():
+        rank = _pattern(config.get("rank_pattern"), _module(layer, name), config.get("r"))
+        same = f"adapter_config.json: r is {rank} for {_module(layer, name)}, whose lora_A has rank {len(pair['A'])}; correct one of them"
+        require(rank == len(pair["A"]), same)
+    named, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if isinstance(named, str):  # a regular expression: what it matches is what the file has
+        require(bool(pairs), "the adapter file has no tensors")
+        return
+    layers = range(network.config.layers) if layers is None else [layers] if isinstance(layers, int) else layers
+    for name in named or ():
+        last = chosen((name.rpartition(".")[2],), network.config, "adapter_config.json: target_modules")[0]
+        absent = [] if "." in name else [_module(layer, last) for layer in layers if (last, layer) not in pairs]
+        require(not absent, f"adapter_config.json: target_modules has {name!r}, but the adapter file lacks {', '.join(absent[:3])}")
+
+
+def _pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """What the first expression that matches the end of the module's name says; PEFT's own rule."""
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Factor on the product of the module's matrices."""
+    return _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha")) / (rank**0.5 if config.get("use_rslora") else rank)
