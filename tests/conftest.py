@@ -340,8 +340,11 @@ def numpy_mtp_slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.nd
     pair = numpy_rms_norm(embedded, weights["embedding_norm"], eps), numpy_rms_norm(hidden, weights["hidden_norm"], eps)
     out = np.concatenate(pair if network.embedding_first else pair[::-1]) @ weights["project"]
     normed = numpy_rms_norm(out, weights["attention_norm"], eps)
-    query, key, value = (np.einsum("d,dnh->nh", normed, weights[name]) for name in ("query", "key", "value"))
-    query, key = numpy_rms_norm(query, weights["query_norm"], eps), numpy_rms_norm(key, weights["key_norm"], eps)
+    query, key, value = (
+        np.einsum("d,dnh->nh", normed, weights[name]) + weights.get(f"{name}_bias", 0) for name in ("query", "key", "value")
+    )
+    if "query_norm" in weights:
+        query, key = numpy_rms_norm(query, weights["query_norm"], eps), numpy_rms_norm(key, weights["key_norm"], eps)
     seen.append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
     for head in range(config.heads):
         shared = head * config.kv_heads // config.heads

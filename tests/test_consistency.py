@@ -102,12 +102,10 @@ class TestCheck:
 
     def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
         rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
-        wide = ModelConfig(embed=32)
-        assert check(Config(rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=HeadConfig(own_embedding=True)), 1)
-        shallow = ModelConfig(layers=2)
-        assert check(Config(model=shallow, head=HeadConfig(taps=(0, 2))), 1) == check(
-            Config(model=shallow, head=HeadConfig(use_taps=False)), 1
-        )
+        wide, own = ModelConfig(embed=32), HeadConfig(own_embedding=True)
+        assert check(Config(rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=own), 1) == (1, 1)
+        for head in (HeadConfig(taps=(0, 2)), HeadConfig(use_taps=False)):
+            assert check(Config(model=ModelConfig(layers=2), head=head), 1) == (1, 1)
 
     def test_other_drafts_take_shallow_policies(self) -> None:
         shallow = Config(model=ModelConfig(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp")))

@@ -78,12 +78,12 @@ def check_fits(network: Eagle3 | Mtp | Decoder, target: ModelConfig) -> None:
     elif isinstance(network, Mtp):
         sizes = {"hidden size": (network.project.shape[-1], target.embed)}
     else:
-        sizes = {
-            "hidden size": (network.config.embed if network.embedding is None or not network.with_taps else target.embed, target.embed),
-            "vocabulary": (network.config.vocab if network.vocabulary is not None else network.head.shape[-1], target.vocab),
-        }
+        sizes, taps = {}, tap_count(network.form)
+        if network.embedding is None or network.fuse is None:
+            sizes["hidden size"] = network.config.embed, target.embed
         if network.fuse is not None:
-            sizes[f"width of {tap_count(network.form)} taps"] = network.fuse.shape[0], tap_count(network.form) * target.embed
+            sizes[f"width of {taps} taps"] = network.fuse.shape[0], taps * target.embed
+        sizes["vocabulary"] = network.config.vocab if network.vocabulary is not None else network.head.shape[-1], target.vocab
         if network.embedding is not None:
             sizes["embedding table"] = network.embedding.shape[0], target.vocab
     wrong = [f"its {name} is {own}, the policy's {wanted}" for name, (own, wanted) in sizes.items() if own != wanted]

@@ -77,11 +77,13 @@ class Objective(NamedTuple):
 
 
 class DraftLoss(NamedTuple):
-    """Loss and expected acceptance, by depth."""
+    """Loss; expected acceptance and agreement by depth."""
 
     loss: Float[Array, ""]
     acceptance: Float[Array, " A"]
     """Mean of sum_v min(target, draft): the chance that a draft of this depth is accepted, given that the ones before were."""
+    agreement: Float[Array, " A"]
+    """Share of positions where the draft's likeliest token is the target's."""
 
 
 def draft_loss(
@@ -114,7 +116,7 @@ def draft_loss(
     hidden = network.read(features)
     true: dict[int, Heads] = {}
     own: dict[int, list[Heads]] = {}
-    losses, overlaps = [], []
+    losses, overlaps, agreements = [], [], []
     for depth in range(objective.steps):
         # Entry t stands at slot t+depth, reads token t+1+depth and predicts token t+2+depth, whose law the target gives at t+1+depth.
         turn = depth % network.depth
@@ -127,12 +129,13 @@ def draft_loss(
             attended = _attend_diagonal(heads.query, true[layer], own[layer], positions - turn)
             hidden = network.finish(layer, heads.residual, attended)
         predicts = _shift(mask, depth + 2)
-        loss, overlap = _compare(network, target, hidden, _shift(forward.hidden, depth + 1), predicts, objective)
+        loss, overlap, agreement = _compare(network, target, hidden, _shift(forward.hidden, depth + 1), predicts, objective)
         losses.append(loss)
         overlaps.append(overlap)
+        agreements.append(agreement)
     weights = [objective.decay**depth for depth in range(objective.steps)]
     total = jnp.sum(jnp.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]))
-    return DraftLoss(total / sum(weights), jnp.stack(overlaps))
+    return DraftLoss(total / sum(weights), jnp.stack(overlaps), jnp.stack(agreements))
 
 
 def _external_loss(
@@ -140,8 +143,8 @@ def _external_loss(
 ) -> DraftLoss:
     """A small model predicts what the target predicts at each position; it reads true tokens only, so there is one depth."""
     hidden = network(tokens, positions_of(tokens)).hidden
-    loss, overlap = _compare(network, target, hidden, forward.hidden, _shift(mask, 1), objective)
-    return DraftLoss(loss, overlap[None])
+    loss, overlap, agreement = _compare(network, target, hidden, forward.hidden, _shift(mask, 1), objective)
+    return DraftLoss(loss, overlap[None], agreement[None])
 
 
 def _shift(array: Array, by: int) -> Array:
@@ -173,8 +176,8 @@ def _compare(
     hidden_target: Float[Array, "B T E"],
     predicts: Bool[Array, "B T"],
     objective: Objective,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean loss and mean acceptance over the positions of `predicts`."""
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Mean loss, acceptance and agreement over the positions of `predicts`."""
     temperature = objective.temperature or 1.0
     mapped = None if isinstance(network, Decoder) else network.vocabulary
     ids = None if mapped is None else mapped[...]
@@ -182,15 +185,17 @@ def _compare(
 
     def chunk(
         hidden: Float[Array, "B C D"], hidden_target: Float[Array, "B C E"]
-    ) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Bool[Array, "B C"]]:
+    ) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Bool[Array, "B C"], Bool[Array, "B C"]]:
         logits = network.logits(hidden) if isinstance(network, Decoder) else network.draft_logits(target, hidden)
         draft_logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
         whole = jax.nn.log_softmax(target.logits(hidden_target) / temperature, axis=-1)
         target_logprobs = whole if ids is None else jnp.take(whole, ids, axis=-1)
         covered = jnp.max(target_logprobs, axis=-1) == jnp.max(whole, axis=-1)
         overlap = jax.lax.stop_gradient(acceptance(target_logprobs, draft_logprobs))
-        return objective.loss(target_logprobs, draft_logprobs), overlap, covered
+        same = covered & (jnp.argmax(target_logprobs, axis=-1) == jnp.argmax(draft_logprobs, axis=-1))
+        return objective.loss(target_logprobs, draft_logprobs), overlap, covered, same
 
     vocab = target.config.vocab + (target.config.vocab if ids is None else ids.size)
-    loss, overlap, covered = in_chunks(chunk, hidden.shape[0] * vocab, hidden, hidden_target)
-    return masked_mean(loss, predicts & covered if only_covered else predicts), masked_mean(overlap, predicts)
+    loss, overlap, covered, same = in_chunks(chunk, hidden.shape[0] * vocab, hidden, hidden_target)
+    trained = predicts & covered if only_covered else predicts
+    return masked_mean(loss, trained), masked_mean(overlap, predicts), masked_mean(same.astype(overlap.dtype), predicts)

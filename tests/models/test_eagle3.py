@@ -11,6 +11,7 @@ import pytest
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
+from jaxspec.rl import optim
 from tests.conftest import eagle3, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -105,6 +106,15 @@ def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:
     assert found.vocabulary[...].tolist() == IDS.tolist()
     shapes = jax.eval_shape(lambda: eagle3(tiny_model(), jax.random.key(0), vocab=6))
     assert jax.tree.structure(shapes) == jax.tree.structure(found)
+
+
+def test_an_embedding_of_its_own_is_looked_up_and_never_trained(target: Decoder) -> None:
+    head = tiny_network(functools.partial(eagle3, own_embedding=True), tiny_model(), 3)
+    tokens = np.array([[3, 7]], np.int32)
+    for made, owner in ((head, head), (network(), target)):
+        np.testing.assert_array_equal(made.embed(target, jnp.asarray(tokens)), numpy_weights(owner)["embedding"][tokens])
+    assert optim.parameters(head).embedding is None
+    assert optim.with_parameters(head, optim.parameters(head)).embedding is not None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import FamilyConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
@@ -20,9 +21,12 @@ pytestmark = pytest.mark.usefixtures("x64")
 LENGTH = 6
 
 
-def network(layers: int = 1, embedding_first: bool = True, kv_heads: int = 2) -> Mtp:
+MIMO = FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+
+
+def network(layers: int = 1, embedding_first: bool = True, kv_heads: int = 2, family: FamilyConfig | None = None) -> Mtp:
     kind = functools.partial(Mtp, layers=layers, embedding_first=embedding_first)
-    return tiny_network(kind, tiny_model(kv_heads=kv_heads), 3, 1.5)
+    return tiny_network(kind, tiny_model(kv_heads=kv_heads, family=family or FamilyConfig()), 3, 1.5)
 
 
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -38,10 +42,14 @@ def run(mtp: Mtp, layer: int, hidden: jax.Array, embedded: np.ndarray, first: in
     return mtp.finish(layer, heads.residual, attend(heads.query, heads.key, heads.value, mask))
 
 
-@pytest.mark.parametrize(("layers", "embedding_first", "kv_heads"), [(1, True, 2), (1, False, 1), (2, True, 4), (2, False, 2)])
-def test_matches_plain_numpy(layers: int, embedding_first: bool, kv_heads: int) -> None:
-    """The second layer reads what the first gives: the post-norm output."""
-    mtp = network(layers, embedding_first, kv_heads)
+@pytest.mark.parametrize(
+    ("layers", "embedding_first", "kv_heads", "family"),
+    [(1, True, 2, None), (1, False, 1, MIMO), (2, True, 4, None), (2, False, 2, None)],
+)
+def test_matches_plain_numpy(layers: int, embedding_first: bool, kv_heads: int, family: FamilyConfig | None) -> None:
+    """The second layer reads what the first gives: the post-norm output. MiMo's layers have biases, and no norms of queries and keys."""
+    mtp = network(layers, embedding_first, kv_heads, family)
+    assert (mtp.layers.query_norm is None, mtp.layers.query_bias is None) == (family == MIMO, family != MIMO)
     features, embedded = inputs()
     hidden, wanted = mtp.read(jnp.asarray(features)), features[0]
     for layer in range(layers):
