@@ -110,8 +110,13 @@ def test_factors_along_an_axis_are_each_their_own() -> None:
 
 def test_the_plain_case_costs_nothing() -> None:
     logits, produced = jnp.zeros((2, 5)), jnp.zeros((2,), jnp.int32)
-    plain = {"stop_ids": (1,)}, {"min_new_tokens": 4}, {"top_k": 5}, {"top_k": 9}, {"known": 5}, {"known": 9}, {}
-    for processing in (Processing(**settings) for settings in plain):
+    plain = [
+        Processing(),
+        Processing(stop_ids=(1,)),
+        Processing(min_new_tokens=4),
+        *(Processing(top_k=count, known=count) for count in (5, 9)),
+    ]
+    for processing in plain:
         assert sampling.processed_logits(logits, processing, produced) is logits
         assert not jax.make_jaxpr(lambda x, given=processing: sampling.processed_logits(x, given, produced))(logits).eqns
     assert sampling.processed_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
