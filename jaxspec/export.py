@@ -23,11 +23,12 @@ from jaxspec.models.hf import policy_rows
 from jaxspec.models.hf_config import config_json
 from jaxspec.models.hf_draft_config import Form, draft_config_json
 from jaxspec.models.hf_drafts import draft_tensors
+from jaxspec.models.lora import Adapted, adapter_config, adapter_tensors, merged
 from jaxspec.models.mtp import Mtp
-from jaxspec.pretrained import CONFIG, tensors_of
+from jaxspec.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
 from jaxspec.program import Job, make_job, reported, start_jax
 from jaxspec.session import Run, check_tokenizer, find_run, read_state
-from jaxspec.tensor_files import write_tensors
+from jaxspec.tensor_files import WEIGHTS, write_tensors
 from jaxspec.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.export"
@@ -106,9 +107,10 @@ def _fill(folder: Path, job: Job, run: Run, options: Options) -> None:
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
-    network = state.draft.network if state.draft else None
+    trained, network = state.policy.network, state.draft.network if state.draft else None
+    policy = jax.jit(merged)(trained)
     tensors, content = (
-        list(tensors_of(policy_rows(model), state.policy.network, dtype)),
+        list(tensors_of(policy_rows(model), policy, dtype)),
         config_json(model, dtype.name, _special_ids(job.tokenizer)),
     )
     if isinstance(network, Mtp) and model.family.model_type == "mimo" and not network.embedding_first:  # where MiMo itself has them
@@ -117,6 +119,11 @@ def _fill(folder: Path, job: Job, run: Run, options: Options) -> None:
     _write_json(folder / CONFIG, content)
     _write_tokenizer(folder, job)
     _write(folder, "policy", tensors)
+    if isinstance(trained, Adapted):
+        adapters = adapter_tensors(trained).items()
+        (folder / "adapter").mkdir()
+        _write_json(folder / "adapter" / ADAPTER_CONFIG, adapter_config(job.config.lora, model, model.path))
+        _write(folder / "adapter", "adapter", [(name, array.nbytes, lambda array=array: array) for name, array in adapters], ADAPTERS)
     if network is not None:
         _fill_draft(folder / "draft", job, network, options, dtype)
 
@@ -150,9 +157,9 @@ def _draft_tensors(network: Eagle3 | Mtp, options: Options, model: ModelConfig, 
     return [(name, array.nbytes, lambda array=array: array) for name, array in cast.items()]
 
 
-def _write(folder: Path, title: str, tensors: list[Tensor]) -> None:
+def _write(folder: Path, title: str, tensors: list[Tensor], name: str = WEIGHTS) -> None:
     with Progress(title, len(tensors)) as progress:
-        for number, _ in enumerate(write_tensors(folder, tensors), start=1):
+        for number, _ in enumerate(write_tensors(folder, tensors, name), start=1):
             progress.update(number)
 
 

@@ -11,12 +11,16 @@ import jax
 import numpy as np
 
 from jaxspec.config import ConfigError, ModelConfig, require
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
+from jaxspec.models.lora import merge_adapters
 from jaxspec.state import PyTree
 from jaxspec.tensor_files import Stored, open_tensors, read_json
 
 CONFIG = "config.json"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""PEFT's names."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5
@@ -43,6 +47,19 @@ def find_folder(path: str, setting: str) -> Path:
     except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
+
+
+def merge_folder(network: Decoder, path: str) -> Decoder:
+    """The policy with the adapters of a PEFT folder merged into its weights, which are given away.
+
+    Raises:
+      ConfigError: there is no such folder, or its adapters are not for this policy.
+    """
+    folder = find_folder(path, "lora.path")
+    content = read_json(folder / ADAPTER_CONFIG)
+    tensors = {name: stored.read() for name, stored in open_tensors(folder, ADAPTERS).items()}
+    layout = jax.tree.map(lambda leaf: leaf.sharding, network)
+    return jax.jit(lambda network: merge_adapters(network, tensors, content), donate_argnums=0, out_shardings=layout)(network)
 
 
 def fingerprint(path: str) -> list[tuple[str, int, int]]:

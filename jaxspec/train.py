@@ -127,7 +127,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     if offline:
         network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
     elif config.rollout.draft.path:
-        network = load_draft(job, _network(shapes))
+        network = load_draft(job, policy, _network(shapes))
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)

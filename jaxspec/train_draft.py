@@ -21,13 +21,14 @@ from jaxspec import draft_data
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.config import Config, ConfigError
-from jaxspec.data import load_problems
+from jaxspec.data import load_problems, pad_prompts
 from jaxspec.draft_data import Rows, answered
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
-from jaxspec.pretrained import fingerprint, policy_checkpoint
+from jaxspec.pretrained import fingerprint, merge_folder, policy_checkpoint
+from jaxspec.probe import probe, report
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.resolve import read_draft
 from jaxspec.rl import optim
@@ -44,6 +45,8 @@ ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""
 DEPTHS = 8
 """Depths that are measured at least, so that another draft_length finds its own in the cache."""
+PROBED = 16
+"""Training prompts on which a draft that was loaded is compared with the policy."""
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
 """Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
@@ -94,7 +97,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
     else:
         learner, done = jax.jit(fresh, out_shardings=layout)()
         if draft.path:
-            learner = learner.replace(network=load_draft(job, jax.tree.map(placed, shapes[0].network, layout[0].network)))
+            learner = learner.replace(network=load_draft(job, policy, jax.tree.map(placed, shapes[0].network, layout[0].network)))
         elif draft.vocab:
             ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
             learner = learner.replace(network=with_vocabulary(learner.network, ids))
@@ -107,7 +110,9 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
             began = time.monotonic()
             _keep(kept, (learner, np.int32(number + 1)))
             last = time.monotonic()
-            pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
+            pause = max(PROBED = 16
+"""Training prompts on which a draft that was loaded is compared with the policy."""
+KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
         skipped, look = float(metrics["skipped_in_row/draft"]), "Lower --offline.learning_rate; what was kept of this draft is useless."
         optim.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)
@@ -222,7 +227,7 @@ def _key(job: Job, text: Rows | None) -> str:
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources("train_draft.py", "draft_data.py", "data.py", "step.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py")
     law = config.seed, config.rollout.max_new_tokens, processing
-    weights = [fingerprint(path) for path in (config.model.path, draft.path) if path]
+    weights = [fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path]
     return content_key("draft", policy_key(job), weights, law, data, offline, network, objective, code)
 
 
@@ -232,34 +237,42 @@ def _digest(files: list[Path]) -> str:
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
-    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0."""
-    fresh = job.step.fresh_policy
+    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0; adapters merged."""
+    config, fresh = job.config, job.step.fresh_policy
     shapes = jax.eval_shape(fresh)
     layout = job.step.train_layout(shapes)
-    if job.config.model.path:
-        return read_policy(job, interrupt, jax.tree.map(placed, shapes, layout))
-    if job.config.sft.steps == 0:
-        return jax.jit(fresh, out_shardings=layout)()
-    return load_tree(cached_policy(job, interrupt), jax.tree.map(placed, shapes, layout))
+    wanted = jax.tree.map(placed, shapes, layout)
+    if config.model.path:
+        policy = _read_policy(job, interrupt, wanted)
+    elif config.sft.steps:
+        policy = load_tree(cached_policy(job, interrupt), wanted)
+    else:
+        policy = jax.jit(fresh, out_shardings=layout)()
+    return merge_folder(policy, config.lora.path) if config.lora.path else policy
 
 
-def read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
+def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     """The policy of `model.path`, each process reading what its own devices hold."""
     began, model = time.perf_counter(), job.config.model
     with interrupt.nothing_unsaved("reading the policy"):
         checkpoint = policy_checkpoint(model, shapes)
-        gigabytes = checkpoint.bytes / 1e9
         with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
             policy = checkpoint.load(lambda done: progress.update(round(done / 1e6)))
-    job.say(f"read {model.path}: {gigabytes:.3g} GB in {time.perf_counter() - began:.1f} s")
+    job.say(f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in {time.perf_counter() - began:.1f} s")
     return policy
 
 
-def load_draft(job: Job, shapes: PyTree) -> PyTree:
-    """The draft of `rollout.draft.path`, as it is."""
-    path, began = job.config.rollout.draft.path, time.perf_counter()
-    network = read_draft(job.config, shapes)
-    job.say(f"read {path}: {job.config.rollout.draft.kind} draft in {time.perf_counter() - began:.1f} s")
+def load_draft(job: Job, policy: Decoder, shapes: PyTree) -> PyTree:
+    """The draft of `rollout.draft.path`, as it is; says whether it agrees with the policy on a few training prompts."""
+    config, began = job.config, time.perf_counter()
+    network = read_draft(config, shapes)
+    job.say(f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in {time.perf_counter() - began:.1f} s")
+    problems, _ = load_problems(config.data, job.tokenizer)
+    few = [problems[number] for number in range(min(PROBED, len(problems)))]
+    reading = probe(job.step, policy, network, *pad_prompts(few, config.data.max_prompt_length, job.tokenizer.pad_id))
+    job.say(report(reading))
+    if reading.warning:
+        job.say(f"warning: {reading.warning}")
     return network
 
 
