@@ -110,9 +110,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
             began = time.monotonic()
             _keep(kept, (learner, np.int32(number + 1)))
             last = time.monotonic()
-            pause = max(PROBED = 16
-"""Training prompts on which a draft that was loaded is compared with the policy."""
-KEEP_SECONDS, KEEP_COST * (last - began))
+            pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
         skipped, look = float(metrics["skipped_in_row/draft"]), "Lower --offline.learning_rate; what was kept of this draft is useless."
         optim.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)

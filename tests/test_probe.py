@@ -77,7 +77,7 @@ def layer() -> Any:
 
 def step_for(kind: str, taps: tuple[int, ...] = ()) -> Step:
     draft = DraftConfig(kind=kind, draft_length=2, vocab=len(IDS) if kind == "eagle3" else 0)  # pyright: ignore[reportArgumentType]
-    return build_step(tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,))
+    return build_step(tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0)
 
 
 def rewired(network: Any, **settings: Any) -> Any:

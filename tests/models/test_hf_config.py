@@ -96,7 +96,9 @@ def test_old_files_leave_keys_out() -> None:
 @pytest.mark.parametrize("stretched", [True, False])
 def test_positions_are_stretched_on_request(stretched: bool) -> None:
     """`--model.rope_factor 4` means YaRN from the context that the checkpoint has, and replaces a factor of its own."""
-    own = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}} if stretched else {}
+    own: dict[str, Any] = {}
+    if stretched:
+        own = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}
     plain, wanted = read(**own), read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=16)), **own)
     assert (plain.rope_factor, plain.rope.context, plain.positions) == ((2, 32, 64) if stretched else (1, 64, 64))
     assert (wanted.rope_factor, wanted.rope.kind, wanted.rope.context, wanted.positions) == (4, "yarn", 16, 64)
