@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parent.parent
 
@@ -345,22 +347,40 @@ def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(cache: Pat
 @pytest.mark.skipif(
     not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(), reason="needs GSM8K and Qwen3's tokenizer beside the checkout"
 )
-def test_real_text_with_a_real_tokenizer_runs_and_resumes(cache: Path, tmp_path: Path) -> None:
+def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path, tmp_path: Path) -> None:
+    """Runs, resumes, leaves as a Hugging Face folder, and goes on from that: policy, draft and tokenizer are the folder's."""
     data = ROOT.parent / "shared/data"
     narrow = {"model.layers": 4, "model.embed": 32, "model.heads": 2, "model.kv_heads": 2, "model.head_size": 16, "model.ffn": 64}
     batch = {"grpo.prompts": 2, "grpo.group_size": 2, "rollout.max_new_tokens": 16, "data.max_prompt_length": 160, "data.eval_prompts": 2}
-    where = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer", "workdir": tmp_path / "text"}
+    real = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer"}
 
-    def run(steps: int) -> str:
-        flags = [part for name, value in (narrow | batch | where | {"steps": steps}).items() for part in (f"--{name}", str(value))]
-        arguments = [sys.executable, "-m", "jaxspec.train", "--config", str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b", *flags]
-        return Process(arguments, environment(cache, 1), cache / f"text{steps}.log").finish()
+    def launched(*words: str) -> str:
+        return Process([sys.executable, "-m", *words], environment(cache, 1), cache / f"{time.monotonic_ns()}.log").finish()
 
-    assert "problems left out" in run(1)
-    assert "resuming" in run(2)
+    def run(name: str, steps: int, settings: dict[str, Any], *more: str) -> str:
+        flags = {"workdir": tmp_path / name, **batch, "data.path": real["data.path"], **settings, "steps": steps}
+        words = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+        return launched("jaxspec.train", "--config", str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b", *words, *more)
+
+    assert "problems left out" in run("text", 1, narrow | real)
+    assert "resuming" in run("text", 2, narrow | real)
     assert [line["step"] for line in lines(tmp_path / "text")] == [0, 1]
     assert all(line["status/eos"] + line["status/length"] == 4 for line in lines(tmp_path / "text"))
     sample = json.loads((tmp_path / "text/samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("<|im_start|>user\n")
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert "\\boxed{}" in sample["prompt"]
+    out = tmp_path / "out"
+    assert f"is in {out}" in launched("jaxspec.export", "--checkpoint", str(tmp_path / "text"), "--out", str(out))
+    arrays, weights = final_arrays(tmp_path / "text"), load_file(out / "model.safetensors")
+    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], arrays["0.policy.network.embedding.value"])
+    folders = {"model.path": out, "rollout.draft.path": out / "draft", "grpo.learning_rate": 1e-30}
+    said = run("again", 2, folders, "--rollout.no_enable_thinking")
+    assert "warning: the draft agrees with the policy in" in said  # neither has learnt anything
+    assert [line["step"] for line in lines(tmp_path / "again")] == [0, 1]
+    again = json.loads((tmp_path / "again/samples.jsonl").read_text().splitlines()[0])
+    assert again["prompt"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    launched("jaxspec.export", "--checkpoint", str(tmp_path / "again"), "--out", str(tmp_path / "last"))
+    last = load_file(tmp_path / "last/model.safetensors")
+    for name, array in weights.items():  # weights that hardly learn come back as they were
+        np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-7, err_msg=name)

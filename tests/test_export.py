@@ -1,0 +1,222 @@
+"""What leaves a run as Hugging Face folders comes back bit for bit, and transformers reads it; what cannot be written is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec import export as program
+from jaxspec.checkpoint import Checkpoints, SaveError
+from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, FamilyConfig, HeadConfig, LoraConfig, ModelConfig, RopeConfig
+from jaxspec.config_json import to_json
+from jaxspec.drafts.build import build_network
+from jaxspec.export import Options, export, main
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.lora import Adapted, merge_adapters, merged
+from jaxspec.pretrained import policy_checkpoint, policy_config
+from jaxspec.program import make_job
+from jaxspec.resolve import read_draft, resolved
+from jaxspec.session import find_run
+from jaxspec.state import Learner, TrainState
+from jaxspec.tensor_files import WEIGHTS
+from jaxspec.tokenizer import character_tokenizer, load_tokenizer
+from tests.conftest import answering_config, small_mesh, tiny_network
+
+BASE = answering_config()
+MODEL = replace(BASE.model, rope=RopeConfig(context=64))
+KINDS: dict[str, tuple[DraftConfig, HeadConfig, FamilyConfig]] = {
+    "eagle3": (DraftConfig(vocab=12, ffn=40), HeadConfig(taps=(0, 2, 4), norm_output=True, fuse_norms=True), FamilyConfig()),
+    "mtp": (DraftConfig(kind="mtp", layers=2, ffn=20), HeadConfig(), FamilyConfig(experts=3, experts_per_token=2)),
+    "mimo": (
+        DraftConfig(kind="mtp", embedding_first=False),
+        HeadConfig(),
+        FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
+    ),
+    "model": (DraftConfig(kind="model", layers=2, ffn=20), HeadConfig(), FamilyConfig(model_type="llama", query_key_norm=False)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX has been started, with eight devices."""
+    monkeypatch.setattr(program, "start_jax", lambda config, devices: None)
+
+
+def config_of(kind: str) -> Config:
+    draft, head, family = KINDS[kind]
+    if family.experts:
+        family = replace(family, model_type="qwen3_moe")
+    return replace(
+        BASE, model=replace(MODEL, family=family), head=head, rollout=replace(BASE.rollout, draft=replace(draft, draft_length=3))
+    )
+
+
+def networks(config: Config) -> tuple[Decoder, Any]:
+    draft = tiny_network(lambda _, key: build_network(config, key), config.model, 9)
+    if isinstance(draft, Eagle3):
+        draft = with_vocabulary(draft, np.array([0, 1, 2, 4, 5, 7, 8, 11, 13, 17, 20, 21]))
+    return tiny_network(Decoder, config.model, 3), draft
+
+
+def learner(network: Any) -> Learner:
+    return Learner(network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0))
+
+
+def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
+    """A run's folder with one checkpoint, as far as leaving it needs."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    step = make_job(config, small_mesh()).step
+    measured = jnp.zeros((step.draft_length, len(step.settings.grid)), jnp.float32)
+    state = TrainState(policy=learner(policy), draft=learner(draft), overlap_by_factor=measured, draft_online=jnp.array(True))
+    save = Checkpoints(folder / "checkpoints")
+    save.save(7, (state, None), {"batch": 3})
+    save.close()
+    return folder
+
+
+def placed_on(data: int, tensor: int, shapes: Any) -> Any:
+    whole = jax.sharding.NamedSharding(small_mesh(data, tensor), jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
+
+
+def read_policy(folder: Path) -> Decoder:
+    config = policy_config(ModelConfig(path=str(folder), remat=False))
+    return policy_checkpoint(config, placed_on(2, 1, jax.eval_shape(lambda: Decoder(config, jax.random.key(0))))).load(lambda _: None)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("eagle3", "raw"), ("eagle3", "speculators"), ("mtp", "raw"), ("mimo", "raw"), ("model", "raw")]
+)
+def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> None:
+    """Through the folders that the next run names; MiMo's own layers stand in the policy's files."""
+    config = config_of(kind)
+    policy, draft = networks(config)
+    out = export(find_run(str(save_run(tmp_path / "run", config, policy, draft))), Options(out=str(tmp_path / "out"), draft=form))
+    native = kind == "mimo"
+    assert (out / "draft").is_dir() != native
+    assert_same(read_policy(out), policy)
+    chosen = DraftConfig(kind=config.rollout.draft.kind, draft_length=3, path="" if native else str(out / "draft"))
+    wanted = replace(BASE, model=ModelConfig(path=str(out), remat=False), rollout=replace(BASE.rollout, draft=chosen))
+    again = resolved(wanted, print)
+    assert replace(again.model, path="") == config.model
+    shapes = placed_on(1, 2, jax.eval_shape(lambda: build_network(again, jax.random.key(0))))
+    assert_same(read_draft(again, shapes), draft)
+    if kind == "eagle3":
+        assert again.head == config.head
+
+
+def test_weights_can_be_narrowed_and_the_draft_left_out(tmp_path: Path) -> None:
+    config = config_of("eagle3")
+    policy, draft = networks(config)
+    run = find_run(str(save_run(tmp_path / "run", config, policy, draft)))
+    out = export(run, Options(out=str(tmp_path / "out"), dtype="bfloat16", draft="none"))
+    assert not (out / "draft").exists()
+    assert {str(array.dtype) for array in load_file(out / WEIGHTS).values()} == {"bfloat16"}
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert_same(read_policy(out), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), policy))
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    """Files of a folder as they are, with its generation_config.json; the built-in one is written, and both end alike."""
+    config = config_of("eagle3")
+    policy, draft = networks(config)
+    own = export(find_run(str(save_run(tmp_path / "one", config, policy, draft))), Options(out=str(tmp_path / "own"), draft="none"))
+    source = tmp_path / "tokenizer"
+    character_tokenizer().save(str(source))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_k": 20}))
+    told = replace(config, data=DataConfig(tokenizer=str(source), max_prompt_length=6))
+    kept = export(find_run(str(save_run(tmp_path / "two", told, policy, draft))), Options(out=str(tmp_path / "kept"), draft="none"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (kept / name).read_bytes() == (source / name).read_bytes()
+    built_in, found = character_tokenizer(), load_tokenizer(str(own))
+    assert (found.encode("12+3="), found.stop_ids, found.pad_id) == (built_in.encode("12+3="), built_in.stop_ids, built_in.pad_id)
+    written = json.loads((own / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["do_sample"]) == (list(built_in.stop_ids), True)
+    source.rename(tmp_path / "moved")
+    run = find_run(str(tmp_path / "two"))
+    with pytest.raises(ConfigError, match=r"not at .*tokenizer\.json; name its folder with --tokenizer"):
+        export(run, Options(out=str(tmp_path / "none")))
+    export(run, Options(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none"))
+
+
+def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
+    """PEFT's folder merged into the base gives the weights of the policy's folder."""
+    lora = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
+    config = replace(config_of("eagle3"), lora=lora)
+    base, draft = networks(config)
+    adapted = Adapted(base, lora, jax.random.key(1))
+    adapted.adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapted.adapters)
+    out = export(find_run(str(save_run(tmp_path / "run", config, adapted, draft))), Options(out=str(tmp_path / "out"), draft="none"))
+    assert sorted(file.name for file in (out / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    content = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert (content["r"], content["lora_alpha"], content["target_modules"]) == (2, 6, ["q_proj", "down_proj"])
+    whole = read_policy(out)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(merged(adapted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    again = merge_adapters(base, load_file(out / "adapter" / "adapter_model.safetensors"), content)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    assert np.abs(np.asarray(whole.layers.query[...] - base.layers.query[...])).max() > 0.01
+
+
+@pytest.mark.hf
+def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+    """The same logits, and the same ids of a text."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = config_of("eagle3")
+    policy, draft = networks(config)
+    out = export(find_run(str(save_run(tmp_path / "run", config, policy, draft))), Options(out=str(tmp_path / "out")))
+    tokens = np.random.default_rng(0).integers(0, 24, (2, 9)).astype(np.int32)
+    positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9))
+    ours = jax.jit(lambda made, tokens: made.logits(made(tokens, positions).hidden))(policy, jnp.asarray(tokens))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, model(torch.tensor(tokens)).logits.numpy(), rtol=0, atol=1e-5)
+    assert model.generation_config.eos_token_id == list(character_tokenizer().stop_ids)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.encode("12+34=", add_special_tokens=False) == character_tokenizer().encode("12+34=")
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("eagle3")
+    run = save_run(tmp_path / "run", config, *networks(config))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"--out .*there exists already"):
+        export(find_run(str(run)), Options(out=str(tmp_path / "there")))
+    with pytest.raises(ConfigError, match="no --out"):
+        export(find_run(str(run)), Options())
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program, "write_tensors", full)
+    with pytest.raises(SaveError, match=r"out cannot be written: No space left on device; free some space"):
+        export(find_run(str(run)), Options(out=str(tmp_path / "out")))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "there"]
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("eagle3")
+    run = save_run(tmp_path / "run", config, *networks(config))
+    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--draft", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "policy 1/" in printed
+    assert f"checkpoint 7 of {run} is in {tmp_path / 'out'}" in printed
+    with pytest.raises(ConfigError, match="no --checkpoint"):
+        main(["--out", "x"])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "speculators" in capsys.readouterr().out
