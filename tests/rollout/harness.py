@@ -83,7 +83,7 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
     model = tiny_model(**changes)
     match kind.partition("+")[0]:
         case "eagle3":
-            return tiny_network(eagle3, model, 2, scale)
+            return tiny_network(eagle3, model, 3, scale)
         case "eagle3 other":
             form = {"taps": (0, 4), "fuse_norms": True, "norm_before_residual": True, "norm_output": True, "own_embedding": True}
             sizes = {"layers": 2, "embed": 8, "heads": 2, "kv_heads": 1, "head_size": 6, "ffn": 12}
