@@ -158,5 +158,5 @@ NAME.py is looked up as given, then in configs/, then in {_SHIPPED}.
 Configs found: {", ".join(_found())}. Examples:
   {command} --config rl_think.py --rollout.draft.draft_length 5 --grpo.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
-  {command} --config rl_think.py:qwen3_0.6b --data.path train.jsonl --data.tokenizer FOLDER
+  {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path train.jsonl
   {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)"""
