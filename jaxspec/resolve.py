@@ -70,6 +70,11 @@ def _with_head(config: Config, folder: Path, say: Say) -> Config:
     if "lm_head.weight" in tensors:  # the tensors have the last word
         rows = tensors["lm_head.weight"].shape[0]
         vocab = 0 if rows == config.model.vocab else rows
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    if 0 < model.rope.context < longest:
+        say(
+            f"{source}: the head was trained on {model.rope.context} positions, and rows take up to {longest}; expect less acceptance beyond"
+        )
     draft = replace(draft, vocab=vocab, ffn=0)
     return replace(config, draft_model=model, head=head, rollout=replace(config.rollout, draft=draft))
 

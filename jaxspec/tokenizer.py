@@ -124,7 +124,8 @@ class Tokenizer:
         """Raise `ConfigError` if a model of `vocab` rows lacks some token; more rows than tokens are fine."""
         if vocab < self.size:
             raise ConfigError(
-                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens; set --model.vocab {self.size} or more"
+                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens; "
+                f"set --model.vocab {self.size} or more, or give the tokenizer of the model's own folder"
             )
 
     def save(self, folder: str) -> None:

@@ -86,6 +86,18 @@ def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, fo
     assert_same(read_back(config), made)
 
 
+def test_rows_longer_than_a_head_was_trained_on_are_told(policy: Path, tmp_path: Path) -> None:
+    """drafters.md 1.1: published heads may have seen 2048 positions only, and the answers are longer."""
+    folder = save_head(
+        tmp_path / "draft", tiny_network(lambda config, key: eagle3(config, key, sizes={"rope": RopeConfig(context=20)}), MODEL, 2)
+    )
+    told: list[str] = []
+    config = resolved(config_for(policy, folder), told.append)
+    assert config.draft_model is not None
+    assert config.draft_model.rope.context == 20
+    assert any("trained on 20 positions, and rows take up to 36" in line for line in told)
+
+
 def test_a_shared_embedding_is_not_copied(policy: Path, tmp_path: Path) -> None:
     """A table in the draft's file is its own only where it differs from the policy's."""
     made = tiny_network(eagle3, MODEL, 2)
