@@ -1,4 +1,4 @@
-"""The engine on imported policies: greedy tokens are those of transformers' `generate`, and a long coupled rollout those of plain decoding."""
+"""The engine on imported policies: greedy tokens are those of transformers, and those of a long coupled rollout of plain decoding."""
 
 from pathlib import Path
 from typing import Any
