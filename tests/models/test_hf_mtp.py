@@ -68,6 +68,7 @@ def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
     np.testing.assert_allclose(said(mtp, target, jnp.asarray(features)), wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> None:
     """Qwen2 by another name, whose file has the tensors of one prediction layer beside those of the policy (drafters.md 3.1)."""
     from safetensors.numpy import load_file, save_file
