@@ -43,6 +43,9 @@ KINDS: dict[str, tuple[DraftConfig, HeadConfig, FamilyConfig]] = {
 }
 
 
+OTHERS = [("eagle3", "speculators"), ("mtp", "raw"), ("mimo", "raw"), ("model", "raw")]
+
+
 @pytest.fixture(autouse=True)
 def _started(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX has been started, with eight devices."""
@@ -98,7 +101,8 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("eagle3", "raw"), ("eagle3", "speculators"), ("mtp", "raw"), ("mimo", "raw"), ("model", "raw")]
+    ("kind", "form"),
+    [("eagle3", "raw"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
 )
 def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> None:
     """Through the folders that the next run names; MiMo's own layers stand in the policy's files."""
@@ -118,6 +122,7 @@ def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> Non
         assert again.head == config.head
 
 
+@pytest.mark.slow
 def test_weights_can_be_narrowed_and_the_draft_left_out(tmp_path: Path) -> None:
     config = config_of("eagle3")
     policy, draft = networks(config)
@@ -129,6 +134,7 @@ def test_weights_can_be_narrowed_and_the_draft_left_out(tmp_path: Path) -> None:
     assert_same(read_policy(out), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), policy))
 
 
+@pytest.mark.slow
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     """Files of a folder as they are, with its generation_config.json; the built-in one is written, and both end alike."""
     config = config_of("eagle3")
@@ -152,6 +158,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     export(run, Options(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none"))
 
 
+@pytest.mark.slow
 def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     """PEFT's folder merged into the base gives the weights of the policy's folder."""
     lora = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
@@ -172,6 +179,7 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     assert np.abs(np.asarray(whole.layers.query[...] - base.layers.query[...])).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.hf
 def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     """The same logits, and the same ids of a text."""

@@ -22,6 +22,7 @@ from tests.hf_checkpoints import CASES, logits, make
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.hf
 
+QUICK = ("qwen3", "qwen3-moe")
 LENGTH, FIRST = 40, 24
 """More positions than the stretched cases were made for (16)."""
 
@@ -54,7 +55,7 @@ def in_two_blocks(policy: Decoder, tokens: jax.Array) -> jax.Array:
     return policy.logits(jnp.concatenate([first.hidden, second.hidden], axis=1))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also beyond the positions that a stretched model was made for, and for a row whose first positions are left out."""
     model = make(name, tmp_path)
@@ -71,6 +72,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, logits(model, left, mask)[:, 7:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
 def test_bfloat16_is_as_close_as_its_rounding(name: str, tmp_path: Path) -> None:
     """No further from the same weights in float32 than transformers' own pass in bfloat16: 1.25 times on average, 2 times at most."""

@@ -151,7 +151,9 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, id=case.name, marks=() if number in (0, 2) else pytest.mark.slow) for number, case in enumerate(CASES)]
+)
 def test_torch_reads_the_raw_file_and_says_the_same(number: int) -> None:
     pytest.importorskip("torch")
     from tests.models.torch_eagle3 import TorchEagle3

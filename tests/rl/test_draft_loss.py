@@ -205,9 +205,10 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_ch
     forward = forward_of(target)
 
     def run() -> tuple[Any, Any, int]:
-        def value(head: jax.Array) -> DraftLoss:
+        def value(head: jax.Array) -> tuple[jax.Array, DraftLoss]:
             chosen = objective(steps=2)
-            return draft_loss(with_weights(network, head=head), target, forward, jnp.asarray(TOKENS), jnp.asarray(MASK), chosen)
+            found = draft_loss(with_weights(network, head=head), target, forward, jnp.asarray(TOKENS), jnp.asarray(MASK), chosen)
+            return found.loss, found
 
         both = jax.jit(jax.value_and_grad(value, has_aux=True))
         return *both(network.head[...]), str(jax.make_jaxpr(value)(network.head[...])).count("scan[")
@@ -216,7 +217,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_ch
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", ROWS * (11 + (vocab or 11)) * positions_per_chunk)
     found, found_slope, chunk_loops = run()
     assert (loops, chunk_loops) == (0, 2)  # one for each depth
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
     np.testing.assert_allclose(found_slope, slope, rtol=0, atol=1e-12)
 

@@ -51,7 +51,7 @@ COUPLED = [
     Coupled("eagle3", 3, (0.0, 0.6, 1.7), (2, 0, 1), 4, 2, slow=False),
     Coupled("eagle3", 7, (0.8,), (), 8),
     Coupled("eagle3 small", 2),
-    Coupled("eagle3 other", 3, (1.0,), (), 2, slow=False),
+    Coupled("eagle3 other", 3, (1.0,), (), 2),
     Coupled("eagle1", 3),
     Coupled("mtp", 5),
     Coupled("mtp reversed", 2, (1.0,), (), 2, 2),
