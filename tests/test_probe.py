@@ -148,9 +148,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow) for name in MISTAKES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow) for name in MISTAKES])
 def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
     network, taps, said = MISTAKES[name]
     reading = probe(step_for("mtp" if name == "order" else "eagle3", taps), policy(), network(), TOKENS, LENGTHS)
