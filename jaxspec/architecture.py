@@ -79,7 +79,7 @@ class ModelConfig:
 
     path: str = ""
     """Folder of a Hugging Face checkpoint (or an id on the hub, with jaxspec[hub]): its config.json sets all that follows but
-    rope_factor, dtype and remat; empty: these sizes, and random weights or a warm start."""
+    rope_factor, dtype and remat; empty: these settings, and random weights or a warm start."""
     ignore: bool = False
     """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
     vocab: int = 40
@@ -99,7 +99,7 @@ class ModelConfig:
     rope_theta: float = 1e4
     """Base of the rotary frequencies."""
     rope_factor: float = 1.0
-    """Stretches the positions for contexts so many times as long (YaRN, unless rope.kind says otherwise); 1: as the checkpoint has them."""
+    """Stretches the positions for contexts so many times as long: as rope.kind says, of a checkpoint by YaRN; 1: as they are."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tied: bool = True

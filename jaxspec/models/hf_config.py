@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig, require
@@ -28,8 +28,16 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Keys whose other values ask for what is not built here; None always passes."""
 
 
+_ROPE_NUMBERS = (
+    *("rope_theta", "max_position_embeddings", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor"),
+)
+
+
 def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelConfig:
-    """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype, remat and any stretching come from `base`.
+    """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype and remat are those of `base`.
+
+    A `rope_factor` of `base` above 1 stretches the positions that the checkpoint allows for by YaRN, in place of any scaling of its own.
 
     Raises:
       ConfigError: an architecture that is not known, a key that is missing, or a value that is not supported, by name.
@@ -48,9 +56,9 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     embed = _number(raw, source, "hidden_size")
     theta, factor, rope = rope_of(raw, source)
     if base.rope_factor != 1:
-        factor, rope = base.rope_factor, replace(rope, longest=0)
-    own = {item.name: getattr(base.rope, item.name) for item in fields(RopeConfig)}
-    changed = {key: value for key, value in own.items() if value != getattr(RopeConfig(), key)}
+        require(rope.context > 0, f"{source}: no key 'max_position_embeddings', which model.rope_factor {base.rope_factor:g} stretches; add it")
+        factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
+        rope = RopeConfig(context=rope.context)
     return replace(
         base,
         vocab=_number(raw, source, "vocab_size"),
@@ -64,7 +72,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         rope_factor=factor,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        rope=replace(rope, **changed),
+        rope=rope,
         family=family,
     )
 
@@ -98,16 +106,24 @@ def _number(raw: Mapping[str, Any], source: str, key: str, default: int | None =
 
 def rope_of(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConfig]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or that of transformers 5."""
-    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    require(isinstance(given, Mapping), f"{source}: rope_scaling is {given!r}; it must be an object or null")
+    numbers = {**raw, **given}
+    for key in _ROPE_NUMBERS:
+        value = numbers.get(key)
+        real = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0)
+        require(real, f"{source}: {key} is {value!r}; it must be a positive number")
     theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    longest = raw.get("max_position_embeddings") or 0
+    longest = int(raw.get("max_position_embeddings") or 0)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return theta, 1.0, RopeConfig(context=longest)
     require(
         kind in ("linear", "yarn", "llama3"), f"{source}: rope scaling {kind!r} is not supported; known are default, linear, yarn, llama3"
     )
-    original = given.get("original_max_position_embeddings") or longest
+    original = int(given.get("original_max_position_embeddings") or longest)
+    known = f"{source}: the rope scaling {kind!r} needs original_max_position_embeddings or max_position_embeddings; add one"
+    require(original > 0 or kind == "linear", known)
     factor = given.get("factor") or (longest / original if kind == "yarn" and original else None)
     require(bool(factor), f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
     assert factor is not None

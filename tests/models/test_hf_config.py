@@ -76,6 +76,9 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope scaling 'longrope'", "yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["no key 'factor'"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "an object or null"]),
+        ({"rope_theta": "1e6"}, ["rope_theta is '1e6'", "positive number"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "max_position_embeddings": "absent"}, ["'yarn' needs", "add one"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
         ({"num_key_value_heads": 3}, ["kv_heads 3 does not divide"]),
     ],
@@ -95,14 +98,24 @@ def test_old_files_leave_keys_out() -> None:
 
 @pytest.mark.parametrize("stretched", [True, False])
 def test_positions_are_stretched_on_request(stretched: bool) -> None:
-    """`--model.rope_factor 4` means YaRN from the context that the checkpoint has, and replaces a factor of its own."""
+    """`--model.rope_factor 4` means YaRN for four times the positions that the checkpoint allows for, whatever a preset says of them."""
     own: dict[str, Any] = {}
     if stretched:
         own = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}
-    plain, wanted = read(**own), read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=16)), **own)
-    assert (plain.rope_factor, plain.rope.context, plain.positions) == ((2, 32, 64) if stretched else (1, 64, 64))
-    assert (wanted.rope_factor, wanted.rope.kind, wanted.rope.context, wanted.positions) == (4, "yarn", 16, 64)
-    assert read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=64))).positions == 256
+    preset = RopeConfig(context=16, kind="linear")
+    plain, wanted = read(ModelConfig(rope=preset), **own), read(ModelConfig(rope_factor=4.0, rope=preset), **own)
+    context, factor = (32, 2) if stretched else (64, 1)
+    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (factor, "yarn", context, 64)
+    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (4 * factor, RopeConfig(context=context), 256)
+
+
+def test_bands_of_llama_3_give_way_to_yarn() -> None:
+    """Four times the 128 positions that it allows for, of which it was made for 4; nothing of a preset's context is left."""
+    own = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}
+    plain = read(ModelConfig(rope=RopeConfig(context=40_960)), rope_scaling=own, max_position_embeddings=128)
+    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (8, "llama3", 4, 128)
+    wanted = read(ModelConfig(rope_factor=4.0, rope=RopeConfig(context=40_960)), rope_scaling=own, max_position_embeddings=128)
+    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (128, RopeConfig(context=4), 512)
 
 
 @pytest.mark.parametrize(
