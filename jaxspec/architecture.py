@@ -85,7 +85,7 @@ class ModelConfig:
     vocab: int = 40
     """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
     layers: int = 12
-    """Decoder layers; a draft of kind eagle3 reads three of them and needs at least 4."""
+    """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least 4."""
     embed: int = 64
     """Width of the residual stream."""
     heads: int = 4
@@ -132,7 +132,7 @@ class HeadConfig:
     """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its own."""
 
     taps: tuple[int, ...] = ()
-    """Numbers of the policy's layers applied where its residual stream is read; empty: 2, L//2 and L-3."""
+    """Numbers of the policy's layers applied where its residual stream is read; empty: those of a loaded head, else 2, L//2 and L-3."""
     use_taps: bool = True
     """False: the head reads the policy's final-norm hidden state, as it is."""
     norm_before_fuse: bool = False

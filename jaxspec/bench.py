@@ -171,6 +171,8 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     """Measures every variant on the same policy and the same training prompts; `rows` answers each, rounded up to whole batches."""
     config = job.config
     require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
+    path = config.rollout.draft.path
+    require(not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}")
     require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
     configs = [config_of(variant, config) for variant in VARIANTS]
     for each in configs:
@@ -325,6 +327,8 @@ def load(argv: Sequence[str]) -> int:
     require(Path("/proc/self/status").exists(), "bench load reads the memory it takes from /proc, which this system lacks")
     config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
     meshes.prepare_devices(options.data * options.tensor)
+    wanted, there = (options.data or 1) * options.tensor, jax.device_count()
+    require(wanted <= there, f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are {there}")
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES, MeshConfig().shard_above)

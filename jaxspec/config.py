@@ -42,7 +42,7 @@ class DraftConfig:
     """What proposes tokens, and how they are drawn."""
 
     kind: DraftKind = "eagle3"
-    """`eagle3`: a one-layer head on three of the policy's hidden states; `mtp`: multi-token-prediction layers; `model`: a small decoder;
+    """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction layers; `model`: a small decoder;
     `ngram`, `history`: look-up alone (see rollout.lookup); `none`: plain decoding through the same code."""
     draft_length: int = 3
     """Tokens drafted a round (K); a round keeps 1 to K+1 tokens."""
@@ -267,7 +267,7 @@ class OfflineConfig:
     """Train on this file instead: JSON lines, each with a column `text` or `messages` (a chat, of which the assistant's turns are learnt),
     or `generic` for the built-in mixed corpus."""
     steps: int = 300
-    """Updates; 0 keeps random weights."""
+    """Updates; 0 keeps the weights as they are: loaded, or random."""
     rows: int = 64
     """Sequences a batch."""
     learning_rate: float = 1e-2

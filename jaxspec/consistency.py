@@ -44,8 +44,8 @@ def _check_positions(config: Config) -> None:
     """Whether the longest row fits the positions that the policy was made for."""
     model, prompt, response = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens
     longest = f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to {prompt + response} positions"
-    enough = -(-(prompt + response) // max(model.rope.context, 1))
-    remedy = f"shorten them, or stretch the positions with --model.rope_factor {enough}"
+    enough = -(-(prompt + response) // max(model.positions, 1))
+    remedy = f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"
     require(model.positions == 0 or prompt + response <= model.positions, f"{longest}, and the model has {model.positions}; {remedy}")
 
 

@@ -33,7 +33,8 @@ from jaxspec.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM, SGLang or an evaluation harness: the
-policy in DIR, its learned draft in DIR/draft, adapters that were trained in DIR/adapter (merged into DIR's weights as well).
+policy in DIR, its learned draft in DIR/draft, adapters that were trained in DIR/adapter (merged into DIR's weights as well), with their
+base in DIR/base if it is not just the checkpoint that the run started from.
 
 RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it (RUN/checkpoints/NUMBER). DIR must not exist yet.
 Examples:
@@ -60,7 +61,8 @@ class Options:
     out: str = ""
     """The folder to write; it must not exist yet."""
     draft: Literal["raw", "speculators", "none"] = "raw"
-    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM; `none` leaves the draft out."""
+    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM, which alone reads unusual taps for sure;
+    `none` leaves the draft out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; `auto`: the run's model.dtype."""
     tokenizer: str = ""
@@ -87,7 +89,7 @@ def export(run: Run, options: Options) -> Path:
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
-        _fill(building, job, run, options)
+        _fill(building, out, job, run, options)
         building.rename(out)
     except OSError as reason:
         raise SaveError(f"{out} cannot be written: {reason.strerror or reason}; free some space or name another folder") from reason
@@ -103,32 +105,42 @@ def _open(config: Config) -> Job:
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
-def _fill(folder: Path, job: Job, run: Run, options: Options) -> None:
+def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None:
+    """Writes everything into `folder`, which will be moved to `out`."""
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
-    trained, network = state.policy.network, state.draft.network if state.draft else None
-    policy = jax.jit(merged)(trained)
-    tensors, content = (
-        list(tensors_of(policy_rows(model), policy, dtype)),
-        config_json(model, dtype.name, _special_ids(job.tokenizer)),
-    )
+    policy, network = state.policy.network, state.draft.network if state.draft else None
+    if isinstance(policy, Adapted):
+        _fill_adapter(folder, out, job, policy, dtype)
+        policy = jax.jit(merged)(policy)
+    content, more = config_json(model, dtype.name, _special_ids(job.tokenizer)), []
     if isinstance(network, Mtp) and model.family.model_type == "mimo" and not network.embedding_first:  # where MiMo itself has them
-        tensors, network = tensors + _draft_tensors(network, options, model, dtype), None
+        more, network = _draft_tensors(network, options, model, dtype), None
         content["num_nextn_predict_layers"] = job.config.rollout.draft.layers
     _write_json(folder / CONFIG, content)
     _write_tokenizer(folder, job)
-    _write(folder, "policy", tensors)
-    if isinstance(trained, Adapted):
-        adapters = adapter_tensors(trained).items()
-        (folder / "adapter").mkdir()
-        _write_json(folder / "adapter" / ADAPTER_CONFIG, adapter_config(job.config.lora, model, model.path))
-        _write(folder / "adapter", "adapter", [(name, array.nbytes, lambda array=array: array) for name, array in adapters], ADAPTERS)
+    _write(folder, "policy", [*tensors_of(policy_rows(model), policy, dtype), *more])
     if network is not None:
-        _fill_draft(folder / "draft", job, network, options, dtype)
+        _fill_draft(folder / "draft", out, job, network, options, dtype)
 
 
-def _fill_draft(folder: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any) -> None:
+def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any) -> None:
+    """The adapters that were trained, and their base, unless it is just the checkpoint that the run was started from."""
+    config, base = job.config, job.config.model.path
+    (folder / "adapter").mkdir()
+    if config.lora.path or not base:
+        base = str(out / "base")
+        (folder / "base").mkdir()
+        _write_json(folder / "base" / CONFIG, config_json(config.model, dtype.name, _special_ids(job.tokenizer)))
+        _write_tokenizer(folder / "base", job)
+        _write(folder / "base", "base", list(tensors_of(policy_rows(config.model), policy.base, dtype)))
+    tensors = adapter_tensors(policy).items()
+    _write_json(folder / "adapter" / ADAPTER_CONFIG, adapter_config(config.lora, config.model, base))
+    _write(folder / "adapter", "adapter", [(name, array.nbytes, lambda array=array: array) for name, array in tensors], ADAPTERS)
+
+
+def _fill_draft(folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any) -> None:
     """A learned draft: an EAGLE-3 head in the form that was asked for, MTP layers by themselves, or a small model like any policy."""
     model = job.config.model
     folder.mkdir()
@@ -142,7 +154,9 @@ def _fill_draft(folder: Path, job: Job, network: Eagle3 | Mtp | Decoder, options
             content = config_json(network.config, dtype.name, {"num_nextn_predict_layers": network.depth})
         else:
             vocab = 0 if network.vocabulary is None else network.head.shape[-1]
-            content = draft_config_json(network.config, network.form, model, _form(options), vocab) | {"torch_dtype": dtype.name}
+            length = job.config.rollout.draft.draft_length
+            content = draft_config_json(network.config, network.form, replace(model, path=str(out)), _form(options), vocab, length)
+            content["torch_dtype"] = dtype.name
     _write_json(folder / CONFIG, content)
     _write(folder, "draft", tensors)
 

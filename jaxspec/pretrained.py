@@ -1,5 +1,6 @@
 """Weights from and to Hugging Face folders: found, checked before any device memory is used, read straight to their final sharding."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from jaxspec.config import ConfigError, ModelConfig, require
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
-from jaxspec.models.lora import merge_adapters
+from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
 from jaxspec.tensor_files import Stored, open_tensors, read_json
 
@@ -24,6 +25,8 @@ ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5
+_SAMPLE, _SAMPLES = 2**12, 2**10
+"""Bytes of a sample, and samples of a file, in a fingerprint."""
 
 
 def find_folder(path: str, setting: str) -> Path:
@@ -49,23 +52,34 @@ def find_folder(path: str, setting: str) -> Path:
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
 
 
-def merge_folder(network: Decoder, path: str) -> Decoder:
-    """The policy with the adapters of a PEFT folder merged into its weights, which are given away.
+def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
+    """Reads a PEFT folder, and returns what merges its adapters into a policy of these shapes, whose arrays it consumes.
 
     Raises:
       ConfigError: there is no such folder, or its adapters are not for this policy.
     """
     folder = find_folder(path, "lora.path")
-    content = read_json(folder / ADAPTER_CONFIG)
     tensors = {name: stored.read() for name, stored in open_tensors(folder, ADAPTERS).items()}
-    layout = jax.tree.map(lambda leaf: leaf.sharding, network)
-    return jax.jit(lambda network: merge_adapters(network, tensors, content), donate_argnums=0, out_shardings=layout)(network)
+    changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
+
+    def merge(policy: Decoder) -> Decoder:
+        layout = jax.tree.map(lambda leaf: leaf.sharding, policy)
+        return jax.jit(changed, donate_argnums=0, out_shardings=layout)(policy, changes)
+
+    return merge
 
 
-def fingerprint(path: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a checkpoint's files: enough to notice that it is another one, without reading it."""
-    files = sorted(find_folder(path, "checkpoint").glob("*.safetensors"))
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+def fingerprint(path: str) -> str:
+    """A digest of a checkpoint's settings and of samples of its weights: other weights have another one, and nothing is read whole."""
+    digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for place in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def policy_config(base: ModelConfig) -> ModelConfig:

@@ -97,9 +97,9 @@ def report(reading: Reading) -> str:
 def repairs(network: PyTree, taps: tuple[int, ...], target: ModelConfig) -> Iterator[Repair]:
     """The likely mistakes of a loader, undone one at a time."""
     if isinstance(network, Mtp):
-        order = "[hidden, embedding]" if network.embedding_first else "[embedding, hidden]"
-        flag = "--rollout.draft.no_embedding_first" if network.embedding_first else "--rollout.draft.embedding_first"
-        yield Repair(f"its layers read {order}", flag, _with(network, embedding_first=not network.embedding_first), taps)
+        order, name = ("[hidden, embedding]", "MiMo's") if network.embedding_first else ("[embedding, hidden]", "DeepSeek's")
+        mend = f"{name} names for its tensors, from which the order follows"
+        yield Repair(f"its layers read {order}", mend, _with(network, embedding_first=not network.embedding_first), taps)
     if isinstance(network, Eagle3):
         yield from _shifted(network, taps, target.layers)
         for flag in ("norm_before_residual", "norm_output"):
@@ -107,7 +107,6 @@ def repairs(network: PyTree, taps: tuple[int, ...], target: ModelConfig) -> Iter
             changed = _with(network, form=dataclasses.replace(network.form, **{flag: value}))
             yield Repair(f"{flag} is {value}", f'"{flag}": {str(value).lower()} in the draft\'s config.json', changed, taps)
         yield from _ids(network, taps)
-    if isinstance(network, Eagle3 | Mtp):
         bases = {"the policy's": target.rope_theta, "the default": 1e4}
         for whose, theta in bases.items():
             if theta != network.config.rope_theta:
@@ -116,11 +115,11 @@ def repairs(network: PyTree, taps: tuple[int, ...], target: ModelConfig) -> Iter
 
 
 def _shifted(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
-    for by, convention in ((1, "output_of"), (-1, "boundary")):
+    for by in (1, -1):
         moved = tuple(tap + by for tap in taps)
         if moved and moved[0] >= 0 and moved[-1] <= layers:
             said = f"it reads one layer {'later' if by > 0 else 'earlier'}, after {', '.join(map(str, moved))}"
-            yield Repair(said, f"--rollout.draft.tap_convention {convention}, or --head.taps {' '.join(map(str, moved))}", network, moved)
+            yield Repair(said, f"--head.taps {' '.join(map(str, moved))}", network, moved)
 
 
 def _ids(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:

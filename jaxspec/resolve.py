@@ -35,6 +35,8 @@ def resolved(config: Config, say: Say) -> Config:
         model = policy_config(config.model)
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
+    if config.lora.path:
+        config = replace(config, lora=replace(config.lora, path=_absolute(config.lora.path)))
     draft = config.rollout.draft
     if not draft.path and (native := _native_mtp(config.model)):
         if draft.kind == "mtp":
@@ -45,7 +47,7 @@ def resolved(config: Config, say: Say) -> Config:
         return config
     require(draft.learned, f"{_DRAFT} {draft.path} is for drafts of kind eagle3, mtp and model; rollout.draft.kind is {draft.kind}")
     folder = find_folder(draft.path, _DRAFT)
-    draft = replace(draft, path=str(folder) if Path(draft.path).expanduser().is_dir() else draft.path)
+    draft = replace(draft, path=_absolute(draft.path))
     config = replace(config, rollout=replace(config.rollout, draft=draft))
     read = {"eagle3": _with_head, "mtp": _with_mtp, "model": _with_model}[draft.kind]
     config = read(config, folder, say)
@@ -53,6 +55,12 @@ def resolved(config: Config, say: Say) -> Config:
         model = replace(config.draft_model, rope_factor=config.model.rope_factor, rope=config.model.rope)
         config = replace(config, draft_model=model)
     return config
+
+
+def _absolute(path: str) -> str:
+    """A folder's path from anywhere; an id on the hub as it is."""
+    folder = Path(path).expanduser().absolute()
+    return str(folder) if folder.is_dir() else path
 
 
 def _native_mtp(model: ModelConfig) -> int:
@@ -64,6 +72,8 @@ def _with_head(config: Config, folder: Path, say: Say) -> Config:
     """Sizes and form of an EAGLE-3 head, from its config.json and its tensors."""
     draft, source = config.rollout.draft, str(folder / CONFIG)
     model, head, vocab = head_config(read_json(folder / CONFIG), source, draft.tap_convention, config.model, say)
+    if config.head.taps:  # who names them knows better
+        head = replace(head, taps=config.head.taps)
     tensors = normal_names(_read_all(open_tensors(folder)), str(folder))
     comparable = "embed_tokens.weight" in tensors and bool(config.model.path)
     model, head = settle(model, head, tensors, _lent(config, comparable)["embedding"], say)
@@ -72,9 +82,7 @@ def _with_head(config: Config, folder: Path, say: Say) -> Config:
         vocab = 0 if rows == config.model.vocab else rows
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens
     if 0 < model.rope.context < longest:
-        say(
-            f"{source}: the head was trained on {model.rope.context} positions, and rows take up to {longest}; expect less acceptance beyond"
-        )
+        say(f"{source}: the head was trained on {model.rope.context} positions, rows take up to {longest}: it may accept less beyond")
     draft = replace(draft, vocab=vocab, ffn=0)
     return replace(config, draft_model=model, head=head, rollout=replace(config.rollout, draft=draft))
 
@@ -86,6 +94,7 @@ def _with_mtp(config: Config, folder: Path, _: Say) -> Config:
     kinds = "model.mtp_layers.0.* as MiMo names them, or DeepSeek's eh_proj behind the policy's last layer"
     require(count > 0, f"{_DRAFT} {folder} has no MTP layers ({kinds})")
     widths = [tensors[name].shape[0] for name in mtp_names(list(tensors), layers) if name.endswith(".gate_proj.weight")]
+    require(bool(widths), f"{_DRAFT} {folder}: its MTP layers have no mlp.gate_proj; only SwiGLU layers, dense or of experts, can be read")
     ffn = 0 if widths[0] == config.model.ffn else widths[0]
     draft = replace(config.rollout.draft, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
     return replace(config, rollout=replace(config.rollout, draft=draft))
@@ -94,7 +103,7 @@ def _with_mtp(config: Config, folder: Path, _: Say) -> Config:
 def _with_model(config: Config, _: Path, __: Say) -> Config:
     """A small model of its own sizes."""
     draft = replace(config.rollout.draft, vocab=0, ffn=0)
-    base = ModelConfig(path=draft.path, dtype=config.model.dtype, remat=config.model.remat)
+    base = ModelConfig(path=draft.path, ignore=config.model.ignore, dtype=config.model.dtype, remat=config.model.remat)
     return replace(config, draft_model=policy_config(base), rollout=replace(config.rollout, draft=draft))
 
 

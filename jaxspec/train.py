@@ -31,7 +31,7 @@ from jaxspec.program import Job, process_0_first, run
 from jaxspec.rl.optim import require_progress
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, PyTree, TrainState
-from jaxspec.train_draft import cached_draft, load_draft, load_policy
+from jaxspec.train_draft import cached_draft, load_draft, load_policy, say_agreement
 from jaxspec.train_sft import cached_policy
 
 KEPT_SAMPLES = 4
@@ -123,11 +123,12 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     text = training_text(config, job.tokenizer) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
+    network = None if offline else load_draft(job, _network(shapes))
     policy = load_policy(job, interrupt)
     if offline:
         network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
-    elif config.rollout.draft.path:
-        network = load_draft(job, policy, _network(shapes))
+    elif network is not None:
+        say_agreement(job, policy, network)
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)

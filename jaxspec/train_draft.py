@@ -27,13 +27,13 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
-from jaxspec.pretrained import fingerprint, merge_folder, policy_checkpoint
+from jaxspec.pretrained import fingerprint, merger, policy_checkpoint
 from jaxspec.probe import probe, report
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.resolve import read_draft
 from jaxspec.rl import optim
 from jaxspec.rl.logprob import positions_of
-from jaxspec.runner import placed
+from jaxspec.runner import abstract, placed
 from jaxspec.state import Learner, PyTree
 from jaxspec.step import Metrics, Step
 from jaxspec.sync import cast
@@ -70,8 +70,8 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
     return batches
 
 
-def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress) -> PyTree:
-    """Trains a fresh draft, or that of `rollout.draft.path`, for `offline.steps` updates on batches of `rows`; returns its weights.
+def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress, loaded: PyTree = None) -> PyTree:
+    """Trains a fresh draft, or one that was `loaded`, for `offline.steps` updates on batches of `rows`; returns its weights.
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
     """
@@ -96,8 +96,8 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         progress.say(f"going on at step {int(done)} of {offline.steps}")
     else:
         learner, done = jax.jit(fresh, out_shardings=layout)()
-        if draft.path:
-            learner = learner.replace(network=load_draft(job, policy, jax.tree.map(placed, shapes[0].network, layout[0].network)))
+        if loaded is not None:
+            learner = learner.replace(network=loaded)
         elif draft.vocab:
             ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
             learner = learner.replace(network=with_vocabulary(learner.network, ids))
@@ -162,14 +162,19 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
     partial.mkdir(exist_ok=True)
+    learner = abstract(job.step, job.config.grpo.prompts)[0].draft
+    assert learner is not None, "build is only called for a draft with weights"
+    loaded = load_draft(job, learner.network)
     policy = load_policy(job, interrupt)
+    if loaded is not None:
+        say_agreement(job, policy, loaded)
     ours, held_out = draft_data.split(offline)
     numbers = [*(() if text else ours), *held_out]
     with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved("sampling", progress.stop, then=then):
         batches = collect(job, policy, numbers, partial, progress)
     rows, measured = text or draft_data.joined([batches[number] for number in ours]), [batches[number] for number in held_out]
     with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop, then=then):
-        network = train(job, policy, rows, partial, progress)
+        network = train(job, policy, rows, partial, progress, loaded)
     reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured) * offline.rows, "vocabulary": None, "coverage": None}
     if draft.vocab:
         ids = np.asarray(network.vocabulary[...])
@@ -238,6 +243,7 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0; adapters merged."""
     config, fresh = job.config, job.step.fresh_policy
     shapes = jax.eval_shape(fresh)
+    merge = merger(config.lora.path, shapes) if config.lora.path else None  # bad adapters are named before any long work
     layout = job.step.train_layout(shapes)
     wanted = jax.tree.map(placed, shapes, layout)
     if config.model.path:
@@ -246,7 +252,7 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
         policy = load_tree(cached_policy(job, interrupt), wanted)
     else:
         policy = jax.jit(fresh, out_shardings=layout)()
-    return merge_folder(policy, config.lora.path) if config.lora.path else policy
+    return merge(policy) if merge else policy
 
 
 def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
@@ -260,18 +266,25 @@ def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     return policy
 
 
-def load_draft(job: Job, policy: Decoder, shapes: PyTree) -> PyTree:
-    """The draft of `rollout.draft.path`, as it is; says whether it agrees with the policy on a few training prompts."""
+def load_draft(job: Job, shapes: PyTree) -> PyTree:
+    """The draft of `rollout.draft.path`, as it is; without one, None."""
     config, began = job.config, time.perf_counter()
+    if not config.rollout.draft.path:
+        return None
     network = read_draft(config, shapes)
     job.say(f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in {time.perf_counter() - began:.1f} s")
+    return network
+
+
+def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
+    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if not, why."""
+    config = job.config
     problems, _ = load_problems(config.data, job.tokenizer)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     reading = probe(job.step, policy, network, *pad_prompts(few, config.data.max_prompt_length, job.tokenizer.pad_id))
     job.say(report(reading))
     if reading.warning:
         job.say(f"warning: {reading.warning}")
-    return network
 
 
 def closing_table(reached: dict[str, Any], depths: int) -> Group:

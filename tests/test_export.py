@@ -120,6 +120,10 @@ def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> Non
     assert_same(read_draft(again, shapes), draft)
     if kind == "eagle3":
         assert again.head == config.head
+    if form == "speculators":
+        said = json.loads((out / "draft" / "config.json").read_text())["speculators_config"]
+        assert said["verifier"] == {"name_or_path": str(out), "architectures": ["Qwen3ForCausalLM"]}
+        assert said["proposal_methods"][0]["speculative_tokens"] == 3
 
 
 @pytest.mark.slow
@@ -168,8 +172,10 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     adapted.adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapted.adapters)
     out = export(find_run(str(save_run(tmp_path / "run", config, adapted, draft))), Options(out=str(tmp_path / "out"), draft="none"))
     assert sorted(file.name for file in (out / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert_same(read_policy(out / "base"), base)  # the run started from no checkpoint that could be named
     content = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert (content["r"], content["lora_alpha"], content["target_modules"]) == (2, 6, ["q_proj", "down_proj"])
+    assert content["base_model_name_or_path"] == str(out / "base")
     whole = read_policy(out)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(merged(adapted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -1,6 +1,8 @@
 """Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong is named before any array is made."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import policy_rows
 from jaxspec.models.hf_config import config_json
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import Checkpoint, find_folder, policy_checkpoint, policy_config, tensors_of
+from jaxspec.pretrained import Checkpoint, find_folder, fingerprint, merger, policy_checkpoint, policy_config, tensors_of
 from jaxspec.tensor_files import WEIGHTS, open_tensors, read_json, write_tensors
 from tests.conftest import small_mesh, tiny_model, tiny_network
 
@@ -208,6 +210,43 @@ def test_hub_ids_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_folder_that_is_not_there_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.path {path}: no such folder"):
         find_folder(path, "model.path")
+
+
+def test_a_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
+    """The same for a copy, whatever its times; another for other weights or settings."""
+    first = fingerprint(str(folder))
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    os.utime(copy / WEIGHTS, (1, 1))
+    assert fingerprint(str(copy)) == first
+    change_tensors(lambda tensors: tensors.update({NORM: np.full(16, 2, np.float32)}))(copy)
+    assert fingerprint(str(copy)) != first
+    shutil.copy(folder / WEIGHTS, copy / WEIGHTS)
+    assert fingerprint(str(copy)) == first
+    change_config(rope_theta=7.0)(copy)
+    assert fingerprint(str(copy)) != first
+
+
+def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
+    """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing but shapes at hand."""
+    lora, config = tmp_path / "lora", policy_config(ModelConfig(path=str(folder)))
+    lora.mkdir()
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(2, 16)).astype(np.float32), random.normal(size=(16, 2)).astype(np.float32)
+    name = "base_model.model.model.layers.1.self_attn.q_proj"
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "layers_to_transform": [1]}
+    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    shapes = shapes_of(config, 2, 2)
+    before = policy_checkpoint(config, shapes).load(lambda _: None)
+    wanted, layout = np.asarray(before.layers.query[...]).copy(), before.layers.query[...].sharding
+    wanted[1] += 3 * (b @ a).T.reshape(16, 4, 4)
+    found = merger(str(lora), shapes)(before)
+    np.testing.assert_allclose(found.layers.query[...], wanted, rtol=0, atol=1e-5)
+    assert found.layers.query[...].sharding == layout
+    save_file({f"{name}.lora_A.weight": a[:, :8], f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \[2, 8\]"):
+        merger(str(lora), shapes)
 
 
 def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

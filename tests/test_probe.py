@@ -120,9 +120,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
     "layers before": (
         head,
         (1, 3, 4),
-        r"later, after 2, 4, 5: set --rollout.draft.tap_convention output_of, or --head.taps 2 4 5",
+        r"later, after 2, 4, 5: set --head.taps 2 4 5",
     ),
-    "layers after": (head, (3, 5, 6), r"one layer earlier, after 2, 4, 5: set --rollout.draft.tap_convention boundary"),
+    "layers after": (head, (3, 5, 6), r"one layer earlier, after 2, 4, 5: set --head.taps 2 4 5"),
     "residual": (
         lambda: rewired(head(), form=dataclasses.replace(head().form, norm_before_residual=True)),
         (),
@@ -142,7 +142,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
     "order": (
         lambda: rewired(layer(), embedding_first=False),
         (),
-        r"if its layers read \[embedding, hidden\]: set --rollout.draft.emb",
+        r"if its layers read \[embedding, hidden\]: set DeepSeek's names for its tensors",
     ),
     "weights": (lambda: fresh(3), (), r"none of these mends it: .*Most likely it was trained for other weights"),
 }

@@ -121,6 +121,14 @@ def test_a_head_without_rows_of_its_own_takes_the_policys(policy: Path, tmp_path
         read_back(alone)
 
 
+def test_taps_that_are_named_are_used(policy: Path, tmp_path: Path) -> None:
+    """What the probe advises when a head reads one layer too early."""
+    folder = save_head(tmp_path / "draft", tiny_network(lambda config, key: eagle3(config, key, taps=(0, 2, 3)), MODEL, 2))
+    config = config_for(policy, folder)
+    assert resolved(config, print).head.taps == (0, 2, 3)
+    assert resolved(dataclasses.replace(config, head=HeadConfig(taps=(1, 3, 4))), print).head.taps == (1, 3, 4)
+
+
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_native_layers_of_the_policy_are_used_by_themselves(policy: Path, embedding_first: bool) -> None:
     """MTP layers in the policy's own files, by MiMo's or DeepSeek's names; they are left alone by other drafts."""

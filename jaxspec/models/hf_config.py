@@ -56,7 +56,9 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     embed = _number(raw, source, "hidden_size")
     theta, factor, rope = rope_of(raw, source)
     if base.rope_factor != 1:
-        require(rope.context > 0, f"{source}: no key 'max_position_embeddings', which model.rope_factor {base.rope_factor:g} stretches; add it")
+        require(
+            rope.context > 0, f"{source}: no key 'max_position_embeddings', which model.rope_factor {base.rope_factor:g} stretches; add it"
+        )
         factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
         rope = RopeConfig(context=rope.context)
     return replace(
@@ -146,15 +148,19 @@ def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
     return 0.0
 
 
+def architecture_of(config: ModelConfig) -> str:
+    """The name of a model's class in config.json."""
+    return next(name for name, entry in _ARCHITECTURES.items() if entry.model_type == config.family.model_type)
+
+
 def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
     """config.json of a policy with weights of `dtype`, in the form that transformers (4 and 5), vLLM and SGLang read alike.
 
     `special_ids` are added as they are: eos_token_id and the like.
     """
     family = config.family
-    architecture = next(name for name, entry in _ARCHITECTURES.items() if entry.model_type == family.model_type)
     written: dict[str, Any] = {
-        "architectures": [architecture],
+        "architectures": [architecture_of(config)],
         "model_type": family.model_type,
         "vocab_size": config.vocab,
         "num_hidden_layers": config.layers,

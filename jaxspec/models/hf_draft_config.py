@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig, require
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
-from jaxspec.models.hf_config import rope_json, rope_of
+from jaxspec.models.hf_config import architecture_of, rope_json, rope_of
 
 Form = Literal["raw", "speculators"]
 """Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
@@ -134,8 +134,12 @@ def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Ca
     )
 
 
-def draft_config_json(config: ModelConfig, head: HeadConfig, target: ModelConfig, form: Form, vocab: int) -> dict[str, Any]:
+def draft_config_json(
+    config: ModelConfig, head: HeadConfig, target: ModelConfig, form: Form, vocab: int, draft_length: int = 3
+) -> dict[str, Any]:
     """The config.json of a head, with every flag in words; layer numbers are left out where the default ones are meant.
+
+    The speculators form names `target.path` as the policy to draft for, `draft_length` tokens a round.
 
     Raises:
       ConfigError: the raw form cannot say which layers are read, since its readers would differ by one.
@@ -179,8 +183,8 @@ def draft_config_json(config: ModelConfig, head: HeadConfig, target: ModelConfig
         # SpecForge has a norm_output of another meaning, at the top level only.
         nested = {"use_aux_hidden_state": head.use_taps, "norm_before_fc": head.norm_before_fuse, "norm_output": head.norm_output}
         return {**layer, **flags, **layers, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {**nested, **layers}}
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    verifier = {"name_or_path": target.path or None, "architectures": []}
+    method = {"proposal_type": "greedy", "speculative_tokens": draft_length, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    verifier = {"name_or_path": target.path or None, "architectures": [architecture_of(target)]}
     return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Key
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.state import AnyArray
 
 
 class Target(NamedTuple):
@@ -172,8 +173,21 @@ Pairs = dict[tuple[str, int], dict[str, np.ndarray]]
 """Matrices A and B by target and layer."""
 
 
+Changes = dict[str, tuple[AnyArray, AnyArray, AnyArray]]
+"""By target: A and B of all layers in our layout, of the largest rank, and each layer's scale; layers without adapters have zeros."""
+
+
 def merge_adapters(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]) -> Decoder:
     """The decoder with PEFT's adapters added to its weights: W + scale * B A, with scale alpha / r, or alpha / sqrt(r) for rsLoRA.
+
+    Raises:
+      ConfigError: as `changes_of` does.
+    """
+    return changed(network, changes_of(network, tensors, adapter_config))
+
+
+def changes_of(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]) -> Changes:
+    """What PEFT's adapters add to the weights of a decoder, of which only the shapes are looked at.
 
     Raises:
       ConfigError: names the key, of the adapters or of their config, that cannot be followed.
@@ -181,19 +195,27 @@ def merge_adapters(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_
     _check(adapter_config)
     pairs = _pairs(network, tensors)
     _check_complete(network, pairs, adapter_config)
-    decoder = jax.tree.map(lambda leaf: leaf, network)
+    changes: Changes = {}
     for name in dict.fromkeys(name for name, _ in pairs):
-        depth, inputs, outputs = _sizes(decoder, name)
+        depth, inputs, outputs = _sizes(network, name)
         matrices = {layer: pairs[name, layer] for layer in range(depth) if (name, layer) in pairs}
         rank = max(len(pair["A"]) for pair in matrices.values())
-        dtype = getattr(decoder.layers, TARGETS[name].weight).dtype
+        dtype = getattr(network.layers, TARGETS[name].weight).dtype
         a, b, scale = np.zeros((depth, *inputs, rank), dtype), np.zeros((depth, rank, *outputs), dtype), np.zeros(depth, dtype)
         for layer, pair in matrices.items():
             size = len(pair["A"])
             scale[layer] = _scale(_module(layer, name), size, adapter_config)
             a[layer, ..., :size] = pair["A"].T.reshape(*inputs, size)
             b[layer, :size] = pair["B"].T.reshape(size, *outputs)
-        _change(decoder, name, jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale))
+        changes[name] = a, b, scale
+    return changes
+
+
+def changed(network: Decoder, changes: Changes) -> Decoder:
+    """The decoder with the changes added to its weights."""
+    decoder = jax.tree.map(lambda leaf: leaf, network)
+    for name, parts in changes.items():
+        _change(decoder, name, *map(jnp.asarray, parts))
     return decoder
 
 
