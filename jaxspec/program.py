@@ -26,10 +26,6 @@ from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 _T = TypeVar("_T")
 
 
-SHARED_WEIGHTS = 2**24
-"""A CPU runs a data shard a core, each reading all weights, up to so many elements; beyond, when memory feeds them, one shard for all."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A program's config, and what follows from it and from the machine."""
@@ -81,8 +77,10 @@ def reported(work: Callable[[], int]) -> int:
 
 def open_job(config: Config) -> Job:
     """Starts JAX for this config on all devices of all processes, and builds its step for their mesh."""
-    large = weights(config.model) > SHARED_WEIGHTS
-    start_jax(config, config.mesh.data * config.mesh.tensor or int(large))
+    # A CPU runs a data shard a core, but where weights would be split between them: their memory feeds all cores anyway, and a step's many
+    # collectives can starve its few threads.
+    split = largest_weight(config.model) >= config.mesh.shard_above
+    start_jax(config, config.mesh.data * config.mesh.tensor or int(split))
     meshes.initialize_processes()
     data, tensor = check(config, jax.device_count(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
@@ -102,10 +100,11 @@ def start_jax(config: Config, devices: int) -> None:
     meshes.prepare_devices(devices)
 
 
-def weights(model: ModelConfig) -> int:
-    """Elements of the policy's large weights."""
-    attention = model.embed * model.head_size * 2 * (model.heads + model.kv_heads)
-    return model.vocab * model.embed + model.layers * (attention + 3 * model.embed * model.ffn * max(1, model.family.experts))
+def largest_weight(model: ModelConfig) -> int:
+    """Elements of the policy's largest array."""
+    heads = max(model.heads, model.kv_heads) * model.head_size
+    layer = model.embed * max(heads, model.ffn * max(1, model.family.experts))
+    return max(model.vocab * model.embed, model.layers * layer)
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:
