@@ -1,5 +1,6 @@
 """Weights from and to Hugging Face folders: found, checked before any device memory is used, read straight to their final sharding."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,14 +43,20 @@ def find_folder(path: str, setting: str) -> Path:
     missing = f"{setting} {path}: no such folder{', and no id on the hub such as Qwen/Qwen3-8B' if not is_id else ''}"
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
-        from huggingface_hub import snapshot_download
+        return _downloaded(path)
     except ImportError as error:
         raise ConfigError(f"{missing}; to download it from the hub, install the extra jaxspec[hub]") from error
-    try:
-        return Path(snapshot_download(path, allow_patterns=list(_HUB_FILES)))
     except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
+
+
+@functools.cache
+def _downloaded(name: str) -> Path:
+    """The hub is asked once, so that all of a run reads one revision."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
 
 
 def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:

@@ -18,6 +18,7 @@ from jaxspec.cli import load_config
 from jaxspec.config import Config, ConfigError, ModelConfig
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
+from jaxspec.pretrained import policy_checkpoint
 from jaxspec.resolve import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
@@ -84,6 +85,8 @@ def open_job(config: Config) -> Job:
     meshes.initialize_processes()
     data, tensor = check(config, jax.device_count(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
+    if config.model.path:
+        policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))  # what is wrong is named before anything else is done
     if data * tensor < jax.device_count():
         job.say(
             f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"

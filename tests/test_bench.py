@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -21,7 +23,7 @@ from jaxspec.consistency import check
 from jaxspec.data import load_problems
 from jaxspec.interrupt import Interrupt
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import policy_rows
+from jaxspec.models.hf import named_leaves, places, policy_rows
 from jaxspec.models.hf_config import config_json
 from jaxspec.pretrained import tensors_of
 from jaxspec.program import make_job
@@ -179,6 +181,26 @@ def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.Capture
     assert main(["load"]) == 2
     assert main(["load", "--model", str(tmp_path / "nothing")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_reading_needs_little_more_memory_than_the_weights(tmp_path: Path, repository: Path) -> None:
+    """0.34 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in the type that is stored and held."""
+    model = ModelConfig(vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False)
+    shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
+    random = np.random.default_rng(0)
+    tensors = [place for row in policy_rows(model) for place in places(row, shapes[row.ours].shape)]
+    made = [(at.name, 4 * math.prod(at.shape), lambda at=at: random.standard_normal(at.shape, np.float32)) for at in tensors]
+    list(write_tensors(tmp_path, made))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-m", "jaxspec.bench", "load", "--model", str(tmp_path), "--data", "8"]
+    done = subprocess.run(command, env=variables, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["weight_bytes"] > 3.3e8
+    assert line["machine"]["mesh"] == {"data": 8, "tensor": 1}
+    assert 1 <= line["peak_over_weights"] <= 1.3
 
 
 def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Path) -> None:
