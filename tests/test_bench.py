@@ -185,7 +185,7 @@ def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_reading_needs_little_more_memory_than_the_weights(tmp_path: Path, repository: Path) -> None:
-    """0.34 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in the type that is stored and held."""
+    """0.26 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in the type that is stored and held."""
     model = ModelConfig(vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False)
     shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
     random = np.random.default_rng(0)
@@ -198,7 +198,7 @@ def test_reading_needs_little_more_memory_than_the_weights(tmp_path: Path, repos
     done = subprocess.run(command, env=variables, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
-    assert line["weight_bytes"] > 3.3e8
+    assert line["weight_bytes"] > 2.5e8
     assert line["machine"]["mesh"] == {"data": 8, "tensor": 1}
     assert 1 <= line["peak_over_weights"] <= 1.3
 

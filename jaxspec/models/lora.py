@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Key
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.state import AnyArray
 
 
 class Target(NamedTuple):
@@ -173,7 +172,7 @@ Pairs = dict[tuple[str, int], dict[str, np.ndarray]]
 """Matrices A and B by target and layer."""
 
 
-Changes = dict[str, tuple[AnyArray, AnyArray, AnyArray]]
+Changes = dict[str, tuple[Array | np.ndarray, ...]]
 """By target: A and B of all layers in our layout, of the largest rank, and each layer's scale; layers without adapters have zeros."""
 
 
@@ -214,8 +213,8 @@ def changes_of(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_conf
 def changed(network: Decoder, changes: Changes) -> Decoder:
     """The decoder with the changes added to its weights."""
     decoder = jax.tree.map(lambda leaf: leaf, network)
-    for name, parts in changes.items():
-        _change(decoder, name, *map(jnp.asarray, parts))
+    for name, (a, b, scale) in changes.items():
+        _change(decoder, name, jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale))
     return decoder
 
 
