@@ -43,7 +43,7 @@ from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.runner import TimedGeneration, abstract, placed, put
 from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout
 from jaxspec.step import build_step
-from jaxspec.train_draft import cached_draft, load_policy
+from jaxspec.train_draft import cached_draft, load_policy, load_shown
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
 temperature; drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is one JSON object."""
@@ -333,9 +333,9 @@ def load(argv: Sequence[str]) -> int:
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES, MeshConfig().shard_above)
     checkpoint = policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
-    with PeakMemory() as memory, Progress("policy (MB)", round(checkpoint.bytes / 1e6)) as progress:
+    with PeakMemory() as memory:
         began = time.perf_counter()
-        policy = checkpoint.load(lambda done: progress.update(round(done / 1e6)))
+        policy = load_shown(checkpoint)
         seconds = time.perf_counter() - began
     held = sum(shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards)
     line = {

@@ -27,7 +27,7 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
-from jaxspec.pretrained import fingerprint, merger, policy_checkpoint
+from jaxspec.pretrained import Checkpoint, fingerprint, merger, policy_checkpoint
 from jaxspec.probe import probe, report
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.resolve import read_draft
@@ -260,10 +260,23 @@ def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     began, model = time.perf_counter(), job.config.model
     with interrupt.nothing_unsaved("reading the policy"):
         checkpoint = policy_checkpoint(model, shapes)
-        with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
-            policy = checkpoint.load(lambda done: progress.update(round(done / 1e6)))
+        policy = load_shown(checkpoint)
     job.say(f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in {time.perf_counter() - began:.1f} s")
     return policy
+
+
+def load_shown(checkpoint: Checkpoint) -> Decoder:
+    """Loads a checkpoint under a bar of megabytes."""
+    shown = 0
+    with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
+
+        def show(done: int) -> None:
+            nonlocal shown
+            if round(done / 1e6) > shown:
+                shown = round(done / 1e6)
+                progress.update(shown)
+
+        return checkpoint.load(show)
 
 
 def load_draft(job: Job, shapes: PyTree) -> PyTree:
