@@ -13,7 +13,7 @@ from jaxspec.rollout.generate import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts
 from tests.conftest import eagle3, no_history, tiny_network
-from tests.hf_checkpoints import CASES, make
+from tests.hf_checkpoints import make
 from tests.models.test_hf import load
 from tests.rollout.harness import assert_same_rows, compiled
 
@@ -59,7 +59,7 @@ def cut(response: list[int], end: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name != "qwen3-moe-unnormalized"])
+@pytest.mark.parametrize("name", ["qwen3-tied-biases", "qwen3-moe", "qwen2", "llama3"])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Through blocks of 4 tokens with a cache: drafts by look-up, which are often kept, or else of a random head, which seldom are.
 
