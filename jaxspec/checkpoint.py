@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxspec.config import ConfigError
+from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
 
 _SHOWN_DIFFERENCES = 5
@@ -82,10 +83,6 @@ def _require_same(where: str, stored: _Layout, wanted: _Layout, remedy: str = "U
         more = differences[_SHOWN_DIFFERENCES:]
         shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {len(more)} more" if more else "")
         raise ConfigError(f"{where} was written by another config: {shown}. {remedy}")
-
-
-def _from_host(leaf: Any, values: np.ndarray) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
 
 class Checkpoints:
@@ -158,7 +155,7 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, AttributeError) as reason:
             raise ConfigError(f"{where} cannot be read ({_reason(reason)}); {self._remedies[1]}") from reason
         arrays = {**restored["arrays"]}
-        arrays |= {name: _from_host(leaf, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in named.items() if not leaf.size}
+        arrays |= {name: from_host(leaf, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in named.items() if not leaf.size}
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in named]), restored["host"]
 
     def wait(self) -> None:
@@ -270,4 +267,4 @@ def load_tree(path: Path, abstract: PyTree) -> PyTree:
         # NumPy forgets the names of dtypes that are not its own, such as bfloat16.
         arrays = {name: file[f"arr_{i}"].view(np.dtype(dtype)) for i, (name, dtype) in enumerate(json.loads(str(file["index"])))}
     _require_same(str(path), _layout(arrays), _layout(named))
-    return jax.tree.unflatten(jax.tree.structure(abstract), [_from_host(leaf, arrays[name]) for name, leaf in named.items()])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [from_host(leaf, arrays[name]) for name, leaf in named.items()])

@@ -97,6 +97,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def from_host(leaf: Any, values: np.ndarray) -> jax.Array:
+    """Values that every process has where it needs them, as a global array of the shape and sharding of `leaf`."""
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
+
+
 def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Which of `count` rows have a copy on this process, and which of those it owns (holds the first copy of), as two masks.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError, ModelConfig, require
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, their_slices, to_ours, to_theirs
+from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, shown, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
 from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
@@ -25,7 +25,6 @@ ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """PEFT's names."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_SHOWN = 5
 _SAMPLE, _SAMPLES = 2**12, 2**10
 """Bytes of a sample, and samples of a file, in a fingerprint."""
 
@@ -49,6 +48,12 @@ def find_folder(path: str, setting: str) -> Path:
     except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
+
+
+def absolute(path: str) -> str:
+    """A folder's path from anywhere; an id on the hub as it is."""
+    folder = Path(path).expanduser().absolute()
+    return str(folder) if folder.is_dir() else path
 
 
 @functools.cache
@@ -96,9 +101,8 @@ def policy_config(base: ModelConfig) -> ModelConfig:
       ConfigError: as `find_folder` and `hf_config.model_config` do.
     """
     folder = find_folder(base.path, "model.path")
-    path = str(folder) if Path(base.path).expanduser().is_dir() else base.path
     file = folder / CONFIG
-    return model_config(read_json(file), str(file), replace(base, path=path))
+    return model_config(read_json(file), str(file), replace(base, path=absolute(base.path)))
 
 
 def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
@@ -158,15 +162,15 @@ def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index:
 
 def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool) -> None:
     by_name = {place.name: place for place in wanted}
-    missing = _shown([name for name in by_name if name not in tensors])
+    missing = shown([name for name in by_name if name not in tensors])
     require(not missing, f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or correct config.json")
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
         for name, place in by_name.items()
         if tensors[name].shape != place.shape
     ]
-    require(not wrong, f"{folder} holds tensors of another shape: {_shown(wrong, '; ')}; correct config.json")
-    narrow = _shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in _FLOATS])
+    require(not wrong, f"{folder} holds tensors of another shape: {shown(wrong, '; ')}; correct config.json")
+    narrow = shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in _FLOATS])
     require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
     known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -174,12 +178,8 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
         same = tensors[head].shape == tensors[embedding].shape and np.array_equal(tensors[head].read(), tensors[embedding].read())
         require(same, f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the key to false in config.json")
         known |= {head}
-    unknown = _shown([name for name in tensors if name not in known])
+    unknown = shown([name for name in tensors if name not in known])
     require(ignore or not unknown, f"{folder} holds tensors that have no place here: {unknown}; leave them out with --model.ignore")
-
-
-def _shown(names: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def tensors_of(rows: Sequence[Row], network: PyTree, dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:

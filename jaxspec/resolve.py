@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxspec.config import Config, ModelConfig, require
 from jaxspec.drafts.build import draft_model
+from jaxspec.mesh import from_host
 from jaxspec.models.hf import mtp_names
 from jaxspec.models.hf_draft_config import head_config
 from jaxspec.models.hf_drafts import filled, head_arrays, mtp_arrays, mtp_form, normal_names, settle
-from jaxspec.pretrained import CONFIG, find_folder, policy_checkpoint, policy_config
+from jaxspec.pretrained import CONFIG, absolute, find_folder, policy_checkpoint, policy_config
 from jaxspec.state import PyTree
 from jaxspec.tensor_files import Stored, open_tensors, read_json
 
@@ -36,7 +37,7 @@ def resolved(config: Config, say: Say) -> Config:
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
     if config.lora.path:
-        config = replace(config, lora=replace(config.lora, path=_absolute(config.lora.path)))
+        config = replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
     draft = config.rollout.draft
     if not draft.path and (native := _native_mtp(config.model)):
         if draft.kind == "mtp":
@@ -47,7 +48,7 @@ def resolved(config: Config, say: Say) -> Config:
         return config
     require(draft.learned, f"{_DRAFT} {draft.path} is for drafts of kind eagle3, mtp and model; rollout.draft.kind is {draft.kind}")
     folder = find_folder(draft.path, _DRAFT)
-    draft = replace(draft, path=_absolute(draft.path))
+    draft = replace(draft, path=absolute(draft.path))
     config = replace(config, rollout=replace(config.rollout, draft=draft))
     read = {"eagle3": _with_head, "mtp": _with_mtp, "model": _with_model}[draft.kind]
     config = read(config, folder, say)
@@ -55,12 +56,6 @@ def resolved(config: Config, say: Say) -> Config:
         model = replace(config.draft_model, rope_factor=config.model.rope_factor, rope=config.model.rope)
         config = replace(config, draft_model=model)
     return config
-
-
-def _absolute(path: str) -> str:
-    """A folder's path from anywhere; an id on the hub as it is."""
-    folder = Path(path).expanduser().absolute()
-    return str(folder) if folder.is_dir() else path
 
 
 def _native_mtp(model: ModelConfig) -> int:
@@ -127,10 +122,7 @@ def read_draft(config: Config, abstract: PyTree) -> PyTree:
         named = normal_names(_read_all(tensors), str(folder))
         lent = _lent(config, "lm_head.weight" not in named)
         arrays = head_arrays(draft_model(config), config.head, named, lent, str(folder))
-    host = filled(abstract, arrays)
-    return jax.tree.map(
-        lambda values, leaf: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index]), host, abstract
-    )
+    return jax.tree.map(from_host, abstract, filled(abstract, arrays))
 
 
 def _read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:

@@ -71,11 +71,7 @@ def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
 def put(tree: PyTree, like: PyTree) -> PyTree:
     """Host arrays, known to every process where it needs them, as global arrays placed as `like`."""
 
-    def one(leaf: Any, shape: Any) -> jax.Array:
-        host = np.asarray(leaf, shape.dtype)
-        return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: host[index])
-
-    return jax.tree.map(one, tree, like)
+    return jax.tree.map(lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like)
 
 
 def numbers(metrics: dict[str, Array]) -> dict[str, float]:

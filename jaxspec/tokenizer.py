@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from jaxspec.config import ConfigError
+from jaxspec.tensor_files import read_json
 
 CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -214,12 +215,12 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     path, config, chat_template, generation_config = (Path(folder) / name for name in FILES)
     if not path.is_file():
         raise ConfigError(f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a Hugging Face tokenizer")
-    if "model" not in _read_json(path):
+    if "model" not in read_json(path):
         raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
-    settings = _read_json(config)
+    settings = read_json(config) if config.is_file() else {}
     if chat_template.is_file():
         settings["chat_template"] = chat_template.read_text(encoding="utf-8")
-    ends = _read_json(generation_config).get("eos_token_id")
+    ends = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids, enable_thinking)
 
@@ -232,18 +233,6 @@ def character_tokenizer() -> Tokenizer:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
     return Tokenizer(backend, {**SPECIALS, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, "built-in")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); download the file again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: holds a {type(content).__name__} instead of an object; download the file again")
-    return content
 
 
 def _raise_exception(message: str) -> None:

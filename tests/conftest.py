@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,11 @@ from jaxspec.config import (  # noqa: E402
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
+from jaxspec.models.hf import policy_rows  # noqa: E402
+from jaxspec.models.hf_config import config_json  # noqa: E402
+from jaxspec.pretrained import tensors_of  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
+from jaxspec.tensor_files import write_tensors  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -353,3 +358,11 @@ def numpy_mtp_slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.nd
         out = out + numpy_softmax(scores) @ np.array([values[shared] for _, values in seen]) @ weights["output"][head]
     out = out + numpy_swiglu(numpy_rms_norm(out, weights["ffn_norm"], eps), weights["gate"], weights["up"], weights["down"])
     return numpy_rms_norm(out, weights["norm"], eps)
+
+
+def save_policy(folder: Path, model: ModelConfig, seed: int = 0) -> Path:
+    """A folder with the checkpoint of `tiny_network(Decoder, model, seed)` in one file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
+    list(write_tensors(folder, tensors_of(policy_rows(model), tiny_network(Decoder, model, seed), np.float32)))
+    return folder

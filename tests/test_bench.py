@@ -25,11 +25,10 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import named_leaves, places, policy_rows
 from jaxspec.models.hf_config import config_json
-from jaxspec.pretrained import tensors_of
 from jaxspec.program import make_job
 from jaxspec.state import Prompts
 from jaxspec.tensor_files import write_tensors
-from tests.conftest import small_mesh, tiny_model, tiny_network
+from tests.conftest import save_policy, small_mesh, tiny_model
 
 CONFIG = Config(
     model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
@@ -167,8 +166,7 @@ def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], 
 def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Onto eight devices; the sizes are those of the weights, worked out by hand, in the type that was asked for."""
     model = tiny_model(dtype="float32")
-    (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
-    list(write_tensors(tmp_path, tensors_of(policy_rows(model), tiny_network(Decoder, model), np.float32)))
+    save_policy(tmp_path, model)
     layer = 16 * 4 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16 + 2 * 4
     elements = 2 * 11 * 16 + 4 * layer + 16
     for dtype, size in (("float32", 4), ("bfloat16", 2)):

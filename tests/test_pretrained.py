@@ -17,12 +17,10 @@ from jaxspec import tensor_files
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import policy_rows
-from jaxspec.models.hf_config import config_json
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import Checkpoint, find_folder, fingerprint, merger, policy_checkpoint, policy_config, tensors_of
+from jaxspec.pretrained import Checkpoint, find_folder, fingerprint, merger, policy_checkpoint, policy_config
 from jaxspec.tensor_files import WEIGHTS, open_tensors, read_json, write_tensors
-from tests.conftest import small_mesh, tiny_model, tiny_network
+from tests.conftest import save_policy, small_mesh, tiny_model, tiny_network
 
 MODEL = tiny_model(dtype="float32")
 
@@ -30,11 +28,7 @@ MODEL = tiny_model(dtype="float32")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint in one file."""
-    made = tmp_path / "checkpoint"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(config_json(MODEL, "float32", {})))
-    list(write_tensors(made, tensors_of(policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32)))
-    return made
+    return save_policy(tmp_path / "checkpoint", MODEL)
 
 
 def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

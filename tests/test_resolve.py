@@ -15,25 +15,20 @@ from jaxspec.drafts.build import build_network
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.hf import policy_rows
-from jaxspec.models.hf_config import config_json
 from jaxspec.models.hf_draft_config import draft_config_json
 from jaxspec.models.hf_drafts import draft_tensors
 from jaxspec.models.mtp import Mtp
 from jaxspec.pretrained import tensors_of
 from jaxspec.resolve import read_draft, resolved
-from jaxspec.tensor_files import WEIGHTS, write_tensors
-from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network
+from jaxspec.tensor_files import WEIGHTS
+from tests.conftest import eagle3, save_policy, small_mesh, tiny_model, tiny_network
 
 MODEL = tiny_model(dtype="float32", rope=RopeConfig(context=64))
 
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    folder = tmp_path / "policy"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_json(MODEL, "float32", {})))
-    list(write_tensors(folder, tensors_of(policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32)))
-    return folder
+    return save_policy(tmp_path / "policy", MODEL)
 
 
 def save_head(folder: Path, network: Eagle3, form: Any = "raw", **more: np.ndarray) -> Path:

@@ -15,6 +15,7 @@ from jaxspec.state import PyTree
 REDUNDANT = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
 
+_SHOWN = 5
 MIMO_MTP = "model.mtp_layers."
 """Beginning of the names of MiMo's own multi-token-prediction layers."""
 
@@ -154,3 +155,8 @@ def _axes(layout: str) -> tuple[list[list[str]], list[str]]:
     """Axes of their tensor, in groups that are merged, and of ours."""
     theirs, ours = layout.split("->")
     return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\w+)", theirs)], ours.split()
+
+
+def shown(names: Sequence[str], separator: str = ", ") -> str:
+    """The first few names, and how many more there are, for a message."""
+    return separator.join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

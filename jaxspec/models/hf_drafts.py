@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.config import HeadConfig, ModelConfig, require
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.hf import MIMO_MTP, Row, layer_rows, named_leaves, places, to_ours, to_theirs
+from jaxspec.models.hf import MIMO_MTP, Row, layer_rows, named_leaves, places, shown, to_ours, to_theirs
 from jaxspec.models.hf_draft_config import Form
 from jaxspec.models.mtp import Mtp
 
@@ -60,8 +60,8 @@ def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> d
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
     missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
-    require(not missing, f"{source} lacks {_some(missing)}; it is damaged, or its config.json speaks of another draft")
-    require(not unknown, f"{source} has {_some(unknown)}, which a draft of this form has no place for")
+    require(not missing, f"{source} lacks {shown(missing)}; it is damaged, or its config.json speaks of another draft")
+    require(not unknown, f"{source} has {shown(unknown)}, which a draft of this form has no place for")
     found: dict[str, np.ndarray] = {}
     for name, place in wanted.items():
         tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
@@ -69,10 +69,6 @@ def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> d
         require(tensor.shape == place.shape, fits)
         found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(row, tensor, shape[row.leading :])
     return found
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # ---- reading
@@ -213,8 +209,8 @@ def filled(network: Any, arrays: Arrays) -> Any:
     """
     leaves = named_leaves(network)
     missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
-    require(not missing, f"the draft's {_some(missing)} is not among what was loaded")
-    require(not foreign, f"the draft has no {_some(foreign)}, which was loaded")
+    require(not missing, f"the draft's {shown(missing)} is not among what was loaded")
+    require(not foreign, f"the draft has no {shown(foreign)}, which was loaded")
     for name, leaf in leaves.items():
         shapes = f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was loaded"
         require(arrays[name].shape == leaf.shape, shapes)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jaxspec.architecture import FamilyConfig
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig
@@ -274,9 +275,9 @@ def assert_the_same_as_peft(ours: Decoder, theirs: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.hf
 def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> None:
-    peft, save = pytest.importorskip("peft"), pytest.importorskip("safetensors.numpy").save_file
+    peft = pytest.importorskip("peft")
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
-    save(adapter_tensors(network), tmp_path / "adapter_model.safetensors")
+    save_file(adapter_tensors(network), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")))
     theirs = peft.PeftModel.from_pretrained(hugging_face(base), str(tmp_path), autocast_adapter_dtype=False)
     assert_the_same_as_peft(merged(network), theirs)
@@ -287,7 +288,7 @@ def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> No
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapters_of_peft_are_merged_as_it_applies_them(tmp_path: Path, rslora: bool) -> None:
     """With ranks and alphas of their own for some modules, on some layers only."""
-    peft, torch, load = (pytest.importorskip(name) for name in ("peft", "torch", "safetensors.numpy"))
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     base = tiny_network(Decoder, MODEL, 1)
     settings = peft.LoraConfig(
         r=4,
@@ -305,5 +306,5 @@ def test_adapters_of_peft_are_merged_as_it_applies_them(tmp_path: Path, rslora: 
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     theirs.save_pretrained(str(tmp_path))
-    tensors = load.load_file(tmp_path / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert_the_same_as_peft(merge_adapters(base, tensors, json.loads((tmp_path / "adapter_config.json").read_text())), theirs)
