@@ -30,8 +30,8 @@ POOR, CHANCE = 0.5, 0.2
 heads agree with their policy in more than half of all tokens, miswired ones in 1 to 15 % (drafters.md 1.3), weak ones in between."""
 BETTER, TIMES = 0.15, 1.5
 """A repair must agree in so much more of the tokens, and so many times as often, to be named."""
-LEAST = 64
-"""Predicted tokens without which nothing is concluded."""
+LEAST, ENOUGH = 64, 256
+"""Predicted tokens without which nothing is concluded, and those that tell whether a repair helps (by 3 %): each is compiled anew."""
 
 
 class Reading(NamedTuple):
@@ -66,19 +66,23 @@ def probe(step: Step, policy: Decoder, network: PyTree, tokens: Int[np.ndarray, 
         (np.asarray(tokens, np.int32), np.arange(tokens.shape[1]) < lengths[:, None]), meshes.replicated(step.mesh)
     )
     dtype = jnp.dtype(step.config.model.dtype)
-    depths = max(2, step.draft_length)
-    objective = Objective(total_variation, depths, 1.0, step.settings.processing.temperature)
     taps = step.draft.taps
-    read = partial(_read, policy, tokens=tokens, mask=inside, objective=objective, dtype=dtype)
-    agreement, acceptance = jax.device_get(read(network, _pass(policy, tokens, taps, dtype)))
+
+    def read(network: PyTree, taps: tuple[int, ...], depths: int, rows: int) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
+        objective = Objective(total_variation, depths, 1.0, step.settings.processing.temperature)
+        texts, mask = tokens[:rows], inside[:rows]
+        return _read(policy, network, _pass(policy, texts, taps, dtype), texts, mask, objective, dtype)
+
+    agreement, acceptance = jax.device_get(read(network, taps, max(2, step.draft_length), len(tokens)))
     skipped = 1 if isinstance(network, Decoder) else 2  # tokens before the first that is predicted
-    reading = Reading(agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum()))
+    predicted = np.cumsum(np.maximum(lengths - skipped, 0))
+    reading = Reading(agreement.tolist(), acceptance.tolist(), int(predicted[-1]))
     poor = next((depth for depth, share in enumerate(reading.agreement[:2]) if share < POOR), None)
     if poor is None or reading.tokens < LEAST:
         return reading
-    readings = {}
+    readings, rows = {}, int(np.searchsorted(predicted, ENOUGH)) + 1
     for repair in repairs(network, taps, step.config.model):
-        agreement, _ = read(repair.network, _pass(policy, tokens, repair.taps, dtype))
+        agreement, _ = read(repair.network, repair.taps, poor + 1, rows)
         readings[repair[:2]] = float(agreement[poor])
     return reading._replace(warning=_diagnosis(reading.agreement[poor], poor + 1, readings))
 
@@ -163,7 +167,6 @@ def _read(
     policy: Decoder,
     network: PyTree,
     forward: Forward,
-    *,
     tokens: Int[Array, "B S"],
     mask: Bool[Array, "B S"],
     objective: Objective,

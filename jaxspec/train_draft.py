@@ -291,10 +291,10 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if not, why."""
-    config = job.config
-    problems, _ = load_problems(config.data, job.tokenizer)
+    problems, _ = load_problems(job.config.data, job.tokenizer)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
-    reading = probe(job.step, policy, network, *pad_prompts(few, config.data.max_prompt_length, job.tokenizer.pad_id))
+    longest = max(len(problem.ids) for problem in few)
+    reading = probe(job.step, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id))
     job.say(report(reading))
     if reading.warning:
         job.say(f"warning: {reading.warning}")
