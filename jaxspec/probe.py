@@ -30,8 +30,8 @@ POOR, CHANCE = 0.5, 0.2
 heads agree with their policy in more than half of all tokens, miswired ones in 1 to 15 % (drafters.md 1.3), weak ones in between."""
 BETTER, TIMES = 0.15, 1.5
 """A repair must agree in so much more of the tokens, and so many times as often, to be named."""
-LEAST, ENOUGH = 64, 256
-"""Predicted tokens without which nothing is concluded, and those that tell whether a repair helps (by 3 %): each is compiled anew."""
+LEAST = 64
+"""Predicted tokens without which nothing is concluded."""
 
 
 class Reading(NamedTuple):
@@ -68,21 +68,19 @@ def probe(step: Step, policy: Decoder, network: PyTree, tokens: Int[np.ndarray, 
     dtype = jnp.dtype(step.config.model.dtype)
     taps = step.draft.taps
 
-    def read(network: PyTree, taps: tuple[int, ...], depths: int, rows: int) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
+    def read(network: PyTree, taps: tuple[int, ...], depths: int) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
         objective = Objective(total_variation, depths, 1.0, step.settings.processing.temperature)
-        texts, mask = tokens[:rows], inside[:rows]
-        return _read(policy, network, _pass(policy, texts, taps, dtype), texts, mask, objective, dtype)
+        return _read(policy, network, _pass(policy, tokens, taps, dtype), tokens, inside, objective, dtype)
 
-    agreement, acceptance = jax.device_get(read(network, taps, max(2, step.draft_length), len(tokens)))
+    agreement, acceptance = jax.device_get(read(network, taps, max(2, step.draft_length)))
     skipped = 1 if isinstance(network, Decoder) else 2  # tokens before the first that is predicted
-    predicted = np.cumsum(np.maximum(lengths - skipped, 0))
-    reading = Reading(agreement.tolist(), acceptance.tolist(), int(predicted[-1]))
+    reading = Reading(agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum()))
     poor = next((depth for depth, share in enumerate(reading.agreement[:2]) if share < POOR), None)
     if poor is None or reading.tokens < LEAST:
         return reading
-    readings, rows = {}, int(np.searchsorted(predicted, ENOUGH)) + 1
+    readings = {}
     for repair in repairs(network, taps, step.config.model):
-        agreement, _ = read(repair.network, repair.taps, poor + 1, rows)
+        agreement, _ = read(repair.network, repair.taps, poor + 1)
         readings[repair[:2]] = float(agreement[poor])
     return reading._replace(warning=_diagnosis(reading.agreement[poor], poor + 1, readings))
 

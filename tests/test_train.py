@@ -115,7 +115,7 @@ class Process:
         os.killpg(self.handle.pid, number)
 
     def finish(self, status: int = 0) -> str:
-        self.handle.wait(timeout=900)  # a run that hangs; a slow machine takes a third of it
+        self.handle.wait(timeout=400)
         output = self.log.read_text()
         assert self.handle.returncode == status, output
         return output
@@ -348,10 +348,10 @@ def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(cache: Pat
     not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(), reason="needs GSM8K and Qwen3's tokenizer beside the checkout"
 )
 def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path, tmp_path: Path) -> None:
-    """Runs, leaves as a Hugging Face folder, and goes on from that: policy, draft and tokenizer are the folder's."""
+    """Runs, resumes, leaves as a Hugging Face folder, and goes on from that: policy, draft and tokenizer are the folder's."""
     data = ROOT.parent / "shared/data"
     narrow = {"model.layers": 4, "model.embed": 32, "model.heads": 2, "model.kv_heads": 2, "model.head_size": 16, "model.ffn": 64}
-    batch = {"grpo.prompts": 2, "grpo.group_size": 2, "rollout.max_new_tokens": 16, "data.max_prompt_length": 160, "data.eval_prompts": 2}
+    batch = {"grpo.prompts": 2, "grpo.group_size": 2, "rollout.max_new_tokens": 16, "data.max_prompt_length": 96, "data.eval_prompts": 2}
     real = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer"}
 
     def launched(*words: str) -> str:
@@ -363,8 +363,9 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path
         return launched("jaxspec.train", "--config", str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b", *words, *more)
 
     assert "problems left out" in run("text", 1, narrow | real)
-    (line,) = lines(tmp_path / "text")
-    assert line["status/eos"] + line["status/length"] == 4
+    assert "resuming" in run("text", 2, narrow | real)
+    assert [line["step"] for line in lines(tmp_path / "text")] == [0, 1]
+    assert all(line["status/eos"] + line["status/length"] == 4 for line in lines(tmp_path / "text"))
     sample = json.loads((tmp_path / "text/samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("<|im_start|>user\n")
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
