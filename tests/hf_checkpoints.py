@@ -1,11 +1,22 @@
-"""Random small checkpoints of every family, written by transformers, and what transformers computes with them."""
+"""Random small checkpoints of every family, written by transformers, and what transformers and we compute with them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.config import ModelConfig
+from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.pretrained import policy_checkpoint, policy_config
+from tests.conftest import small_mesh
+
+LENGTH = 40
+"""More positions than the stretched cases were made for (16)."""
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -78,3 +89,21 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     content = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
+    config = policy_config(ModelConfig(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
+    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
+    wanted = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
+    return policy_checkpoint(config, wanted).load(lambda _: None)
+
+
+def tokens_of(rows: int = 2) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 37, (rows, LENGTH)).astype(np.int32)
+
+
+@jax.jit
+def whole(policy: Decoder, tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return policy.logits(policy(tokens, positions).hidden)

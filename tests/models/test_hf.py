@@ -1,48 +1,26 @@
 """Checkpoints that transformers writes give transformers' logits, with and without a cache, from one file or several, on any mesh."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
-from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import Row, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.models.kv import empty_cache
-from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import policy_checkpoint, policy_config, tensors_of
+from jaxspec.pretrained import tensors_of
 from jaxspec.sync import cast
 from tests.conftest import small_mesh
-from tests.hf_checkpoints import CASES, logits, make
+from tests.hf_checkpoints import CASES, load, logits, make, tokens_of, whole
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.hf
 
 QUICK = ("qwen3", "qwen3-moe")
-LENGTH, FIRST = 40, 24
-"""More positions than the stretched cases were made for (16)."""
-
-
-def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
-    config = policy_config(ModelConfig(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
-    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
-    wanted = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
-    return policy_checkpoint(config, wanted).load(lambda _: None)
-
-
-def tokens_of(rows: int = 2) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 37, (rows, LENGTH)).astype(np.int32)
-
-
-@jax.jit
-def whole(policy: Decoder, tokens: jax.Array) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return policy.logits(policy(tokens, positions).hidden)
+FIRST = 24
+"""Positions of the first of two blocks."""
 
 
 @jax.jit
@@ -66,7 +44,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(in_two_blocks(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4)
     # Their padding stands on the left, ours on the right.
     left = np.concatenate([np.zeros((2, 7), np.int32), tokens[:, :-7]], axis=1)
-    mask = (np.arange(LENGTH) >= 7).astype(np.int32)[None].repeat(2, axis=0)
+    mask = (np.arange(tokens.shape[1]) >= 7).astype(np.int32)[None].repeat(2, axis=0)
     padded = np.concatenate([tokens[:, :-7], np.full((2, 7), 5, np.int32)], axis=1)
     found = np.asarray(whole(policy, jnp.asarray(padded)))[:, :-7]
     np.testing.assert_allclose(found, logits(model, left, mask)[:, 7:], rtol=0, atol=1e-4)

@@ -13,8 +13,7 @@ from jaxspec.rollout.generate import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts
 from tests.conftest import eagle3, no_history, tiny_network
-from tests.hf_checkpoints import make
-from tests.models.test_hf import load
+from tests.hf_checkpoints import load, make
 from tests.rollout.harness import assert_same_rows, compiled
 
 pytest.importorskip("transformers")

@@ -18,8 +18,7 @@ from jaxspec.models.hf_drafts import draft_tensors
 from jaxspec.models.mtp import Mtp
 from jaxspec.resolve import read_draft, resolved
 from tests.conftest import numpy_weights, small_mesh, tiny_model, tiny_network
-from tests.hf_checkpoints import edit_config, logits, make
-from tests.models.test_hf import load, tokens_of, whole
+from tests.hf_checkpoints import edit_config, load, logits, make, tokens_of, whole
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("x64")]
