@@ -15,6 +15,7 @@ __all__ = [
     "DraftKind",
     "DraftSampling",
     "DraftTrainingConfig",
+    "EngineConfig",
     "FamilyConfig",
     "GrpoConfig",
     "HeadConfig",
@@ -35,6 +36,8 @@ DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 DraftSampling = Literal["argmax", "sample", "auto"]
 LookupKind = Literal["none", "ngram", "history"]
 VerifyRule = Literal["block", "token", "coupled"]
+AUTO_LENGTHS = (0, 1, 3, 5)
+"""Draft lengths that `auto` compiles; 0 is plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,9 @@ class DraftConfig:
     kind: DraftKind = "eagle3"
     """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction layers; `model`: a small decoder;
     `ngram`, `history`: look-up alone (see rollout.lookup); `none`: plain decoding through the same code."""
-    draft_length: int = 3
-    """Tokens drafted a round (K); a round keeps 1 to K+1 tokens."""
+    draft_length: int | Literal["auto"] = 3
+    """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3 or 5, whichever promises most tokens a
+    second by what was accepted so far and by what rounds cost on this machine."""
     sampling: DraftSampling = "auto"
     """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the temperature that the run itself
     measures to be best for each depth."""
@@ -66,10 +70,20 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         remedy = "at least 1 (draft.kind none is plain decoding)"
-        require(self.draft_length >= 1, f"draft.draft_length is {self.draft_length}; {remedy}")
+        require(self.longest >= 1, f"draft.draft_length is {self.draft_length}; {remedy}")
         require(self.temperature >= 0, f"draft.temperature is {self.temperature}; 0 (the most likely token) or more")
         for name, least in (("vocab", 0), ("ffn", 0), ("layers", 1)):
             require(getattr(self, name) >= least, f"draft.{name} is {getattr(self, name)}; at least {least}")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Draft lengths among which each round chooses; empty: it is always the same."""
+        return AUTO_LENGTHS if self.draft_length == "auto" else ()
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a round drafts."""
+        return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
 
     @property
     def learned(self) -> bool:
@@ -99,6 +113,31 @@ class LookupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory and loops of generation; nothing here changes a token's law, and in coupled mode no token."""
+
+    slots: int = 256
+    """Rows that a data shard generates at once; further ones wait until a slot is free."""
+    page_size: int = 0
+    """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the rows of a group share their prompt, at
+    the price of gathering them."""
+    pages: int = 0
+    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need. With fewer, a row may lose its pages for a while,
+    and reads its text again later."""
+    tail: bool = True
+    """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the slots."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("slots", 1), ("page_size", 0), ("pages", 0)):
+            require(getattr(self, name) >= least, f"rollout.engine.{name} is {getattr(self, name)}; at least {least}")
+        remedy = "give a page size too, 64 for example, or leave pages 0"
+        require(
+            self.page_size > 0 or self.pages == 0,
+            f"rollout.engine.pages is {self.pages}, but page_size 0 makes a page of every row; {remedy}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How responses are generated; the policy's law is that of `temperature`, `top_k`, `top_p`, `min_new_tokens` and `banned`."""
 
@@ -120,6 +159,7 @@ class RolloutConfig:
     """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled` gives the very tokens of plain decoding."""
     slice_rounds: int = 8
     """With --staged, rounds between two looks at signals."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
@@ -315,6 +355,8 @@ class Config:
     """Batches between checkpoints (the last is always saved)."""
     eval_every: int = 20
     """Batches between held-out evaluations (first and last always)."""
+    profile: str = ""
+    """Batches to trace, as FIRST:END without the last (10:12 are two); the trace for ui.perfetto.dev goes to `workdir`. Empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
@@ -331,3 +373,16 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "eval_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; at least 1")
+        numbers_of("profile", self.profile)
+
+
+def numbers_of(name: str, text: str) -> range:
+    """The numbers that FIRST:END stands for, END excluded; none for an empty text.
+
+    Raises:
+      ConfigError: it stands for none.
+    """
+    first, _, end = (text or "0:0").partition(":")
+    whole = first.isdecimal() and end.isdecimal() and (int(first) < int(end) or not text)
+    require(whole, f"{name} is {text!r}; FIRST:END with END above FIRST, such as 10:12 for the two from 10 on")
+    return range(int(first), int(end))

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxspec.config import Config, require
 
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
-FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "rollout.slice_rounds", *_MESH})
+FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "profile", "rollout.slice_rounds", *_MESH})
 """Keys that may differ when a run is resumed: they change where and how long it runs, not what it computes."""
 
 
@@ -75,6 +76,8 @@ def _typed(value: Any, wanted: Any) -> Any:
 
 def _fits(value: Any, wanted: Any) -> bool:
     """Whether a value of JSON is of a setting's type."""
+    if get_origin(wanted) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(wanted))
     if get_origin(wanted) is tuple:
         return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
     if get_origin(wanted) is Literal:
@@ -84,6 +87,8 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 def _named(wanted: Any) -> str:
     """A setting's type, in words."""
+    if get_origin(wanted) in (Union, UnionType):
+        return " or ".join(_named(part) for part in get_args(wanted))
     if get_origin(wanted) is tuple:
         return f"a list of {get_args(wanted)[0].__name__}"
     return f"one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else f"of type {wanted.__name__}"

@@ -34,6 +34,7 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
         require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
     _check_drafts(config)
     _check_positions(config)
+    _check_pool(config, prompts // data)
     source = config.data
     remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
     require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
@@ -49,11 +50,29 @@ def _check_positions(config: Config) -> None:
     require(model.positions == 0 or prompt + response <= model.positions, f"{longest}, and the model has {model.positions}; {remedy}")
 
 
+def smallest_pool(prompts: int, prompt: int, response: int, draft_length: int, page_size: int) -> int:
+    """Pages with which a shard's longest row can end: those of all its prompts, which stay until their groups have ended, and its own."""
+    return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
+
+
+def _check_pool(config: Config, prompts: int) -> None:
+    """Whether the pages of a data shard with so many prompts are enough for one row."""
+    engine, length = config.rollout.engine, config.rollout.draft.longest if config.rollout.draft.kind != "none" else 0
+    if not engine.pages:
+        return
+    prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
+    least = smallest_pool(prompts, prompt, response, length, engine.page_size)
+    numbers = f"{prompts} prompts of up to {prompt} tokens and one row of {prompt + response} (and a block of {length + 1}) need {least}"
+    given = f"rollout.engine.pages {engine.pages} of {engine.page_size} positions are too few for a data shard"
+    require(engine.pages >= least, f"{given}: {numbers}; set --rollout.engine.pages {least} or more, or 0 for all that can be needed")
+
+
 def _check_drafts(config: Config) -> None:
     """Whether draft and look-up fit the policy, the response and one another."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
-    lengths = f"rollout.draft.draft_length {draft.draft_length} and rollout.max_new_tokens {rollout.max_new_tokens}"
-    shorter = draft.kind == "none" or draft.draft_length < rollout.max_new_tokens
+    auto = " (the longest of auto)" if draft.draft_length == "auto" else ""
+    lengths = f"rollout.draft.draft_length {draft.longest}{auto} and rollout.max_new_tokens {rollout.max_new_tokens}"
+    shorter = draft.kind == "none" or draft.longest < rollout.max_new_tokens
     require(shorter, f"{lengths}: a draft must be shorter than a response; lower the first or raise the second")
     beside = f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and rollout.draft.kind is {draft.kind}"
     require(rollout.lookup.beside == "none" or draft.learned, f"{beside}; choose eagle3, mtp or model, or that kind alone")

@@ -154,7 +154,7 @@ def _fill_draft(folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decod
             content = config_json(network.config, dtype.name, {"num_nextn_predict_layers": network.depth})
         else:
             vocab = 0 if network.vocabulary is None else network.head.shape[-1]
-            length = job.config.rollout.draft.draft_length
+            length = job.config.rollout.draft.longest
             content = draft_config_json(network.config, network.form, replace(model, path=str(out)), _form(options), vocab, length)
             content["torch_dtype"] = dtype.name
     _write_json(folder / CONFIG, content)

@@ -45,17 +45,21 @@ def initialize_processes() -> None:
         jax.distributed.initialize()
 
 
-def prepare_devices(wanted: int = 0) -> None:
-    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `wanted`.
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
+    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `wanted`, with `threads` each (0: all).
 
     Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as it is.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     local = os.environ.get("JAXSPEC_LOCAL_DEVICES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = int(local) if local else wanted or cores
-    os.environ.setdefault("NPROC", str(max(1, cores // count)))  # read by XLA's CPU client when it starts
+    count = int(local) if local else wanted or cores()
+    os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 
 

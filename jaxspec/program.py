@@ -94,13 +94,13 @@ def open_job(config: Config) -> Job:
     return job
 
 
-def start_jax(config: Config, devices: int) -> None:
+def start_jax(config: Config, devices: int, threads: int = 0) -> None:
     """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come before any use of a device."""
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    meshes.prepare_devices(devices)
+    meshes.prepare_devices(devices, threads)
 
 
 def largest_weight(model: ModelConfig) -> int:

@@ -32,9 +32,18 @@ class Called(NamedTuple):
     """Of this batch; what `learnt` counts is not in them."""
 
 
-Runner = Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
-"""Makes one step: learn, sync, generate. Consumes state and finished (their buffers are donated); the last argument is asked between
-slices of generation, where there are any, whether to stop."""
+class Runner(NamedTuple):
+    """Makes steps: learn, sync, generate."""
+
+    call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
+    """Consumes state and finished (their buffers are donated); the last argument is asked between slices of generation, where there are
+    any, whether to stop."""
+    programs: tuple[Any, ...]
+    """What it has compiled."""
+
+    def __call__(self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
+        """One step."""
+        return self.call(state, finished, prompts, stop)
 
 
 def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -98,7 +107,7 @@ def whole_step(step: Step, prompts: int) -> Runner:
         learnt, generated = numbers(learnt), numbers(generated)
         return Called(state, rollout, learnt, generated, {"time/step": time.perf_counter() - began})
 
-    return call
+    return Runner(call, (program,))
 
 
 class _Clock:
@@ -141,9 +150,10 @@ def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     advance, _ = ahead(one_slice, target, drafter, running, donate_argnums=2, out_shardings=same)
     unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
-    measure, _ = ahead(step.measure, engine.collect(running), drafter, out_shardings=whole)
+    measure, _ = ahead(step.measure, finished.rollout, drafter, out_shardings=whole)
     logprob, recomputed = ahead(step.logprob, state, finished.rollout)
-    tune, _ = ahead(step.tune, state.overlap_by_factor, finished, out_shardings=layout.overlap_by_factor)
+    tuned = layout.overlap_by_factor, layout.pace
+    tune, _ = ahead(step.tune, state.overlap_by_factor, state.pace, finished, out_shardings=tuned)
     train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
     train_policy, (_, metrics) = ahead(
         step.train_policy, state.policy, finished, recomputed, donate_argnums=0, out_shardings=(layout.policy, whole)
@@ -154,6 +164,7 @@ def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
 def staged_step(step: Step, prompts: int) -> Runner:
     """The same phases compiled one by one: honest seconds for each, and generation in slices of `rollout.slice_rounds`."""
     phases, learn_metrics = _compile_phases(step, prompts)
+    by_row = jax.tree.map(lambda leaf: leaf.sharding, abstract(step, prompts)[1].rollout)
 
     def learn(state: TrainState, finished: Finished) -> tuple[TrainState, dict[str, float]]:
         clock = _Clock()
@@ -162,8 +173,9 @@ def staged_step(step: Step, prompts: int) -> Runner:
         draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
         policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
         clock.seconds["time/train"] += clock.seconds["time/draft"]
-        measured = phases.tune(state.overlap_by_factor, finished)
-        return state.replace(policy=policy, draft=draft, overlap_by_factor=measured), numbers({**metrics, **draft_metrics}) | clock.seconds
+        measured, pace = phases.tune(state.overlap_by_factor, state.pace, finished)
+        state = state.replace(policy=policy, draft=draft, overlap_by_factor=measured, pace=pace)
+        return state, numbers({**metrics, **draft_metrics}) | clock.seconds
 
     def generate(target: Decoder, drafter: Drafter, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
         running = phases.begin(target, drafter, prompts)
@@ -171,7 +183,7 @@ def staged_step(step: Step, prompts: int) -> Runner:
             if stop():
                 return None
             running = phases.advance(target, drafter, running)
-        return engine.collect(running)
+        return jax.device_put(engine.collect(running), by_row)  # what has no elements comes without its sharding
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
         learnt = dict.fromkeys(learn_metrics, float("nan"))
@@ -183,7 +195,7 @@ def staged_step(step: Step, prompts: int) -> Runner:
         generated = {} if rollout is None else numbers(phases.measure(rollout, drafter))
         return Called(state, rollout, learnt, generated, {**clock.seconds, "time/step": time.perf_counter() - began})
 
-    return call
+    return Runner(call, tuple(phases))
 
 
 class Timed(NamedTuple):

@@ -4,10 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-# Streams of noise of one row; two draws never share a key.
-TARGET, DRAFT, COIN, NEXT = range(4)
+TARGET, ROUND = range(2)
+"""Streams of noise of one row: by absolute position, and by committed length at the start of a round."""
+
+STRETCH = 32
+"""How many weights are cumulated at once when a token is drawn by uniform numbers."""
 
 
 class Processing(NamedTuple):
@@ -110,29 +113,15 @@ def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     return -jnp.sum(jnp.where(possible, jnp.exp(logprobs) * jnp.where(possible, logprobs, 0), 0), axis=-1)
 
 
-def row_keys(key: Key[Array, ""], rows: Int[Array, " B"]) -> Key[Array, " B"]:
+def row_keys(key: Key[Array, ""], rows: Int[Array, " B"], stream: int) -> Key[Array, " B"]:
     """One key for each global row number, the same on every mesh."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-
-
-def offset_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], stream: int, count: int) -> Key[Array, "B count"]:
-    """Keys by (row, position, stream, offset): those of draws that must be fresh in every round."""
-
-    def one(key, position):
-        key = jax.random.fold_in(jax.random.fold_in(key, stream), position)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count, dtype=jnp.int32))
-
-    return jax.vmap(one)(keys, positions)
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), stream))(rows)
 
 
 def position_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], count: int) -> Key[Array, "B count"]:
-    """Keys by (row, absolute position), for `count` positions from each row's own: the coupled rule's noise."""
-
-    def one(key, position):
-        key = jax.random.fold_in(key, TARGET)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, position + jnp.arange(count, dtype=jnp.int32))
-
-    return jax.vmap(one)(keys, positions)
+    """Keys by (row, absolute position), for `count` positions from each row's own."""
+    offsets = jnp.arange(count, dtype=jnp.int32)
+    return jax.vmap(lambda key, position: jax.vmap(jax.random.fold_in, (None, 0))(key, position + offsets))(keys, positions)
 
 
 def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B T V"]:
@@ -140,11 +129,84 @@ def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array
     return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), dtype)))(keys)
 
 
-def uniform(keys: Key[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T"]:
-    """Uniform numbers in [0, 1), one for each key."""
-    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), dtype)))(keys)
+def uniforms(keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype) -> Float[Array, "B T count"]:
+    """So many independent uniform numbers in [0, 1) for each place of each row: Threefry-2x32 of (place, number) under the row's key.
+
+    `jax.random` would take a chain of small loops for a few numbers, which on a CPU is as long as the forward pass of a small model.
+    """
+    words = jax.random.key_data(keys)[:, None, None, :2]
+    wide = dtype == jnp.float64
+    numbers = jnp.arange(count if wide else -(-count // 2), dtype=jnp.uint32)
+    first, second = threefry(words[..., 0], words[..., 1], places[:, :, None].astype(jnp.uint32), numbers)
+    if wide:
+        bits = (first.astype(jnp.uint64) << 32 | second.astype(jnp.uint64)) >> 12
+        return bits.astype(dtype) * 2.0**-52
+    both = jnp.stack([first, second], axis=-1).reshape(*places.shape, -1)[:, :, :count]
+    return (both >> 9).astype(dtype) * jnp.asarray(2.0**-23, dtype)
 
 
-def categorical(logprobs: Float[Array, "*B V"], noise: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """Samples by the Gumbel-max trick; a token of probability 0 is never drawn."""
-    return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
+def threefry(
+    key0: UInt32[Array, "*#B"], key1: UInt32[Array, "*#B"], first: UInt32[Array, "*#B"], second: UInt32[Array, "*#B"]
+) -> tuple[UInt32[Array, "*B"], UInt32[Array, "*B"]]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011), element by element."""
+    keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
+    first, second = first + keys[0], second + keys[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            first = first + second
+            second = first ^ (second << turn | second >> (32 - turn))
+        first, second = first + keys[(group + 1) % 3], second + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return first, second
+
+
+class Uniforms(NamedTuple):
+    """What one draw takes instead of Gumbel noise: a uniform number in [0, 1) for each level of the search for its token."""
+
+    levels: Float[Array, "*B N"]
+
+
+Noise = Float[Array, "*B V"] | Uniforms
+"""What a token is drawn with: standard Gumbel noise, which target and draft can share, or less of it."""
+
+
+def level_count(vocab: int) -> int:
+    """Numbers of `Uniforms` that a draw from a vocabulary takes."""
+    levels = 1
+    while vocab > STRETCH:
+        vocab, levels = -(-vocab // STRETCH), levels + 1
+    return levels
+
+
+def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"]:
+    """Draws tokens with probability proportional to exp(logprobs); one of probability 0 is never drawn.
+
+    By Gumbel noise the draw is the argmax of the sum, which is what target and draft can share. By uniform numbers it is the inverse of the
+    cumulated probabilities, at a fraction of the cost: of ever shorter stretches of the vocabulary, down to the token, so that no number
+    has to resolve more than `STRETCH` of them.
+    """
+    if not isinstance(noise, Uniforms):
+        return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
+    return drawn(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)
+
+
+def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
+    """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated sums."""
+    stretches = [weights]
+    while stretches[-1].shape[-1] > STRETCH:
+        whole = stretches[-1]
+        count = -(-whole.shape[-1] // STRETCH)
+        spare = [(0, 0)] * (whole.ndim - 1) + [(0, count * STRETCH - whole.shape[-1])]
+        stretches[-1] = jnp.pad(whole, spare).reshape(*whole.shape[:-1], count, STRETCH)
+        stretches.append(jnp.sum(stretches[-1], axis=-1))
+    place = _at(stretches.pop(), noise.levels[..., len(stretches)])
+    for level, inner in reversed(list(enumerate(stretches))):
+        inside = jnp.take_along_axis(inner, place[..., None, None], axis=-2)[..., 0, :]
+        place = place * STRETCH + _at(inside, noise.levels[..., level])
+    return place
+
+
+def _at(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+    """The first entry with a weight whose cumulated sum exceeds the given share of the whole."""
+    ends = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)  # sums may grow by rounding at an entry without a weight
+    last = jnp.max(ends, axis=-1, keepdims=True)
+    return jnp.argmax((ends > uniform[..., None] * last) | (ends == last), axis=-1).astype(jnp.int32)

@@ -137,7 +137,8 @@ class Session:
 
     def __init__(self, job: Job, target: Decoder, drafter: Drafter, samples: int) -> None:
         # A group of one is no group to learn from, so the config cannot say it.
-        step = replace(job.step, settings=job.step.settings._replace(group_size=samples))
+        step = job.step.answering(1, samples)
+        step = replace(step, settings=step.settings._replace(tail=(), lengths=()))  # a round at a time, all alike
 
         def one_round(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
             return step.advance(target, drafter, running, jnp.int32(1))

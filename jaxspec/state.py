@@ -97,6 +97,10 @@ class Statistics(Tree):
     """The same at each draft temperature factor of the grid, in the first row of each of the n groups."""
     draft_entropy: Float[AnyArray, "B K"]
     """Over the rounds of `reached`, in nats; 0 for drafts that draw nothing."""
+    began: Int[AnyArray, " B"]
+    """Rounds of its shard before the row got a slot."""
+    ended: Int[AnyArray, " B"]
+    """Rounds of its shard when the row ended; 0: it has not."""
     target_entropy: Float[AnyArray, " B"]
     """Over the tokens of the response, in nats."""
 
@@ -138,11 +142,35 @@ class Learner(Tree):
 
 
 @pytree
+class Known(Tree):
+    """What is known of a draft's acceptance, by depth."""
+
+    reached: Float[Array, "*n K"]
+    """Drafts offered after all before them were kept; earlier calls count less."""
+    kept: Float[Array, "*n K"]
+    """Those of them that were kept."""
+    spare: Float[Array, "*n"]
+    """Seconds, by the cost table, that may be lost on trying a longer draft."""
+
+
+@pytree
+class Pace(Tree):
+    """What draft lengths are chosen by."""
+
+    known: Known
+    """Before the call."""
+    cost: Float[Array, "A S C"]
+    """Seconds of a round by draft length, number of slots (most first) and context; zeros: not measured yet."""
+
+
+@pytree
 class Drafter(Tree):
-    """The draft in the rollout layout, and at which temperature of the grid it samples each depth."""
+    """The draft in the rollout layout, at which temperature of the grid it samples each depth, and what its lengths are chosen by."""
 
     network: PyTree
     choice: Int[Array, " K"]
+    pace: Pace | None = None
+    """None: all rounds draft alike."""
 
 
 @pytree
@@ -155,3 +183,5 @@ class TrainState(Tree):
     """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
     draft_online: Bool[Array, ""]
     """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""
+    pace: Pace | None = None
+    """None: all rounds draft alike."""

@@ -17,6 +17,7 @@ from jaxspec import mesh as meshes
 from jaxspec.config import Config
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.build import build_draft, build_network, check_fits
+from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, Adapted, merged
@@ -25,15 +26,20 @@ from jaxspec.rl.advantage import group_advantages
 from jaxspec.rl.draft_loss import LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
 from jaxspec.rl.loss import grpo_loss, masked_mean
-from jaxspec.rollout import draft_temperature
+from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import ADAPTERS, EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Prompts, PyTree, Rollout, TrainState
+from jaxspec.state import ADAPTERS, EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Pace, Prompts, PyTree, Rollout, TrainState
 from jaxspec.sync import cast, to_rollout
 
 Metrics = dict[str, Num[Array, ""]]
+
+
+SMALLEST_TAIL = 4
+"""Slots below which a smaller loop saves nothing that compiling it is worth."""
 
 
 class Recomputed(NamedTuple):
@@ -50,7 +56,8 @@ class Step:
 
     config: Config
     mesh: Mesh
-    settings: engine.Settings
+    settings: Settings
+    arrangement: Arrangement
     draft: Draft | None
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
@@ -62,7 +69,17 @@ class Step:
 
     def plain(self) -> "Step":
         """The same step with plain decoding."""
-        return dataclasses.replace(self, draft=None)
+        return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
+
+    def answering(self, prompts: int, group_size: int) -> "Step":
+        """The same step with other slots and groups: for `prompts` a call, each with `group_size` answers."""
+        rows = prompts * group_size // self.mesh.shape[meshes.DATA]
+        options = self.config.rollout.engine
+        slots = min(options.slots, rows)
+        tail = tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL) if options.tail else ()
+        arrangement = best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, slots)
+        settings = self.settings._replace(group_size=group_size, slots=slots, tail=tail)
+        return dataclasses.replace(self, settings=settings, arrangement=arrangement)
 
     # ---- state
 
@@ -78,7 +95,9 @@ class Step:
         online = jnp.asarray(self.config.draft_training.online and network is not None)
         measured = draft_temperature.start(self.draft_length, self.settings.grid)
         learner = optim.start(self._trained(policy), self.policy_optimizer)
-        return TrainState(policy=learner, draft=draft, overlap_by_factor=measured, draft_online=online)
+        size = self.config.data.max_prompt_length + self.settings.max_new_tokens
+        pace = draft_length.unmeasured(self.settings.lengths, size) if self.settings.lengths else None
+        return TrainState(policy=learner, draft=draft, overlap_by_factor=measured, draft_online=online, pace=pace)
 
     def fresh(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
@@ -121,24 +140,30 @@ class Step:
 
     # ---- phases
 
+    @jax.named_scope("sync")
     def prepare(self, state: TrainState) -> tuple[Decoder, Drafter]:
-        """Policy, with its adapters merged, and draft in the rollout layout and type."""
+        """Policy, with its adapters merged, and draft in the rollout layout, arrangement and type."""
         networks = merged(state.policy.network), state.draft.network if state.draft else None
-        policy, network = to_rollout(networks, self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
-        return policy, Drafter(network=network, choice=draft_temperature.choose(state.overlap_by_factor, self.settings.grid))
+        networks = to_rollout(networks, self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
+        policy, network = arranged(networks, self.arrangement)
+        choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
+        return policy, Drafter(network=network, choice=choice, pace=state.pace)
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), prompts.stream), prompts.batch)
 
+    @jax.named_scope("generate")
     def generate(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
         return engine.generate(target, drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
 
+    @jax.named_scope("generate")
     def begin(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> engine.Engine:
         """Prefills, for generation in slices."""
         return engine.begin_sharded(target, drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
 
+    @jax.named_scope("generate")
     def advance(self, target: Decoder, drafter: Drafter, running: engine.Engine, max_rounds: Int[Array, ""]) -> engine.Engine:
         """One slice of generation."""
         return engine.advance_sharded(target, drafter, self.draft, running, max_rounds, self.settings, self.mesh)
@@ -156,6 +181,7 @@ class Step:
             **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
         }
 
+    @jax.named_scope("logprob")
     def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
         policy = cast(merged(state.policy.network), jnp.dtype(self.config.model.dtype))
@@ -163,6 +189,7 @@ class Step:
         old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
         return Recomputed(old_logprobs, entropy, forward)
 
+    @jax.named_scope("train")
     def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
         """One GRPO update; nothing of the draft enters it."""
         rollout = finished.rollout
@@ -219,13 +246,15 @@ class Step:
         gradients_done = ~(metrics["grad_norm/policy"] < -1)
         waiting = state.replace(draft_online=state.draft_online & gradients_done)
         draft, draft_metrics = self.maybe_train_draft(waiting, finished, recomputed)
-        measured = self.tune(state.overlap_by_factor, finished)
-        return state.replace(policy=policy, draft=draft, overlap_by_factor=measured), metrics | draft_metrics
+        measured, pace = self.tune(state.overlap_by_factor, state.pace, finished)
+        return state.replace(policy=policy, draft=draft, overlap_by_factor=measured, pace=pace), metrics | draft_metrics
 
-    def tune(self, measured: Float[Array, "K F"], finished: Finished) -> Float[Array, "K F"]:
-        """What the rollout measured about the draft's temperature, for the next ones."""
-        return draft_temperature.update(measured, finished.rollout.statistics)
+    def tune(self, measured: Float[Array, "K F"], pace: Pace | None, finished: Finished) -> tuple[Float[Array, "K F"], Pace | None]:
+        """What the rollout measured about the draft's temperature and acceptance, for the next ones."""
+        statistics = finished.rollout.statistics
+        return draft_temperature.update(measured, statistics), None if pace is None else draft_length.update(pace, statistics)
 
+    @jax.named_scope("train_draft")
     def maybe_train_draft(self, state: TrainState, finished: Finished, recomputed: Recomputed) -> tuple[Learner | None, Metrics]:
         """The draft update where the draft learns online; its metrics are NaN where it is frozen."""
         if state.draft is None:
@@ -252,10 +281,8 @@ class Step:
         """Learns from `finished`, syncs, generates the next rollout; returns it with the metrics of both."""
         with jax.named_scope("learn"):
             state, learn_metrics = self.learn(state, finished)
-        with jax.named_scope("sync"):
-            target, drafter = self.prepare(state)
-        with jax.named_scope("generate"):
-            rollout = self.generate(target, drafter, prompts)
+        target, drafter = self.prepare(state)
+        rollout = self.generate(target, drafter, prompts)
         return state, rollout, learn_metrics, self.measure(rollout, drafter)
 
 
@@ -279,21 +306,26 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         top_p=rollout.top_p,
         known=known,
     )
-    settings = engine.Settings(
+    settings = Settings(
         group_size=grpo.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
+        page_size=rollout.engine.page_size,
+        pages=rollout.engine.pages,
+        lengths=rollout.draft.lengths if rollout.draft.kind != "none" else (),
     )
-    return Step(
+    step = Step(
         config=config,
         mesh=mesh,
         settings=settings,
+        arrangement=Arrangement(),
         draft=build_draft(config, stop_ids),
         policy_optimizer=optim.adamw(optim.warmup(grpo.learning_rate, grpo.warmup_steps), grpo.grad_clip, grpo.weight_decay),
         draft_optimizer=optim.adamw(training.learning_rate, training.grad_clip),
     )
+    return step.answering(grpo.prompts, grpo.group_size)
 
 
 def _grid(config: Config) -> tuple[float, ...]:

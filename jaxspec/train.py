@@ -21,16 +21,19 @@ from rich.console import Console
 from jaxspec import metrics as measures
 from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, numbers_of
 from jaxspec.config_json import differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import MetricsWriter, Progress
+from jaxspec.pace import with_pace
+from jaxspec.profile import Profiler
 from jaxspec.program import Job, process_0_first, run
 from jaxspec.rl.optim import require_progress
+from jaxspec.rollout import draft_length
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
-from jaxspec.state import Finished, PyTree, TrainState
+from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.train_draft import cached_draft, load_draft, load_policy, say_agreement
 from jaxspec.train_sft import cached_policy
 
@@ -81,8 +84,9 @@ def main(job: Job, interrupt: Interrupt) -> int:
         claim_workdir(job, workdir)
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
         writer.cut_back(position.batch if position.line is None else position.line["step"])
-        with Progress("rl", config.steps, jax.process_index()) as progress:
-            done = Loop(job, interrupt, batches, checkpoints, writer, progress, runner).go(position)
+        profiler = Profiler(numbers_of("profile", config.profile), workdir / f"trace-{jax.process_index()}.json.gz", runner.programs, print)
+        with contextlib.closing(profiler), Progress("rl", config.steps, jax.process_index()) as progress:
+            done = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler).go(position)
     if not done:
         job.say(f"stopped before batch {position.batch}; the same command goes on from there")
         return 0
@@ -132,7 +136,23 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    return Position(state=state, finished=batches.nothing_finished(), batch=0)
+    return Position(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
+
+
+def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
+    """The state with what draft lengths are chosen by, where they are."""
+    if state.pace is None:
+        return state
+    job.say("measuring what rounds of each draft length cost on this machine, and what the draft is worth")
+    began = time.perf_counter()
+    state, lengths = with_pace(job.step, state, prompts), job.step.settings.lengths
+    assert state.pace is not None, "it was just measured"
+    full = np.asarray(state.pace.cost)[:, 0, 0]
+    kept = np.asarray(draft_length.expected_tokens(state.pace.known, lengths))
+    rounds = zip(lengths, full / full[0], kept, strict=True)
+    table = "; ".join(f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens" for length, cost, tokens in rounds)
+    job.say(f"measured in {time.perf_counter() - began:.1f} s: {table}")
+    return state
 
 
 def _network(state: TrainState) -> PyTree:
@@ -163,9 +183,10 @@ class Loop:
         writer: MetricsWriter,
         progress: Progress,
         runner: Runner,
+        profiler: Profiler,
     ):
         self.job, self.interrupt, self.batches, self.checkpoints = job, interrupt, batches, checkpoints
-        self.writer, self.progress, self.runner = writer, progress, runner
+        self.writer, self.progress, self.runner, self.profiler = writer, progress, runner, profiler
         self._looks = 0
 
     def go(self, position: Position) -> bool:
@@ -197,7 +218,8 @@ class Loop:
         began = time.perf_counter()
         prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
         data_seconds = time.perf_counter() - began
-        called = self.runner(position.state, position.finished, prompts, self.stop)
+        with self.profiler.call(batch):
+            called = self.runner(position.state, position.finished, prompts, self.stop)
         learnt, samples, position.state, position.line = position.line, position.samples, called.state, None
         if last or called.rollout is None:
             position.finished, position.samples = self.batches.nothing_finished(), []

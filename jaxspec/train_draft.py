@@ -145,7 +145,7 @@ def tokens_kept(acceptance: list[float]) -> list[float]:
 def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) -> list[float]:
     """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of `held_out`; a small model has one depth."""
     training = job.config.draft_training
-    depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.draft_length)
+    depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.longest)
 
     @jax.jit
     def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " A"]:
@@ -183,7 +183,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         reached["acceptance"] = measure(job, policy, network, measured)
         save_tree(folder / WEIGHTS, network)
         (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")
-    by_length = tokens_kept(reached["acceptance"][: draft.draft_length])
+    by_length = tokens_kept(reached["acceptance"][: draft.longest])
     would = f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep {by_length[-1]:.2f} tokens on held-out responses"
     job.say(f"the draft took {time.perf_counter() - began:.0f} s; {would}")
 
@@ -325,7 +325,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
-        Console().print(closing_table(reached, max(training.ttt_steps, draft.draft_length)))
+        Console().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
     job.say(f"draft: {weights}")
     return 0
 

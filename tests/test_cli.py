@@ -123,6 +123,7 @@ class TestLoad:
         ("argv", "draft"),
         [
             (["--rollout.draft.draft-length", "5"], DraftConfig(draft_length=5)),
+            (["--rollout.draft.draft_length", "auto"], DraftConfig(draft_length="auto")),
             (["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"], DraftConfig(kind="mtp", embedding_first=False)),
             (["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"], DraftConfig(kind="mtp", embedding_first=False)),
             (["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"], DraftConfig(kind="mtp")),

@@ -51,6 +51,7 @@ class TestCheck:
             (Config(sft=SftConfig(rows=20), mesh=MeshConfig(data=8)), 8, 1, ["sft.rows 20", "8 data shards", "16 or 24"]),
             (Config(offline=OfflineConfig(rows=4), mesh=MeshConfig(data=8)), 8, 1, ["offline.rows 4", "8 data shards", "8 or 16"]),
             (Config(rollout=RolloutConfig(max_new_tokens=3)), 1, 1, ["draft_length 3", "max_new_tokens 3"]),
+            (Config(rollout=RolloutConfig(max_new_tokens=5, draft=DraftConfig(draft_length="auto"))), 1, 1, ["draft_length 5", "auto"]),
             (Config(model=ModelConfig(layers=3)), 1, 1, ["model.layers is 3", "eagle3", "at least 4"]),
             (Config(rollout=RolloutConfig(draft=DraftConfig(vocab=41))), 1, 1, ["rollout.draft.vocab 41", "model.vocab 40"]),
             (Config(rollout=RolloutConfig(draft=DraftConfig(kind="mtp", vocab=20))), 1, 1, ["rollout.draft.vocab 20", "mtp"]),

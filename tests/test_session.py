@@ -14,6 +14,7 @@ import pytest
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import ConfigError, MeshConfig
 from jaxspec.config_json import to_json
+from jaxspec.models.arrangement import arranged
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
 from jaxspec.session import Run, find_run, read_prompt, restore
@@ -106,8 +107,9 @@ class TestFindRun:
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
         target, drafter = restored(run)
+        arrangement = make_job(CONFIG, small_mesh(1)).step.arrangement
         for found, wanted in ((target, policy()), (drafter.network, draft())):
-            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+            jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, arrangement))
         assert drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])

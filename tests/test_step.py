@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, MeshConfig, RolloutConfig
+from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, EngineConfig, GrpoConfig, MeshConfig, RolloutConfig
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.draft_temperature import DECAY, GRID
@@ -30,10 +30,10 @@ STOP = (1,)
 def config_of(
     verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0, sampling: Any = "sample"
 ) -> Any:
-    draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
+    draft, engine = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling), EngineConfig(tail=False)
     return tiny_config(
         MODEL,
-        rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, temperature=temperature),
+        rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature),
         grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),

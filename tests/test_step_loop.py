@@ -81,8 +81,9 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
     assert any(not set(groups(line)) <= peers for line in outside)
     rows, slots = ROWS // data, WIDTH + NEW + LENGTH
-    for layers in (MODEL.layers, 1):
-        shape = f"f64[{layers},{rows},{slots},{MODEL.kv_heads // tensor},{MODEL.head_size}]"
+    heads = MODEL.kv_heads // tensor
+    for page in (f"{MODEL.head_size},{slots}", f"{slots},{MODEL.head_size}"):  # keys, and values, of a layer of the policy or the draft
+        shape = f"f64[{rows},{heads},{page}]"
         assert any(shape in line for line in loop), "the caches are not where they are expected"
         copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
         assert not copies, copies

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.kv import KVCache
 from jaxspec.state import PyTree
 
 Sampler = Callable[[Float[Array, "B V"], int], Int[Array, " B"]]
@@ -24,11 +24,31 @@ class Proposal(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is committed: all that a draft may depend on. Rows of a group are adjacent."""
+    """What is committed: all that a draft may depend on. R rows, of which B are in slots; rows of a group are adjacent."""
 
-    tokens: Int[Array, "B S"]
-    """Prompt and response so far; zeros beyond `lengths`."""
+    tokens: Int[Array, "R S"]
+    """Prompt and response so far of every row; zeros beyond its end."""
     lengths: Int[Array, " B"]
+    """Tokens of each slot's row that it may look at."""
+    row: Int[Array, " B"] | None = None
+    """The row in each slot; None: slot b has row b."""
+    row_lengths: Int[Array, " R"] | None = None
+    """Tokens of every row; None: `lengths`."""
+
+    def rows(self) -> Int[Array, " B"]:
+        """The row in each slot; for an empty slot, the last one."""
+        numbers = jnp.arange(len(self.lengths), dtype=jnp.int32) if self.row is None else self.row
+        return jnp.minimum(numbers, len(self.tokens) - 1)
+
+    def at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Tokens at some positions of each slot's row; beyond its buffer, the last one there."""
+        if self.row is None:
+            return jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
+        return self.tokens[self.rows()[:, None], jnp.clip(positions, 0, self.tokens.shape[1] - 1)]
+
+    def texts(self) -> Int[Array, "B S"]:
+        """The whole row of each slot."""
+        return self.tokens if self.row is None else self.tokens[self.rows()]
 
 
 class Kept(NamedTuple):
@@ -45,21 +65,24 @@ class Kept(NamedTuple):
 class Draft(NamedTuple):
     """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends its embedding and head.
 
-    prefill(network, target, prompts of n groups, features [n P C], slots) -> state of n rows
-    repeat(state, times) -> state with each row repeated for its group
-    propose(network, target, state, context, sample) -> (state, Proposal)
-    commit(state, kept) -> state
+    The first axis of everything in a state is rows, which the engine may repeat, move and exchange. A draft's keys and values are not in
+    its state: the engine pages them beside the target's, slot for slot.
+
+    empty_cache(network, pages, page_size) -> a cache for the draft's own layers; None: it has none
+    prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows, cache)
+    propose(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of `length` tokens, 1 to K)
+    commit(state, kept) -> state; a block of one position is that of a round in which nothing was proposed
     """
 
     length: int
-    """Tokens a round (K)."""
+    """The most tokens a round (K)."""
     taps: tuple[int, ...]
     """Boundaries at which it reads the target's residual stream; none: it reads the final-norm hidden states."""
     draws: bool
     """Whether some of its tokens are drawn from logits."""
-    prefill: Callable[..., PyTree]
-    repeat: Callable[[PyTree, int], PyTree]
-    propose: Callable[[PyTree, Decoder, PyTree, Context, Sampler], tuple[PyTree, Proposal]]
+    empty_cache: Callable[[PyTree, int, int], KVCache | None]
+    prefill: Callable[..., tuple[PyTree, KVCache | None]]
+    propose: Callable[..., tuple[PyTree, KVCache | None, Proposal]]
     commit: Callable[[PyTree, Kept], PyTree]
 
 

@@ -23,16 +23,16 @@ def build_draft(config: Config, stop_ids: tuple[int, ...]) -> Draft | None:
         case "ngram" | "history":
             return _lookup(config, stop_ids)
         case "eagle3":
-            learned = recurrent(draft.draft_length, taps_of(config.head, config.model.layers))
+            learned = recurrent(draft.longest, taps_of(config.head, config.model.layers))
         case "mtp":
-            learned = recurrent(draft.draft_length, depth=draft.layers)
+            learned = recurrent(draft.longest, depth=draft.layers)
         case "model":
-            learned = external(draft.draft_length)
+            learned = external(draft.longest)
     return learned if config.rollout.lookup.beside == "none" else preferring(_lookup(config, stop_ids), learned)
 
 
 def _lookup(config: Config, stop_ids: tuple[int, ...]) -> Draft:
-    length, lookup = config.rollout.draft.draft_length, config.rollout.lookup
+    length, lookup = config.rollout.draft.longest, config.rollout.lookup
     if config.rollout.lookup_kind == "history":
         return history(length, config.grpo.group_size, lookup.min_match, lookup.max_match)
     return ngram(length, lookup.rule, lookup.min_match, lookup.max_match, stop_ids)

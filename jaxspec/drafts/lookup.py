@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]
@@ -25,66 +26,77 @@ class Found(NamedTuple):
     """Tokens that really follow, 0..K."""
 
 
-def ngram(length: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()) -> Draft:
-    """Prompt lookup: up to `length` tokens that followed an earlier occurrence of the row's last `min_match` to `max_match` tokens.
+def ngram(longest: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()) -> Draft:
+    """Prompt lookup: up to `longest` tokens that followed an earlier occurrence of the row's last `min_match` to `max_match` tokens.
 
     `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the first of `stop_ids` on.
     """
-    _check(length, min_match, max_match)
-    search = partial(_search, length=length, min_match=min_match, latest=rule == "latest")
+    _check(longest, min_match, max_match)
 
-    def propose(network: PyTree, target: Decoder, state: PyTree, context: Context, sample: Sampler) -> tuple[PyTree, Proposal]:
-        last = _last_tokens(context.tokens, context.lengths, max_match)
-        found = jax.vmap(search)(context.tokens, context.lengths, last)
+    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: None) -> tuple[tuple[()], None]:
+        return (), None
+
+    def propose(
+        network: PyTree, target: Decoder, state: tuple[()], cache: None, context: Context, sample: Sampler, length: int
+    ) -> tuple[tuple[()], None, Proposal]:
+        search = partial(_search, length=length, min_match=min_match, latest=rule == "latest")
+        found = jax.vmap(search)(context.texts(), context.lengths, _last_tokens(context, max_match))
         count = found.offered
         if rule == "hf" and stop_ids:
             ends = jnp.isin(found.tokens, jnp.asarray(stop_ids, jnp.int32))
             count = jnp.where(jnp.any(ends, axis=1), jnp.minimum(count, jnp.argmax(ends, axis=1).astype(jnp.int32)), count)
-        return state, Proposal(tokens=found.tokens, logits=None, offered=count)
+        return state, None, Proposal(tokens=found.tokens, logits=None, offered=count)
 
-    return _without_weights(length, lambda network, target, prompts, features, slots: (), propose)
+    return _without_weights(longest, prefill, propose)
 
 
 @pytree
 class HistoryState(Tree):
-    """Earlier texts of each prompt, shared by the rows of its group."""
+    """Earlier texts of each row's prompt."""
 
-    texts: Int[Array, "n H S"]
-    lengths: Int[Array, "n H"]
+    texts: Int[Array, "B H S"]
+    lengths: Int[Array, "B H"]
 
 
-def history(length: int, group_size: int, min_match: int, max_match: int) -> Draft:
+def history(longest: int, group_size: int, min_match: int, max_match: int) -> Draft:
     """Looks the row's last tokens up in its own text, in what its group's other rows have so far, and in `Prompts.history`.
 
-    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most tokens after it (up to `length`), then
-    the row's own text before its siblings' (the same weights), and theirs before earlier ones (older weights), then the latest place.
+    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most tokens after it (up to the draft's
+    length), then the row's own text before its siblings' (the same weights), and theirs before earlier ones (older weights), then the
+    latest place.
     """
-    _check(length, min_match, max_match)
-    search = partial(_search, length=length, min_match=min_match, latest=True)
-    each_text = jax.vmap(search, (0, 0, None))
-    each_row = jax.vmap(each_text, (None, None, 0))
+    _check(longest, min_match, max_match)
 
-    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], slots: int) -> HistoryState:
-        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
+    def prefill(
+        network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: None
+    ) -> tuple[HistoryState, None]:
+        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths), None
 
-    def group(tokens: Int[Array, "G S"], lengths: Int[Array, " G"], texts: Int[Array, "H S1"], text_lengths: Int[Array, " H"]) -> Found:
-        last = _last_tokens(tokens, lengths, max_match)
-        live = each_row(tokens, lengths, last)
-        live = live._replace(score=3 * live.score + 1 + jnp.eye(group_size, dtype=jnp.int32))
-        if texts.size:
-            earlier = each_row(texts, text_lengths, last)
-            earlier = earlier._replace(score=3 * earlier.score)
-            live = jax.tree.map(lambda ours, theirs: jnp.concatenate([ours, theirs], axis=1), live, earlier)
-        best = jnp.argmax(live.score, axis=1).astype(jnp.int32)
-        return jax.tree.map(lambda leaf: jax.vmap(lambda row, text: row[text])(leaf, best), live)
+    def propose(
+        network: PyTree, target: Decoder, state: HistoryState, cache: None, context: Context, sample: Sampler, length: int
+    ) -> tuple[HistoryState, None, Proposal]:
+        each_text = jax.vmap(partial(_search, length=length, min_match=min_match, latest=True), (0, 0, None))
+        all_lengths = context.lengths if context.row_lengths is None else context.row_lengths
+        groups = context.tokens.reshape(-1, group_size, context.tokens.shape[1]), all_lengths.reshape(-1, group_size)
 
-    def propose(network: PyTree, target: Decoder, state: HistoryState, context: Context, sample: Sampler) -> tuple[HistoryState, Proposal]:
-        rows, width = context.tokens.shape
-        tokens, lengths = context.tokens.reshape(-1, group_size, width), context.lengths.reshape(-1, group_size)
-        found = jax.vmap(group)(tokens, lengths, state.texts, state.lengths)
-        return state, Proposal(tokens=found.tokens.reshape(rows, length), logits=None, offered=found.offered.reshape(rows))
+        def look(
+            row: Int[Array, ""], size: Int[Array, ""], last: Int[Array, " N"], texts: Int[Array, "H S1"], text_lengths: Int[Array, " H"]
+        ) -> Found:
+            tokens, lengths = (leaf[row // group_size] for leaf in groups)
+            own = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
+            live = each_text(tokens, jnp.where(own, size, lengths), last)
+            live = live._replace(score=3 * live.score + 1 + own.astype(jnp.int32))
+            if texts.size:
+                earlier = each_text(texts, text_lengths, last)
+                earlier = earlier._replace(score=3 * earlier.score)
+                live = jax.tree.map(lambda ours, theirs: jnp.concatenate([ours, theirs]), live, earlier)
+            best = jnp.argmax(live.score)
+            return jax.tree.map(lambda leaf: leaf[best], live)
 
-    return _without_weights(length, prefill, propose)
+        found = jax.vmap(look)(context.rows(), context.lengths, _last_tokens(context, max_match), state.texts, state.lengths)
+        return state, None, Proposal(tokens=found.tokens, logits=None, offered=found.offered)
+
+    return _without_weights(longest, prefill, propose)
 
 
 @pytree
@@ -103,57 +115,61 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
     if lookup.length != learned.length or lookup.draws or not learned.draws:
         raise ValueError(f"a lookup of length {lookup.length} cannot stand before a draft of length {learned.length}")
 
-    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], slots: int) -> PreferringState:
-        return PreferringState(
-            lookup=lookup.prefill(network, target, prompts, features, slots),
-            learned=learned.prefill(network, target, prompts, features, slots),
-        )
-
-    def repeat(state: PreferringState, times: int) -> PreferringState:
-        return PreferringState(lookup=lookup.repeat(state.lookup, times), learned=learned.repeat(state.learned, times))
+    def prefill(
+        network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache | None
+    ) -> tuple[PreferringState, KVCache | None]:
+        lookup_state, _ = lookup.prefill(network, target, prompts, features, None)
+        learned_state, cache = learned.prefill(network, target, prompts, features, cache)
+        return PreferringState(lookup=lookup_state, learned=learned_state), cache
 
     def propose(
-        network: PyTree, target: Decoder, state: PreferringState, context: Context, sample: Sampler
-    ) -> tuple[PreferringState, Proposal]:
-        lookup_state, found = lookup.propose(network, target, state.lookup, context, sample)
-        whole = found.offered == lookup.length
+        network: PyTree, target: Decoder, state: PreferringState, cache: KVCache | None, context: Context, sample: Sampler, length: int
+    ) -> tuple[PreferringState, KVCache | None, Proposal]:
+        lookup_state, _, found = lookup.propose(network, target, state.lookup, None, context, sample, length)
+        whole = found.offered == length
 
         def sample_unless_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
             return jnp.where(whole, found.tokens[:, offset], sample(logits, offset))
 
-        learned_state, proposal = learned.propose(network, target, state.learned, context, sample_unless_found)
+        learned_state, cache, proposal = learned.propose(network, target, state.learned, cache, context, sample_unless_found, length)
         assert proposal.logits is not None, "a draft that draws says from what"
         certain = jnp.where(_one_hot(found.tokens, proposal.logits.shape[-1]), 0.0, -jnp.inf).astype(proposal.logits.dtype)
-        return PreferringState(lookup=lookup_state, learned=learned_state), Proposal(
-            tokens=proposal.tokens,
-            logits=jnp.where(whole[:, None, None], certain, proposal.logits),
-            offered=jnp.where(whole, found.offered, proposal.offered),
+        return (
+            PreferringState(lookup=lookup_state, learned=learned_state),
+            cache,
+            Proposal(
+                tokens=proposal.tokens,
+                logits=jnp.where(whole[:, None, None], certain, proposal.logits),
+                offered=jnp.where(whole, found.offered, proposal.offered),
+            ),
         )
 
     def commit(state: PreferringState, kept: Kept) -> PreferringState:
         return PreferringState(lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept))
 
-    return Draft(learned.length, learned.taps, True, prefill, repeat, propose, commit)
+    return Draft(learned.length, learned.taps, True, learned.empty_cache, prefill, propose, commit)
 
 
-def _check(length: int, min_match: int, max_match: int) -> None:
-    if length < 1 or not 1 <= min_match <= max_match:
-        raise ValueError(f"a lookup of {length} tokens after {min_match} to {max_match} that match; 1 <= min_match <= max_match is needed")
+def _check(longest: int, min_match: int, max_match: int) -> None:
+    if longest < 1 or not 1 <= min_match <= max_match:
+        raise ValueError(f"a lookup of {longest} tokens after {min_match} to {max_match} that match; 1 <= min_match <= max_match is needed")
 
 
-def _without_weights(length: int, prefill: Callable[..., PyTree], propose: Callable[..., tuple[PyTree, Proposal]]) -> Draft:
-    """A draft that is a function of the context and of what was known before: rows share its state, and nothing is committed to it."""
-    return Draft(length, (), False, prefill, lambda state, times: state, propose, lambda state, kept: state)
+def _without_weights(
+    longest: int, prefill: Callable[..., tuple[PyTree, None]], propose: Callable[..., tuple[PyTree, None, Proposal]]
+) -> Draft:
+    """A draft that is a function of the context and of what was known before: it has no cache, and nothing is committed to it."""
+    return Draft(longest, (), False, lambda network, pages, page_size: None, prefill, propose, lambda state, kept: state)
 
 
 def _one_hot(tokens: Int[Array, "B K"], vocab: int) -> Bool[Array, "B K V"]:
     return tokens[:, :, None] == jnp.arange(vocab, dtype=tokens.dtype)
 
 
-def _last_tokens(tokens: Int[Array, "B S"], lengths: Int[Array, " B"], count: int) -> Int[Array, "B N"]:
+def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
     """Each row's last tokens, the last one first; -1 before its beginning."""
-    where = lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
-    return jnp.where(where >= 0, jnp.take_along_axis(tokens, jnp.maximum(where, 0), axis=1), -1)
+    where = context.lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
+    return jnp.where(where >= 0, context.at(jnp.maximum(where, 0)), -1)
 
 
 def _search(text: Int[Array, " S"], size: Int[Array, ""], last: Int[Array, " N"], *, length: int, min_match: int, latest: bool) -> Found:

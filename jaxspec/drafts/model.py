@@ -1,39 +1,50 @@
 """An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same vocabulary with its own cache."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache, empty_cache, repeat_rows
+from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, Tree, pytree
 
 
 @pytree
 class ModelState(Tree):
-    """The draft model's cache; slot t holds token t."""
+    """How far the draft model has read. Slots of its cache are positions, less those that were never read."""
 
-    cache: KVCache
+    read: Int[Array, " B"]
+    """Positions before this one are in the cache, or skipped."""
+    skipped: Int[Array, " B"]
 
 
-def external(length: int) -> Draft:
-    """A draft of `length` tokens a round from a `Decoder` that reads the text itself and nothing of the target."""
+def external(longest: int) -> Draft:
+    """A draft of up to `longest` tokens a round from a `Decoder` that reads the text itself and nothing of the target."""
 
-    def prefill(network: Decoder, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], slots: int) -> ModelState:
-        config, (rows, width) = network.config, prompts.tokens.shape
-        cache = empty_cache(config.layers, rows, slots, config.kv_heads, config.head_size, network.embedding[...].dtype)
+    def empty_cache(network: Decoder, pages: int, page_size: int) -> KVCache:
+        return network.empty_cache(pages, page_size)
+
+    def prefill(
+        network: Decoder, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache
+    ) -> tuple[ModelState, KVCache]:
+        rows, width = prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        return ModelState(cache=_cache_of(network(prompts.tokens, positions, cache).cache))
+        state = ModelState(read=prompts.lengths, skipped=jnp.zeros_like(prompts.lengths))
+        return state, _cache_of(network(prompts.tokens, positions, cache).cache)
 
-    def repeat(state: ModelState, times: int) -> ModelState:
-        return ModelState(cache=repeat_rows(state.cache, times))
-
-    def propose(network: Decoder, target: Decoder, state: ModelState, context: Context, sample: Sampler) -> tuple[ModelState, Proposal]:
+    def propose(
+        network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context, sample: Sampler, length: int
+    ) -> tuple[ModelState, KVCache, Proposal]:
         # The last token is new. So is the one before it where all drafts were kept: the last of them was drawn, but never read.
         # A row of one token starts with it and reads a slot ahead, which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
+        skipped = state.skipped + jnp.maximum(first - state.read, 0)  # in rounds that drafted nothing
+
+        def read(tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache | None) -> Forward:
+            return network(tokens, positions, cache, slots=positions - skipped[:, None])
+
         positions = block_positions(first, 2)
-        forward = network(jnp.take_along_axis(context.tokens, positions, axis=1), positions, state.cache)
+        forward = read(context.at(positions), positions, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
         drafted, laws = [], []
@@ -43,16 +54,19 @@ def external(length: int) -> Draft:
             drafted.append(token)
             laws.append(logits)
             if offset + 1 < length:
-                forward = network(token[:, None], last + 1 + offset, forward.cache)
+                forward = read(token[:, None], last + 1 + offset, forward.cache)
                 hidden = forward.hidden
         count = jnp.full_like(context.lengths, length)
         proposal = Proposal(tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count)
-        return ModelState(cache=_cache_of(forward.cache)), proposal
+        return ModelState(read=context.lengths, skipped=skipped), _cache_of(forward.cache), proposal
 
     def commit(state: ModelState, kept: Kept) -> ModelState:
-        return state  # what was kept of the block stands in the cache; what was not is overwritten before it is seen
+        if kept.positions.shape[1] == 1:
+            return state
+        # What was kept of the block stands in the cache; what was not is overwritten before it is seen.
+        return state.replace(read=state.read + jnp.maximum(kept.length - 1, 0))
 
-    return Draft(length, (), True, prefill, repeat, propose, commit)
+    return Draft(longest, (), True, empty_cache, prefill, propose, commit)
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

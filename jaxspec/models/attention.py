@@ -1,9 +1,19 @@
-"""Grouped-query attention, masked by position."""
+"""Grouped-query attention: of a whole text to itself, masked, and of a block to the live part of a cache."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.kernels import paged_attention
+from jaxspec.kernels.sight import Sight
+from jaxspec.models.kv import KVCache, Page, stretch
+
+STRETCH = 512
+"""Slots of a cache that are looked at together; of longer caches, only as many stretches as the longest row needs."""
 
 
 def attend(
@@ -22,3 +32,70 @@ def attend(
 def up_to_position(positions: Int[Array, "B T"], slots: int) -> Bool[Array, "B T S"]:
     """True where slot <= position: causal inside a block, and blind to stale slots above it."""
     return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]
+
+
+class _Part(NamedTuple):
+    """Attention over some slots, not yet normalised."""
+
+    largest: Float[Array, "B M T R"]
+    total: Float[Array, "B M T R"]
+    weighted: Float[Array, "B M T R H"]
+
+
+def attend_cache(query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight) -> Float[Array, "B T N H"]:
+    """Softmax attention of a block to what its rows have in the cache; scores are normalised in at least float32."""
+    rows, length, heads, size = query.shape
+    grouped = (query * size**-0.5).reshape(rows, length, cache.keys[0].shape[-3], -1, size)
+    done = _paged(grouped, cache, layer, sight) if _by_kernel(grouped, cache) else _in_stretches(grouped, cache, layer, sight)
+    attended = (done.weighted / done.total[..., None]).astype(query.dtype)
+    return attended.transpose(0, 2, 1, 3, 4).reshape(rows, length, heads, size)
+
+
+def _by_kernel(grouped: Float[Array, "B T M R H"], cache: KVCache) -> bool:
+    """Whether an accelerator kernel does it."""
+    return cache.table is not None and paged_attention.runs_here() and paged_attention.fits(grouped, cache.keys[0])
+
+
+def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
+    assert cache.table is not None, "a row that is one page is left to the compiler"
+    if isinstance(cache.keys, tuple):
+        keys, values, layer = cache.keys[layer][None], cache.values[layer][None], 0
+    else:
+        keys, values = cache.keys, cache.values
+    place = jnp.asarray(layer, jnp.int32)
+    return _Part(*paged_attention.paged_parts(grouped, keys, values, place, cache.table, sight))
+
+
+def _in_stretches(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
+    """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov & Gimelshein, arXiv 1805.02867)."""
+    rows, length, kv_heads, shared, _ = grouped.shape
+    page = cache.keys[0].shape[-1]
+    whole = page * (1 if cache.table is None else cache.table.shape[1])
+    count = whole if whole <= STRETCH else STRETCH if cache.table is None else page * max(1, STRETCH // page)
+
+    def part(first: Int[Array, ""] | int) -> _Part:
+        keys, values, slots = stretch(cache, layer, first, count)
+        wide = np.promote_types(grouped.dtype, np.float32)
+        scores = jnp.einsum("BTMRH,BnMHs->BMTRns", grouped, keys, preferred_element_type=wide)
+        scores = scores.reshape(rows, kv_heads, length, shared, -1)
+        seen = sight.sees(slots) & (slots >= first) if count < whole else sight.sees(slots)
+        scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
+        largest = jnp.max(scores, axis=-1)
+        weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
+        split = weights.astype(values.dtype).reshape(*weights.shape[:-1], keys.shape[1], -1)
+        weighted = jnp.einsum("BMTRns,BnMsH->BMTRH", split, values, preferred_element_type=wide)
+        return _Part(largest, jnp.sum(weights, axis=-1), weighted)
+
+    def join(index: Int[Array, ""], before: _Part) -> _Part:
+        after = part(index * count)
+        largest = jnp.maximum(before.largest, after.largest)
+        base = jnp.where(largest == -jnp.inf, 0, largest)
+        old, new = jnp.exp(before.largest - base), jnp.exp(after.largest - base)
+        weighted = before.weighted * old[..., None] + after.weighted * new[..., None]
+        return _Part(largest, before.total * old + after.total * new, weighted)
+
+    done = part(0)
+    if count < whole:
+        needed = jnp.minimum(jnp.max(sight.own) // count + 1, -(-whole // count))
+        done = lax.fori_loop(1, needed, join, done)
+    return done

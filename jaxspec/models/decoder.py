@@ -1,5 +1,6 @@
 """The policy: a decoder of the Qwen and Llama families, used for prefill, verification, logprobs and training alike."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.attention import attend, up_to_position
-from jaxspec.models.kv import KVCache, extend
-from jaxspec.models.layers import dense, rms_norm, swiglu
+from jaxspec.kernels.sight import causal
+from jaxspec.models.attention import attend, attend_cache, up_to_position
+from jaxspec.models.kv import KVCache, Page, empty_cache, extend
+from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
 
@@ -39,7 +41,15 @@ def tap_boundaries(layers: int) -> tuple[int, int, int]:
 
 
 class Layers(nnx.Module):
-    """All decoder layers, stacked along a first axis and scanned."""
+    """All decoder layers, stacked along a first axis and scanned; `models/arrangement.py` joins some of their weights for generation."""
+
+    heads: nnx.Variable | None = None
+    """Instead of query, key and value: [D, M, R + 2, H], for each KV head its R queries, its key and its value; biases, norms likewise."""
+    heads_bias: nnx.Variable | None = None
+    heads_norm: nnx.Variable | None = None
+    """[R + 1, H]: of the queries and the key."""
+    gate_up: nnx.Variable | None = None
+    """Instead of gate and up: [D, 2, F]."""
 
     def __init__(self, config: ModelConfig, key: Key[Array, ""], streams: int = 1):
         """Random weights; the layers are spread evenly over `streams` residual streams."""
@@ -84,16 +94,30 @@ def project_heads(
     normed: Float[Array, "B T D"], layer: Layers, table: RotaryTable, eps: float
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
     """Rotated queries and keys, and values, of the normed input of one layer."""
-    query = _product(normed, layer.query, layer.query_bias)
-    key = _product(normed, layer.key, layer.key_bias)
+    if layer.heads is not None:
+        return _project_joined(normed, layer.heads, layer, table, eps)
+    query = _biased(product(normed, layer.query), layer.query_bias)
+    key = _biased(product(normed, layer.key), layer.key_bias)
     if layer.query_norm is not None and layer.key_norm is not None:
         query = rms_norm(query, layer.query_norm[...], eps)
         key = rms_norm(key, layer.key_norm[...], eps)
-    return rotate(query, table), rotate(key, table), _product(normed, layer.value, layer.value_bias)
+    return rotate(query, table), rotate(key, table), _biased(product(normed, layer.value), layer.value_bias)
 
 
-def _product(x: Float[Array, "B T D"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T N H"]:
-    heads = jnp.einsum("BTD,DNH->BTNH", x, weight[...])
+def _project_joined(
+    normed: Float[Array, "B T D"], weight: nnx.Variable, layer: Layers, table: RotaryTable, eps: float
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
+    """The same by one product."""
+    heads = _biased(product(normed, weight), layer.heads_bias)
+    turned, value = heads[:, :, :, :-1], heads[:, :, :, -1]
+    if layer.heads_norm is not None:
+        turned = rms_norm(turned, layer.heads_norm[...], eps)
+    turned = rotate(turned.reshape(*turned.shape[:2], -1, turned.shape[-1]), table).reshape(turned.shape)
+    query, key = turned[:, :, :, :-1], turned[:, :, :, -1]
+    return query.reshape(*query.shape[:2], -1, query.shape[-1]), key, value
+
+
+def _biased(heads: Float[Array, "B T *H"], bias: nnx.Variable | None) -> Float[Array, "B T *H"]:
     return heads if bias is None else heads + bias[...]
 
 
@@ -101,13 +125,15 @@ def finish_layer(
     residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"], layer: Layers, config: ModelConfig
 ) -> Float[Array, "B T D"]:
     """What follows attention in one layer: its output product and the feed-forward layer, each added to the stream."""
-    joined = jnp.einsum("BTNH,NHD->BTD", attended, layer.output[...])
-    x = residual + (joined if layer.output_bias is None else joined + layer.output_bias[...])
+    x = residual + _biased(product(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
     if family.experts:
         experts = layer.router[...], layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
         return x + mixture(normed, *experts, family.experts_per_token, family.normalize_experts)
-    return x + swiglu(normed, layer.gate[...], layer.up[...], layer.down[...])
+    if layer.gate_up is not None:
+        both = product(normed, layer.gate_up)
+        return x + product(jax.nn.silu(both[:, :, 0]) * both[:, :, 1], layer.down)
+    return x + swiglu(normed, layer.gate, layer.up, layer.down)
 
 
 class Decoder(nnx.Module):
@@ -126,45 +152,71 @@ class Decoder(nnx.Module):
         self.head = nnx.data(None if config.tied else dense(head_key, (config.embed, config.vocab), config.embed, dtype))
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache | None = None, taps: tuple[int, ...] = ()
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        taps: tuple[int, ...] = (),
+        slots: Int[Array, "B T"] | None = None,
     ) -> Forward:
-        """Runs a block of tokens; with a cache the block is appended to it at `positions`, without one it attends causally to itself.
+        """Runs a block of tokens; with a cache the block is written to its `slots` (None: those of the positions) and attends to all up to
+        its own, without one it attends causally to itself.
 
         `taps` are boundaries at which the residual stream is wanted: numbers of layers applied, 0 to all, ascending.
         """
         config = self.config
         x = self.embedding[...][tokens]
         table = rotary_table(positions, config, x.dtype)
-        mask = up_to_position(positions, tokens.shape[1] if cache is None else cache.keys.shape[2])
-        # Where layer i writes its input; the last entry is never read.
-        slots = [taps.index(layer) if layer in taps else len(taps) for layer in range(config.layers)]
-        tapped = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+        whole, places = up_to_position(positions, tokens.shape[1]), positions if slots is None else slots
 
-        def layer(carry, xs):
-            x, cache, tapped = carry
-            weights, index, slot = xs
-            if taps:
-                tapped = lax.dynamic_update_index_in_dim(tapped, x, slot, 0)
+        def layer(x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page) -> tuple[Any, Any]:
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
             if cache is None:
-                attended = attend(query, key, value, mask)
+                attended = attend(query, key, value, whole)
             else:
-                cache = extend(cache, index, positions, key, value)
-                attended = attend(query, cache.keys[index], cache.values[index], mask)
-            return (finish_layer(x, attended, weights, config), cache, tapped), None
+                cache = extend(cache, index, places, key, value)
+                attended = attend_cache(query, cache, index, causal(places))
+            return finish_layer(x, attended, weights, config), cache
 
-        body = jax.checkpoint(layer) if config.remat else layer
-        indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(slots, jnp.int32)
-        (x, cache, tapped), _ = lax.scan(body, (x, cache, tapped), (self.layers, *indices))
-        parts = [x if boundary == config.layers else tapped[slot] for slot, boundary in enumerate(taps)]
-        joined = jnp.concatenate(parts, axis=-1) if taps else None
+        if isinstance(self.layers, Layers):
+            x, cache, tapped = _scanned(layer, self.layers, x, cache, taps, config)
+        else:
+            tapped = {}
+            for index, weights in enumerate(self.layers):
+                tapped[index] = x
+                x, cache = layer(x, cache, weights, index)
+            tapped[config.layers] = x
+        joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
+
+    def empty_cache(self, pages: int, page_size: int) -> KVCache:
+        """A cache for this model, of its type."""
+        config, stacked = self.config, isinstance(self.layers, Layers)
+        return empty_cache(config.layers, pages, page_size, config.kv_heads, config.head_size, self.embedding[...].dtype, stacked)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""
-        if self.head is None:
-            logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...])
-        else:
-            logits = jnp.einsum("BTD,DV->BTV", hidden, self.head[...])
+        logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...]) if self.head is None else product(hidden, self.head)
         return logits.astype(np.promote_types(logits.dtype, np.float32))
+
+
+def _scanned(
+    layer: Callable, layers: Layers, x: Float[Array, "B T D"], cache: KVCache | None, taps: tuple[int, ...], config: ModelConfig
+) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]]]:
+    """Runs stacked layers one after the other; also returns the residual stream at each of the `taps`."""
+    # Where layer i writes its input; the last entry is never read.
+    places = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
+    tapped = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+
+    def one(carry, xs):
+        x, cache, tapped = carry
+        weights, index, place = xs
+        if taps:
+            tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)
+        return (*layer(x, cache, weights, index), tapped), None
+
+    body = jax.checkpoint(one) if config.remat else one
+    indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(places, jnp.int32)
+    (x, cache, tapped), _ = lax.scan(body, (x, cache, tapped), (layers, *indices))
+    return x, cache, {boundary: x if boundary == config.layers else tapped[place] for place, boundary in enumerate(taps)}

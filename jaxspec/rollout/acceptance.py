@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import sampling
 from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.verify import Verdict
-from jaxspec.state import RUNNING, Rollout, Statistics
+from jaxspec.state import Statistics
 
 
 class Comparison(NamedTuple):
@@ -34,6 +34,8 @@ def no_statistics(rows: int, group_size: int, draft_length: int, factors: int, d
         overlap=jnp.zeros((rows, draft_length), dtype),
         overlap_by_factor=jnp.zeros((rows // group_size, draft_length, factors), dtype),
         draft_entropy=jnp.zeros((rows, draft_length), dtype),
+        began=count,
+        ended=count,
         target_entropy=jnp.zeros((rows,), dtype),
     )
 
@@ -45,7 +47,7 @@ def compare(
     processing: sampling.Processing,
     factors: Float[Array, " K"] | float,
     grid: tuple[float, ...],
-    group_size: int,
+    measured: slice | Int[Array, " m"],
 ) -> Comparison:
     """The draft's distributions, and how much of the target's they cover; a draft gone NaN covers nothing.
 
@@ -55,54 +57,53 @@ def compare(
       produced: response tokens before each position.
       processing: the target's, and with `factors` the draft's.
       factors: on the temperature, at which the drafts were drawn.
-      grid: other factors to measure, in the first row of each group only: a pass over the vocabulary for each would cost as much as a step
-        of a small model.
-      group_size: rows of a group, which are adjacent.
+      grid: other factors to measure, in some slots only: a pass over the vocabulary for each would cost as much as a step of a small model.
+      measured: which slots.
     """
-    (rows, length), logits = proposal.tokens.shape, proposal.logits
+    length, logits = proposal.tokens.shape[1], proposal.logits
     target_logprobs, produced = target_logprobs[:, :length], produced[:, :length]
     if logits is None:
         overlap = jnp.exp(jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2))[:, :, 0]
-        everywhere = jnp.broadcast_to(overlap[::group_size, :, None], (rows // group_size, length, len(grid)))
+        everywhere = jnp.repeat(overlap[measured][:, :, None], len(grid), axis=2)
         return Comparison(None, overlap, everywhere, jnp.zeros_like(overlap))
 
-    def at(factor: Float[Array, " K"] | float, rows: slice) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
+    def at(factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
         draft_logprobs = sampling.processed_logprobs(logits[rows], processing, produced[rows], factor)
         return draft_logprobs, jnp.nan_to_num(jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1))
 
     draft_logprobs, overlap = at(factors, slice(None))
-    first = slice(None, None, group_size)
-    by_factor = [at(factor, first)[1] for factor in grid] if len(grid) > 1 else [overlap[first]]
+    by_factor = [at(factor, measured)[1] for factor in grid] if len(grid) > 1 else [overlap[measured]]
     return Comparison(draft_logprobs, overlap, jnp.stack(by_factor, axis=-1), jnp.nan_to_num(sampling.entropy(draft_logprobs)))
 
 
-def count(
-    rollout: Rollout,
+def of_round(
+    running: Bool[Array, " B"],
     verdict: Verdict,
     offered: Int[Array, " B"],
     comparison: Comparison,
     entropy: Float[Array, "B K1"],
     kept: Int[Array, " B"],
-    group_size: int,
+    measured: slice | Int[Array, " m"],
 ) -> Statistics:
-    """Adds one round, in which each row was offered `offered` drafts and kept `kept` tokens."""
-    statistics, ran = rollout.statistics, rollout.status == RUNNING
+    """Counts one round, in which each running slot was offered `offered` drafts and kept `kept` new tokens."""
     depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
-    drafted = ran[:, None] & (depths <= offered[:, None])
+    drafted = running[:, None] & (depths <= offered[:, None])
     reached = drafted & (depths <= kept[:, None])  # what stands before it was kept
     accepted = depths <= jnp.minimum(verdict.accepted, kept)[:, None]
     inside = jnp.arange(entropy.shape[1], dtype=jnp.int32) < kept[:, None]
-    by_factor = jnp.where(reached[::group_size, :, None], comparison.overlap_by_factor, 0)
+    nothing = jnp.zeros_like(kept)
     return Statistics(
-        rounds=statistics.rounds + ran.astype(jnp.int32),
-        drafted=statistics.drafted + drafted.astype(jnp.int32),
-        reached=statistics.reached + reached.astype(jnp.int32),
-        accepted=statistics.accepted + accepted.astype(jnp.int32),
-        kept=statistics.kept + jnp.where(offered > 0, kept, 0),
-        overlap=statistics.overlap + jnp.where(reached, comparison.overlap, 0),
-        overlap_by_factor=statistics.overlap_by_factor + by_factor,
-        draft_entropy=statistics.draft_entropy + jnp.where(reached, comparison.draft_entropy, 0),
-        target_entropy=statistics.target_entropy + jnp.sum(jnp.where(inside, entropy, 0), axis=1),
+        rounds=running.astype(jnp.int32),
+        drafted=drafted.astype(jnp.int32),
+        reached=reached.astype(jnp.int32),
+        accepted=accepted.astype(jnp.int32),
+        kept=jnp.where(offered > 0, kept, 0),
+        overlap=jnp.where(reached, comparison.overlap, 0),
+        overlap_by_factor=jnp.where(reached[measured][:, :, None], comparison.overlap_by_factor, 0),
+        draft_entropy=jnp.where(reached, comparison.draft_entropy, 0),
+        began=nothing,
+        ended=nothing,
+        target_entropy=jnp.sum(jnp.where(inside, entropy, 0), axis=1),
     )
 
 

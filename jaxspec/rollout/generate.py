@@ -4,7 +4,7 @@ All three work on the rows of one `data` shard; `generate`, `begin_sharded` and 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +12,21 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec import sampling
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
-from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.kv import KVCache, empty_cache, repeat_rows
-from jaxspec.rollout import acceptance
-from jaxspec.rollout.verify import Verdict, leading, match_rule
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Drafter, Prompts, PyTree, Rollout, Tree, pytree
+from jaxspec.models import kv
+from jaxspec.models.decoder import Decoder
+from jaxspec.rollout import acceptance, draft_length, slots
+from jaxspec.rollout.pages import grow, no_pages
+from jaxspec.rollout.round import Settings, by_matching, features, one_round
+from jaxspec.rollout.slots import Caches, Engine, Paged, Prefilled, Queue
+from jaxspec.state import IDLE, RUNNING, Drafter, Known, Prompts, PyTree, Rollout
 
-
-class Settings(NamedTuple):
-    """What shapes a rollout; part of the compiled program."""
-
-    group_size: int
-    max_new_tokens: int
-    processing: sampling.Processing
-    rule: Callable[..., Verdict] | None
-    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and target by shared noise."""
-    grid: tuple[float, ...] = (1.0,)
-    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says which one it samples at. (0,): argmax."""
-
-
-@pytree
-class Engine(Tree):
-    """Everything a rollout carries between rounds."""
-
-    rollout: Rollout
-    """The rows so far."""
-    keys: Key[Array, " B"]
-    cache: KVCache
-    """The target's, valid below the last committed token, which the next round reads."""
-    draft: PyTree
+PREFILL_TOKENS = 2**14
+"""Prompt tokens that are read together."""
 
 
 def begin(
@@ -57,7 +38,7 @@ def begin(
     key: Key[Array, ""],
     settings: Settings,
 ) -> Engine:
-    """Prefills each prompt once and gives every row of its group a copy.
+    """Prefills each prompt once, for all rows of its group.
 
     Args:
       target: the policy in the rollout layout.
@@ -71,17 +52,10 @@ def begin(
     count, width = prompts.tokens.shape
     group, length = settings.group_size, draft.length if draft else 0
     size = width + settings.max_new_tokens
-    slots = size + length  # headroom: a block may reach K positions beyond the last token kept
-    config = target.config
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count, width))
-    cache = empty_cache(config.layers, count, slots, config.kv_heads, config.head_size, target.embedding[...].dtype)
+    longest = size + length  # headroom: a block may reach K positions beyond the last token kept
     with jax.named_scope("prefill"):
-        forward = target(prompts.tokens, positions, cache, taps=draft.taps if draft else ())
-        assert forward.cache is not None, "a cache that goes in comes back"
-        draft_state = None
-        if draft is not None:
-            draft_state = draft.repeat(draft.prefill(drafter.network, target, prompts, _features(forward), slots), group)
-    rows = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
+        prefilled = _prefill(target, drafter, draft, prompts)
+    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
@@ -94,145 +68,178 @@ def begin(
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
         statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
     )
-    keys = sampling.row_keys(key, rows.reshape(-1))
-    return Engine(rollout=rollout, keys=keys, cache=repeat_rows(forward.cache, group), draft=draft_state)
+    keys = sampling.row_keys(key, numbers.reshape(-1), sampling.TARGET if by_matching(draft, settings) else sampling.ROUND)
+    chosen = min(settings.slots or count * group, count * group)
+    if chosen < count * group or settings.page_size:
+        engine = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
+        return engine.replace(known=_known(drafter, settings))
+    assert prefilled.caches is not None, "prompts are read into caches of their own"
+    return Engine(
+        rollout=rollout,
+        row=None,
+        keys=keys,
+        caches=prefilled.caches.map(lambda cache: kv.rows_of(cache, group, longest)),
+        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
+        round=jnp.zeros((1,), jnp.int32),
+        queue=None,
+        paged=None,
+        known=_known(drafter, settings),
+    )
+
+
+def _with_queue(
+    rollout: Rollout, keys: Key[Array, " R"], prefilled: Prefilled, prompts: Prompts, chosen: int, longest: int, settings: Settings
+) -> Engine:
+    """An engine of `chosen` empty slots, for which all rows wait."""
+    count, rows, size = len(prompts.tokens), len(keys), settings.page_size
+    read, paged = prefilled.caches, None
+    assert read is not None, "prompts are read into caches of their own"
+    if not size:
+        caches = read.map(lambda cache: kv.empty_like(cache, chosen, longest))
+    else:
+        stretches, of_prompt = -(-longest // size), -(-prompts.tokens.shape[1] // size)
+        number, least = settings.pages or count * of_prompt + chosen * stretches, count * of_prompt + stretches
+        if number < least:
+            raise ValueError(f"{number} pages of {size} positions for {count} prompts and rows of {longest}; {least} are the fewest")
+        wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
+        pages = grow(no_pages(number, chosen + count, stretches), jnp.pad(wanted, (chosen, 0)))
+        table = pages.table[chosen:, :of_prompt]
+        caches = read.map(lambda cache: kv.put_prompts(kv.empty_like(cache, number, size), table, cache))
+        prefilled = prefilled.replace(caches=None)
+        nothing = jnp.zeros((chosen,), jnp.int32)
+        paged = Paged(pages=pages, reached=nothing, admitted=nothing)
+    return Engine(
+        rollout=rollout,
+        row=jnp.full((chosen,), rows, jnp.int32),
+        keys=keys,
+        caches=caches,
+        draft=jax.tree.map(lambda leaf: jnp.zeros((chosen, *leaf.shape[1:]), leaf.dtype), prefilled.draft),
+        round=jnp.zeros((1,), jnp.int32),
+        queue=Queue(waiting=rollout.status == RUNNING, order=jnp.arange(rows, dtype=jnp.int32), prompts=prefilled),
+        paged=paged,
+        known=None,
+    )
+
+
+def _known(drafter: Drafter, settings: Settings) -> Known | None:
+    if not settings.lengths:
+        return None
+    assert drafter.pace is not None, "lengths are chosen by what is known"
+    return jax.tree.map(lambda leaf: leaf[None], drafter.pace.known)
+
+
+def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts) -> Prefilled:
+    """What target and draft keep of every prompt; some prompts at a time, so that memory does not grow with their number."""
+    count, width = prompts.tokens.shape
+
+    def read(prompts: Prompts) -> Prefilled:
+        rows = len(prompts.tokens)
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+        forward = target(prompts.tokens, positions, target.empty_cache(rows, width), taps=draft.taps if draft else ())
+        assert forward.cache is not None, "a cache that goes in comes back"
+        if draft is None:
+            return Prefilled(caches=Caches(target=forward.cache, draft=None), draft=None)
+        empty = draft.empty_cache(drafter.network, rows, width)
+        state, cache = draft.prefill(drafter.network, target, prompts, features(forward), empty)
+        return Prefilled(caches=Caches(target=forward.cache, draft=cache), draft=state)
+
+    some = max(1, PREFILL_TOKENS // width)
+    if count <= some:
+        return read(prompts)
+
+    def numbered(rows: Int[Array, " n"]) -> Prefilled:
+        return read(jax.tree.map(lambda leaf: leaf[rows] if leaf.ndim else leaf, prompts))
+
+    def join(leaf: Array) -> Array:
+        axis = int(leaf.ndim == 6)  # layers that are stacked come before prompts
+        joined = jnp.moveaxis(leaf, 0, axis)
+        shape = *joined.shape[:axis], turns * some, *joined.shape[axis + 2 :]
+        return lax.slice_in_dim(joined.reshape(shape), 0, count, axis=axis)
+
+    turns = -(-count // some)
+    numbers = jnp.minimum(jnp.arange(turns * some, dtype=jnp.int32), count - 1)
+    return jax.tree.map(join, lax.map(numbered, numbers.reshape(turns, some)))
 
 
 def advance(
     target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""] | int, settings: Settings
 ) -> Engine:
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as one long call."""
+    limit = engine.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - engine.round[0])
+    tail = tuple(size for size in settings.tail if size < slots.slot_count(engine))
+    return _run(target, drafter, draft, engine, limit, tail, settings)
 
-    def unfinished(carry: tuple[Engine, Int[Array, ""]]) -> Any:
-        return jnp.any(carry[0].rollout.status == RUNNING) & (carry[1] < max_rounds)
 
-    def body(carry: tuple[Engine, Int[Array, ""]]) -> tuple[Engine, Int[Array, ""]]:
-        return one_round(target, drafter, draft, carry[0], settings), carry[1] + 1
+def _run(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    engine: Engine,
+    limit: Int[Array, ""],
+    tail: tuple[int, ...],
+    settings: Settings,
+    loop: int = 0,
+) -> Engine:
+    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of that many."""
+    enough, block = tail[0] if tail else 0, (draft.length if draft else 0) + 1
 
-    return lax.while_loop(unfinished, body, (engine, jnp.zeros((), jnp.int32)))[0]
+    def unfinished(engine: Engine) -> Bool[Array, ""]:
+        live = jnp.sum(slots.active(engine))
+        return ((live > enough) | slots.waiting(engine)) & (engine.round[0] < limit)
+
+    def one(engine: Engine, length: int) -> Engine:
+        with jax.named_scope("refill"):
+            engine = slots.make_room(slots.refill(engine, settings.group_size, block), block)
+        return one_round(target, drafter, draft, engine, settings, length)
+
+    if settings.lengths:
+        engine = _rounds_of_choice(one, lambda engine: _choose(drafter, engine, settings, loop), unfinished, engine, settings.lengths)
+    else:
+        engine = lax.while_loop(unfinished, lambda engine: one(engine, block - 1), engine)
+    if not tail:
+        return engine
+    with jax.named_scope("tail"):
+        fewer, order = slots.gather(engine, enough, settings.group_size)
+        fewer = _run(target, drafter, draft, fewer, limit, tail[1:], settings, loop + 1)
+        return slots.scatter(engine, fewer, order, settings.group_size)
+
+
+def _rounds_of_choice(
+    one: Callable[[Engine, int], Engine],
+    choose: Callable[[Engine], tuple[Engine, Int[Array, ""]]],
+    unfinished: Callable[[Engine], Bool[Array, ""]],
+    engine: Engine,
+    lengths: tuple[int, ...],
+) -> Engine:
+    """Rounds of the length that is chosen before each: a loop for every length inside of one, since a `switch` would copy the caches."""
+
+    def in_turn(carry: tuple[Engine, Int[Array, ""]]) -> tuple[Engine, Int[Array, ""]]:
+        for place, length in enumerate(lengths):
+            carry = lax.while_loop(
+                lambda carry, place=place: (carry[1] == place) & unfinished(carry[0]),
+                lambda carry, length=length: choose(one(carry[0], length)),
+                carry,
+            )
+        return carry
+
+    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, choose(engine))[0]
+
+
+def _choose(drafter: Drafter, engine: Engine, settings: Settings, loop: int) -> tuple[Engine, Int[Array, ""]]:
+    """The engine after a choice, and the place of the next round's length."""
+    assert drafter.pace is not None, "lengths are chosen by a cost table"
+    assert engine.known is not None, "lengths are chosen by what is known"
+    longest = jnp.max(jnp.where(slots.active(engine), slots.reached(engine), 0))
+    ends = draft_length.contexts(engine.rollout.tokens.shape[1])
+    context = jnp.minimum(jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1)
+    cost = drafter.pace.cost[:, min(loop, drafter.pace.cost.shape[1] - 1), context]
+    place, known = draft_length.choose(jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths)
+    return engine.replace(known=jax.tree.map(lambda leaf: leaf[None], known)), place
 
 
 def collect(engine: Engine) -> Rollout:
     """The rows as they stand, without the engine's caches."""
     return engine.rollout
-
-
-def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, settings: Settings) -> Engine:
-    """Draft K, verify once, commit; rows that have ended stay as they are."""
-    rollout = engine.rollout
-    length, rows, vocab = draft.length if draft else 0, rollout.tokens.shape[0], target.config.vocab
-    drawn = draft is not None and draft.draws and settings.grid != (0.0,)  # at temperature 0 the most likely token is taken, none drawn
-    matching = settings.rule is None or not drawn
-    noise = _noise(engine, length, vocab, matching)
-    draft_state, proposal = None, Proposal(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros((rows,), jnp.int32))
-    if draft is not None:
-        with jax.named_scope("draft"):
-            context = Context(rollout.tokens, rollout.lengths)
-            sample = _sampler(rollout, drafter, settings, noise)
-            draft_state, proposal = draft.propose(drafter.network, target, engine.draft, context, sample)
-    with jax.named_scope("verify"):
-        last = jnp.take_along_axis(rollout.tokens, rollout.lengths[:, None] - 1, axis=1)
-        positions = block_positions(rollout.lengths - 1, length + 1)
-        taps = draft.taps if draft else ()
-        forward = target(jnp.concatenate([last, proposal.tokens], axis=1), positions, engine.cache, taps)
-        logits = target.logits(forward.hidden)
-        produced = _produced(rollout, length + 1)
-        target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
-        told = proposal if drawn else proposal._replace(logits=None)
-        comparison = acceptance.compare(
-            told, target_logprobs, produced, settings.processing, _factors(drafter, settings), settings.grid, settings.group_size
-        )
-        finite = jnp.isfinite(logits).all(axis=-1)
-        offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))  # where the target fails, nothing can be verified
-        if matching:
-            verdict = match_rule(target_logprobs, proposal.tokens, offered, noise)
-        else:
-            assert settings.rule is not None, "matching covers it"
-            verdict = settings.rule(target_logprobs, comparison.draft_logprobs, proposal.tokens, offered, *_coins(engine, length, vocab))
-    with jax.named_scope("commit"):
-        rollout, block, kept = _commit(rollout, verdict, proposal.tokens, target_logprobs, finite, settings)
-        entropy = sampling.entropy(target_logprobs)
-        statistics = acceptance.count(engine.rollout, verdict, proposal.offered, comparison, entropy, kept, settings.group_size)
-        if draft is not None:
-            draft_state = draft.commit(draft_state, Kept(block, _features(forward), positions, kept))
-    return engine.replace(rollout=rollout.replace(statistics=statistics), cache=forward.cache, draft=draft_state)
-
-
-def _features(forward: Forward) -> Float[Array, "B T C"]:
-    return forward.hidden if forward.taps is None else forward.taps
-
-
-def _produced(rollout: Rollout, count: int) -> Int[Array, "B T"]:
-    """Response tokens before each of `count` positions that follow the committed text."""
-    return block_positions(rollout.lengths - rollout.prompt_lengths, count)
-
-
-def _noise(engine: Engine, length: int, vocab: int, matching: bool) -> Float[Array, "B T V"]:
-    """What target and draft share where tokens are matched, keyed by absolute position; else the draft's own, keyed by the committed
-    length at the start of the round: what lies beyond the cut must not come back in the next one."""
-    lengths, dtype = engine.rollout.lengths, engine.rollout.logprobs.dtype
-    if matching:
-        return sampling.gumbel(sampling.position_keys(engine.keys, lengths, length + 1), vocab, dtype)
-    return sampling.gumbel(sampling.offset_keys(engine.keys, lengths, sampling.DRAFT, length), vocab, dtype)
-
-
-def _coins(engine: Engine, length: int, vocab: int) -> tuple[Float[Array, "B K"], Float[Array, "B V"]]:
-    """Acceptance coins, and the noise of the token after the cut; fresh in every round."""
-    lengths, dtype = engine.rollout.lengths, engine.rollout.logprobs.dtype
-    coins = sampling.uniform(sampling.offset_keys(engine.keys, lengths, sampling.COIN, length), dtype)
-    return coins, sampling.gumbel(sampling.offset_keys(engine.keys, lengths, sampling.NEXT, 1), vocab, dtype)[:, 0]
-
-
-def _factors(drafter: Drafter, settings: Settings) -> Float[Array, " K"] | float:
-    """Factor on the temperature at each depth."""
-    return settings.grid[0] if len(settings.grid) == 1 else jnp.asarray(settings.grid, jnp.float32)[drafter.choice]
-
-
-def _sampler(rollout: Rollout, drafter: Drafter, settings: Settings, noise: Float[Array, "B T V"]) -> Sampler:
-    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule."""
-    factors = _factors(drafter, settings)
-
-    def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
-        factor = factors[offset] if isinstance(factors, jax.Array) else factors
-        produced = _produced(rollout, offset + 1)[:, offset]
-        return sampling.categorical(sampling.processed_logits(logits, settings.processing, produced, factor), noise[:, offset])
-
-    return sample
-
-
-def _commit(
-    rollout: Rollout,
-    verdict: Verdict,
-    drafted: Int[Array, "B K"],
-    target_logprobs: Float[Array, "B K1 V"],
-    finite: Bool[Array, "B K1"],
-    settings: Settings,
-) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"]]:
-    """Cuts the block at the first end token, the length limit or a failure, and writes what is left of it."""
-    offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
-    within = offsets <= verdict.accepted[:, None]
-    block = jnp.where(offsets < verdict.accepted[:, None], jnp.pad(drafted, ((0, 0), (0, 1))), verdict.next_token[:, None])
-    good = leading(within & finite)  # no draft is accepted beyond a failure, so at most the last token of the block is not
-    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & (offsets < good[:, None])
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good)
-    room = rollout.prompt_lengths + settings.max_new_tokens - rollout.lengths
-    running = rollout.status == RUNNING
-    count = jnp.where(running, jnp.minimum(until_end, room), 0)
-    kept = offsets < count[:, None]
-    at_end = jnp.any(ends & kept, axis=1)
-    ended = jnp.where(at_end, EOS, jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)))
-    status = jnp.where(running, ended, rollout.status)
-    block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
-    size = rollout.tokens.shape[1]
-    where = jnp.where(kept, rollout.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
-    committed = rollout.replace(
-        tokens=rollout.tokens.at[row, where].set(block, mode="drop"),
-        logprobs=rollout.logprobs.at[row, where].set(block_logprobs, mode="drop"),
-        lengths=rollout.lengths + count,
-        status=status.astype(jnp.int32),
-    )
-    return committed, block, count
 
 
 def generate(
@@ -260,7 +267,11 @@ def begin_sharded(
         return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
     inputs, numbers = _begin_inputs(prompts)
-    engine = jax.eval_shape(shard, target, drafter, prompts, numbers, key)
+
+    def of_a_shard(leaf: Array) -> Any:
+        return jax.ShapeDtypeStruct((leaf.shape[0] // mesh.shape[DATA], *leaf.shape[1:]), leaf.dtype) if leaf.ndim else leaf
+
+    engine = jax.eval_shape(shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key)
     return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(target, drafter, prompts, numbers, key)
 
 
@@ -282,12 +293,8 @@ def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
 
 
 def _engine_specs(engine: Engine) -> PyTree:
-    """Rows stand second in caches (layers come first), first everywhere else."""
-
-    def spec(path: Any, _: Any) -> P:
-        return P(None, DATA) if any(getattr(key, "name", "") == "cache" for key in path) else P(DATA)
-
-    return jax.tree_util.tree_map_with_path(spec, engine)
+    """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere else."""
+    return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), engine)
 
 
 def _on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.sampling import categorical
+from jaxspec.sampling import Noise, categorical
 
 
 class Verdict(NamedTuple):
@@ -30,7 +30,7 @@ def token_rule(
     drafted: Int[Array, "B K"],
     offered: Int[Array, " B"],
     coins: Float[Array, "B K"],
-    next_noise: Float[Array, "B V"],
+    next_noise: Noise,
 ) -> Verdict:
     """Accepts a draft with probability min(1, target/draft); a rejection draws from the residual (target - draft)+.
 
@@ -40,7 +40,7 @@ def token_rule(
       drafted: tokens sampled from `draft_logprobs`.
       offered: drafts on offer, 0..K, a function of the prefix; after the last one the target itself gives the next token.
       coins: uniform in [0, 1), fresh in every round.
-      next_noise: Gumbel noise for the one token after the cut, fresh in every round.
+      next_noise: for the one token after the cut, fresh in every round.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
     """
@@ -57,7 +57,7 @@ def block_rule(
     drafted: Int[Array, "B K"],
     offered: Int[Array, " B"],
     coins: Float[Array, "B K"],
-    next_noise: Float[Array, "B V"],
+    next_noise: Noise,
 ) -> Verdict:
     """Verifies the drafts together: keeps at least as many as `token_rule` on average, with the same law. See there for the arguments.
 
@@ -88,9 +88,7 @@ def block_rule(
     return _cut(target_logprobs, draft_logprobs, accepted, offered, log_weight, next_noise)
 
 
-def match_rule(
-    target_logprobs: Float[Array, "B K1 V"], drafted: Int[Array, "B K"], offered: Int[Array, " B"], noise: Float[Array, "B K1 V"]
-) -> Verdict:
+def match_rule(target_logprobs: Float[Array, "B K1 V"], drafted: Int[Array, "B K"], offered: Int[Array, " B"], noise: Noise) -> Verdict:
     """Samples the target at every position with the given noise and cuts after the first mismatch, or after `offered` drafts.
 
     Exact for drafts that nothing was drawn for, and for drafts that add the same noise to their own logits: the noise is then keyed by
@@ -118,7 +116,7 @@ def _cut(
     accepted: Int[Array, " B"],
     offered: Int[Array, " B"],
     log_weight: Float[Array, " B"],
-    next_noise: Float[Array, "B V"],
+    next_noise: Noise,
 ) -> Verdict:
     """Draws the next token from the residual (weight target - draft)+ at the cut; from the target where no draft was on offer."""
     at_cut = accepted[:, None, None]

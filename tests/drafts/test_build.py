@@ -18,7 +18,8 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.generate import Settings, begin
+from jaxspec.rollout.generate import begin
+from jaxspec.rollout.round import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
 from tests.conftest import eagle3, numpy_weights, tiny_config, tiny_model, tiny_network
@@ -119,7 +120,7 @@ def proposing(draft: Draft, network: Any) -> Lowered:
     def run(target: Decoder, network: Any, prompts: Prompts) -> Proposal:
         engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(0), settings)
         context = Context(engine.rollout.tokens, engine.rollout.lengths)
-        return draft.propose(network, target, engine.draft, context, likeliest)[1]
+        return draft.propose(network, target, engine.draft, engine.caches.draft, context, likeliest, draft.length)[2]
 
     return jax.jit(run).lower(tiny_network(Decoder, tiny_model(), 1), network, texts())
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal
-from jaxspec.drafts.lookup import PreferringState, history, ngram, preferring
+from jaxspec.drafts.lookup import HistoryState, PreferringState, history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
@@ -33,13 +33,18 @@ def random_texts(count: int, width: int, vocab: int, seed: int = 0) -> list[list
     return [random.integers(0, vocab, random.integers(1, width + 1)).tolist() for _ in range(count)]
 
 
+def repeated(state: Any, times: int) -> Any:
+    """A draft's state for each row of a group, as the engine makes it."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state)
+
+
 def refuse(logits: Any, offset: int) -> Any:
     raise AssertionError("a lookup draws nothing")
 
 
 @partial(jax.jit, static_argnums=0)
 def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> Proposal:
-    return draft.propose(None, TARGET, state, Context(tokens, lengths), refuse)[1]
+    return draft.propose(None, TARGET, state, None, Context(tokens, lengths), refuse, draft.length)[2]
 
 
 def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -> list[list[int]]:
@@ -138,7 +143,7 @@ def test_history_finds_the_best_place_of_all_texts(kept: int, wide: bool, min_ma
             history_lengths=jnp.stack([lengths for _, lengths in padded]),
         )
         draft = history(length, size, min_match, max_match)
-        state = draft.repeat(draft.prefill(None, TARGET, prompts, jnp.zeros((groups, 5, 0)), 40), size)
+        state = repeated(draft.prefill(None, TARGET, prompts, jnp.zeros((groups, 5, 0)), None)[0], size)
         wanted = [
             remembered(texts[row - row % size :][:size], row % size, earlier[row // size], length, min_match, max_match)
             for row in range(groups * size)
@@ -146,6 +151,28 @@ def test_history_finds_the_best_place_of_all_texts(kept: int, wide: bool, min_ma
         assert offered(draft, texts, width, state) == wanted
         alone = offered(ngram(length, "latest", min_match, max_match), texts, width)
         assert sum(len(tokens) for tokens in wanted) > sum(len(tokens) for tokens in alone)
+
+
+def test_slots_offer_what_their_rows_would() -> None:
+    """In any order, of some rows only, beside empty slots, and where a row goes through its text again: its siblings stay whole."""
+    groups, size, length, width = 6, 3, 3, 16
+    random, texts = np.random.default_rng(5), random_texts(groups * size, width, 3)
+    row = np.append(random.permutation(groups * size)[:9], [groups * size] * 2)  # the last two are empty
+    lengths = np.array([random.integers(1, len(texts[number]) + 1) for number in row[:9]] + [1, 1])
+    assert any(count < len(texts[number]) for count, number in zip(lengths, row[:9], strict=False))
+    tokens, whole = rows_of(texts, width)
+    context = Context(tokens, jnp.asarray(lengths, jnp.int32), jnp.asarray(row, jnp.int32), whole)
+    earlier = random_texts(groups, 20, 3, 7)
+    kept, kept_lengths = rows_of([earlier[min(number // size, groups - 1)] for number in row], 20)
+    state = HistoryState(texts=kept[:, None], lengths=kept_lengths[:, None])
+    for draft, given in ((history(length, size, 1, 3), state), (ngram(length, "latest", 1, 3), ())):
+        found = draft.propose(None, TARGET, given, None, context, refuse, draft.length)[2]
+        for slot, number in enumerate(row[:9]):
+            own, first = texts[number][: lengths[slot]], number - number % size
+            group = [own if first + other == number else texts[first + other] for other in range(size)]
+            remembers = remembered(group, number % size, [earlier[number // size]], length, 1, 3)
+            wanted = remembers if given else searched(own, length, 1, 3, True)
+            assert found.tokens[slot, : found.offered[slot]].tolist() == wanted
 
 
 @pytest.mark.parametrize("lengths", [(0, 1, 2), (2, 0, 2), (2, 3, 2)])
@@ -181,18 +208,20 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
 
     @jax.jit
     def propose(
-        network: Decoder, state: Any, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
-    ) -> tuple[PreferringState, Proposal]:
-        return both.propose(network, network, state, Context(tokens, lengths), lambda logits, offset: drafted[:, offset])
+        network: Decoder, state: Any, cache: Any, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+    ) -> tuple[PreferringState, Any, Proposal]:
+        context = Context(tokens, lengths)
+        return both.propose(network, network, state, cache, context, lambda logits, offset: drafted[:, offset], length)
 
     prompts = tiny_prompts(4).replace(tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32))
-    state = both.prefill(network, network, prompts, jnp.zeros((4, 5, 0)), width + length)
+    state, cache = both.prefill(network, network, prompts, jnp.zeros((4, 5, 0)), both.empty_cache(network, 4, width + length))
     found: list[tuple[bool, ...]] = []
     for _ in range(6):
         tokens = np.where(np.arange(width) < lengths[:, None], text, 0).astype(np.int32)
         searches = [searched(text[row, : lengths[row]].tolist(), length, 2, 4, True) for row in range(4)]
         drafted = random.integers(0, vocab, (4, length)).astype(np.int32)
-        state, proposal = propose(network, state, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
+        given = (jnp.asarray(array, jnp.int32) for array in (tokens, lengths, drafted))
+        state, cache, proposal = propose(network, state, cache, *given)
         assert proposal.logits is not None
         np.testing.assert_array_equal(proposal.offered, length)
         for row, search in enumerate(searches):
@@ -225,13 +254,17 @@ def test_preferring_hands_everything_on_to_both() -> None:
     assert both.taps == (1, 2, 3)
     target, network = tiny_network(Decoder, tiny_model(dtype="float32")), tiny_network(eagle3, tiny_model(dtype="float32"), 1)
     prompts, taps = tiny_prompts(2), jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
-    repeated = both.repeat(both.prefill(network, target, prompts, taps, 12), 2)
-    alone = learned.repeat(learned.prefill(network, target, prompts, taps, 12), 2)
+    caches = [draft.empty_cache(network, 2, 12) for draft in (both, learned)]
+    state, cache = both.prefill(network, target, prompts, taps, caches[0])
+    wanted, wanted_cache = learned.prefill(network, target, prompts, taps, caches[1])
+    jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
+    assert all(leaf.any() for leaf in jax.tree.leaves(cache))
+    ours_repeated, alone = repeated(state, 2), repeated(wanted, 2)
     kept = Kept(
         jnp.zeros((4, 3), jnp.int32),
         jnp.ones((4, 3, 48), jnp.float32),
         jnp.full((4, 3), 7, jnp.int32),
         jnp.asarray([0, 1, 2, 3], jnp.int32),
     )
-    for ours, theirs in ((repeated, alone), (both.commit(repeated, kept), learned.commit(alone, kept))):
+    for ours, theirs in ((ours_repeated, alone), (both.commit(ours_repeated, kept), learned.commit(alone, kept))):
         jax.tree.map(np.testing.assert_array_equal, ours.learned, theirs)

@@ -1,5 +1,8 @@
 """The external draft over rounds: it always stands where its own model stands after reading the committed text."""
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 
 from jaxspec.drafts.base import Context, Kept, Proposal
 from jaxspec.drafts.model import ModelState, external
+from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.kv import KVCache
 from tests.conftest import numpy_decoder, tiny_model, tiny_network, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -21,15 +26,28 @@ def network(x64: None) -> Decoder:
     return tiny_network(Decoder, tiny_model(embed=8), 3, 1.5)
 
 
-@jax.jit
-def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array) -> ModelState:
+class Held(NamedTuple):
+    """What the engine holds of the draft."""
+
+    state: ModelState
+    cache: KVCache
+
+
+@functools.partial(jax.jit, static_argnames="times")
+def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int = 1) -> Held:
     prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
-    return DRAFT.prefill(network, network, prompts, jnp.zeros((*tokens.shape, 0)), SLOTS)
+    empty = DRAFT.empty_cache(network, *tokens.shape)
+    state, cache = DRAFT.prefill(network, network, prompts, jnp.zeros((*tokens.shape, 0)), empty)
+    assert cache is not None
+    return Held(jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state), kv.rows_of(cache, times, SLOTS))
 
 
 @jax.jit
-def propose(network: Decoder, state: ModelState, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array) -> tuple[ModelState, Proposal]:
-    return DRAFT.propose(network, network, state, Context(tokens, lengths), lambda logits, offset: drafted[:, offset])
+def propose(network: Decoder, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array) -> tuple[Held, Proposal]:
+    sample, context = lambda logits, offset: drafted[:, offset], Context(tokens, lengths)
+    state, cache, proposal = DRAFT.propose(network, network, held.state, held.cache, context, sample, drafted.shape[1])
+    assert cache is not None
+    return Held(state, cache), proposal
 
 
 def committed(text: np.ndarray, lengths: np.ndarray, junk: int = 0) -> jax.Array:
@@ -42,7 +60,7 @@ def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) 
     random = np.random.default_rng(0)
     text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
     lengths = np.array([1, 5, 2, 4])
-    state = prefill(network, committed(text[:, :WIDTH], lengths, 9), jnp.asarray(lengths, jnp.int32))
+    held = prefill(network, committed(text[:, :WIDTH], lengths, 9), jnp.asarray(lengths, jnp.int32))
     counts_seen: set[int] = set()
     for number in range(5):
         count = random.integers(1, LENGTH + 2, ROWS)
@@ -53,7 +71,7 @@ def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) 
         coming = text[np.arange(ROWS)[:, None], lengths[:, None] + np.arange(LENGTH)]
         wrong = (coming + random.integers(1, VOCAB, coming.shape)) % VOCAB
         drafted = np.where(np.arange(LENGTH) < count[:, None] - 1, coming, wrong).astype(np.int32)
-        state, proposal = propose(network, state, committed(text, lengths), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
+        held, proposal = propose(network, held, committed(text, lengths), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
         np.testing.assert_array_equal(proposal.tokens, drafted)
         np.testing.assert_array_equal(proposal.offered, LENGTH)
         scratch = prefill(network, committed(text, lengths, 7), jnp.asarray(lengths, jnp.int32))
@@ -61,20 +79,46 @@ def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) 
             whole = np.concatenate([text[row, : lengths[row]], drafted[row]])
             wanted = numpy_decoder(network, whole)[0][lengths[row] - 1 : lengths[row] - 1 + LENGTH]
             np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11, err_msg=f"round {number} row {row}")
-            for name in ("keys", "values"):
-                ours, theirs = (np.asarray(getattr(either.cache, name))[:, row, : lengths[row]] for either in (state, scratch))
+            for name, axis in (("keys", 3), ("values", 2)):
+                ours, theirs = (np.take(getattr(either, name)[:, row], range(lengths[row]), axis) for either in (held.cache, scratch.cache))
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         counts_seen |= set(count.tolist())
-        positions = (lengths[:, None] - 1 + np.arange(LENGTH + 1)).astype(np.int32)
-        kept = Kept(
-            tokens=jnp.asarray(text[np.arange(ROWS)[:, None], positions + 1]),
-            features=jnp.zeros((ROWS, LENGTH + 1, 0)),
-            positions=jnp.asarray(positions),
-            length=jnp.asarray(count, jnp.int32),
-        )
-        state = DRAFT.commit(state, kept)
+        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, count, LENGTH)))
         lengths = lengths + count
     assert counts_seen == {0, 1, 2, 3, 4}
+
+
+def kept_block(text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> Kept:
+    """What a round of so many drafts commits."""
+    positions = (lengths[:, None] - 1 + np.arange(drafts + 1)).astype(np.int32)
+    return Kept(
+        tokens=jnp.asarray(text[np.arange(len(text))[:, None], positions + 1]),
+        features=jnp.zeros((*positions.shape, 0)),
+        positions=jnp.asarray(positions),
+        length=jnp.asarray(count, jnp.int32),
+    )
+
+
+def test_what_rounds_without_drafts_committed_is_not_read_but_for_its_end(network: Decoder) -> None:
+    """The last two tokens are; the others leave no trace, at their own positions, in what it says next."""
+    random = np.random.default_rng(4)
+    text, lengths = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32), np.array([1, 5, 2, 4])
+    held = prefill(network, committed(text[:, :WIDTH], lengths, 9), jnp.asarray(lengths, jnp.int32))
+    read = [list(range(length)) for length in lengths]
+    for drafts in (LENGTH, 1, 2):
+        for _ in range(4):
+            held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, np.ones(ROWS, int), 0)))
+            lengths = lengths + 1
+        drafted = random.integers(0, VOCAB, (ROWS, drafts)).astype(np.int32)
+        held, proposal = propose(network, held, committed(text, lengths), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
+        assert proposal.logits is not None
+        for row, length in enumerate(lengths):
+            read[row] += [position for position in (length - 2, length - 1) if position not in read[row]]
+            positions = [*read[row], *range(length, length + drafts)]
+            wanted = numpy_decoder(network, np.concatenate([text[row, read[row]], drafted[row]]), positions)[0][len(read[row]) - 1 : -1]
+            np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11)
+        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, np.ones(ROWS, int), drafts)))
+        lengths = lengths + 1
 
 
 def test_it_reads_nothing_of_the_target(network: Decoder) -> None:
@@ -85,7 +129,7 @@ def test_it_reads_nothing_of_the_target(network: Decoder) -> None:
 def test_repeat_gives_each_row_of_a_group_its_prompts_state(network: Decoder) -> None:
     text = np.random.default_rng(2).integers(0, VOCAB, (2, WIDTH)).astype(np.int32)
     lengths, drafted = jnp.asarray([3, 5], jnp.int32), jnp.asarray([[1, 2, 3]] * 2, jnp.int32)
-    state = prefill(network, jnp.asarray(text), lengths)
-    once = propose(network, state, jnp.asarray(text), lengths, drafted)[1]
-    thrice = propose(network, DRAFT.repeat(state, 3), *(jnp.repeat(part, 3, axis=0) for part in (jnp.asarray(text), lengths, drafted)))[1]
+    once = propose(network, prefill(network, jnp.asarray(text), lengths), jnp.asarray(text), lengths, drafted)[1]
+    repeated = prefill(network, jnp.asarray(text), lengths, times=3)
+    thrice = propose(network, repeated, *(jnp.repeat(part, 3, axis=0) for part in (jnp.asarray(text), lengths, drafted)))[1]
     np.testing.assert_allclose(thrice.logits, np.repeat(np.asarray(once.logits), 3, 0), rtol=0, atol=1e-12)

@@ -11,7 +11,9 @@ import pytest
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal
 from jaxspec.drafts.recurrent import RecurrentState, recurrent
+from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.kv import KVCache
 from jaxspec.models.mtp import Mtp
 from tests.conftest import (
     eagle3,
@@ -32,6 +34,13 @@ LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 4, 5, 5, 48, 11
 DEPTHS = {"eagle3": 1, "eagle3 of 2": 1, "mtp1": 1, "mtp2": 2, "mtp4": 4}
 
 
+class Held(NamedTuple):
+    """What the engine holds of a draft."""
+
+    state: RecurrentState
+    cache: KVCache
+
+
 class Case(NamedTuple):
     draft: Draft
     depth: int
@@ -39,10 +48,10 @@ class Case(NamedTuple):
     network: Any
     features: Callable[[np.ndarray], np.ndarray]
     """Tokens of whole rows -> what the target's own pass gives at each position."""
-    prefill: Callable[..., RecurrentState]
-    """(tokens, lengths, features) -> state."""
-    propose: Callable[..., tuple[RecurrentState, Proposal]]
-    """(state, committed tokens, lengths, tokens to draft) -> state, proposal: two drafts can walk the same way."""
+    prefill: Callable[..., Held]
+    """(tokens, lengths, features) -> held; each row `times` times."""
+    propose: Callable[..., tuple[Held, Proposal]]
+    """(held, committed tokens, lengths, tokens to draft, as many as are wanted) -> held, proposal: two drafts can walk the same way."""
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp1", "mtp4")]
@@ -63,16 +72,22 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         forward = target(tokens, positions, taps=taps)
         return forward.taps if taps else forward.hidden
 
-    @jax.jit
-    def prefill(target: Decoder, network: Any, tokens: jax.Array, lengths: jax.Array, features: jax.Array) -> RecurrentState:
+    @functools.partial(jax.jit, static_argnames="times")
+    def prefill(target: Decoder, network: Any, tokens: jax.Array, lengths: jax.Array, features: jax.Array, times: int = 1) -> Held:
         prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
-        return draft.prefill(network, target, prompts, features, SLOTS)
+        state, cache = draft.prefill(network, target, prompts, features, draft.empty_cache(network, *tokens.shape))
+        assert cache is not None
+        return Held(jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state), kv.rows_of(cache, times, SLOTS))
 
     @jax.jit
     def propose(
-        target: Decoder, network: Any, state: RecurrentState, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
-    ) -> tuple[RecurrentState, Proposal]:
-        return draft.propose(network, target, state, Context(tokens, lengths), lambda logits, offset: drafted[:, offset])
+        target: Decoder, network: Any, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+    ) -> tuple[Held, Proposal]:
+        state, cache, proposal = draft.propose(
+            network, target, held.state, held.cache, Context(tokens, lengths), lambda logits, offset: drafted[:, offset], drafted.shape[1]
+        )
+        assert cache is not None
+        return Held(state, cache), proposal
 
     def ready(*arrays: Any) -> list[Any]:
         return [jnp.asarray(array, jnp.int32) if np.asarray(array).dtype.kind == "i" else jnp.asarray(array) for array in arrays]
@@ -83,8 +98,8 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         target,
         network,
         lambda tokens: np.asarray(features(target, *ready(tokens))),
-        lambda *arrays: prefill(target, network, *ready(*arrays)),
-        lambda state, *arrays: propose(target, network, state, *ready(*arrays)),
+        lambda *arrays, times=1: prefill(target, network, *ready(*arrays), times=times),
+        lambda held, *arrays: propose(target, network, held, *ready(*arrays)),
     )
 
 
@@ -98,17 +113,19 @@ def logits_of(proposal: Proposal) -> np.ndarray:
     return np.asarray(proposal.logits)
 
 
-def drafts_that_keep(random: np.random.Generator, text: np.ndarray, lengths: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Drafts of which the first `count - 1` come true and the next one does not."""
-    coming = text[np.arange(len(text))[:, None], lengths[:, None] + np.arange(LENGTH)]
+def drafts_that_keep(random: np.random.Generator, text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> np.ndarray:
+    """So many drafts, of which the first `count - 1` come true and the next one does not."""
+    coming = text[np.arange(len(text))[:, None], lengths[:, None] + np.arange(drafts)]
     wrong = (coming + random.integers(1, VOCAB, coming.shape)) % VOCAB
-    return np.where(np.arange(LENGTH) < count[:, None] - 1, coming, wrong).astype(np.int32)
+    return np.where(np.arange(drafts) < count[:, None] - 1, coming, wrong).astype(np.int32)
 
 
-def kept_block(random: np.random.Generator, text: np.ndarray, features: np.ndarray, lengths: np.ndarray, count: np.ndarray) -> Kept:
+def kept_block(
+    random: np.random.Generator, text: np.ndarray, features: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int
+) -> Kept:
     """What a round commits; beyond the cut stands junk."""
-    positions = (lengths[:, None] - 1 + np.arange(LENGTH + 1)).astype(np.int32)
-    beyond = np.arange(LENGTH + 1) >= count[:, None]
+    positions = (lengths[:, None] - 1 + np.arange(drafts + 1)).astype(np.int32)
+    beyond = np.arange(drafts + 1) >= count[:, None]
     row = np.arange(len(text))[:, None]
     return Kept(
         tokens=jnp.asarray(np.where(beyond, random.integers(0, VOCAB, positions.shape), text[row, positions + 1]), jnp.int32),
@@ -118,6 +135,15 @@ def kept_block(random: np.random.Generator, text: np.ndarray, features: np.ndarr
     )
 
 
+def slots_of(cache: KVCache, layer: int, row: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of some slots of a row."""
+    return np.asarray(cache.keys[layer])[row][:, :, slots], np.asarray(cache.values[layer])[row][:, slots]
+
+
+SCHEDULE = [(4, 5), (4, 5), (4, 5), (4, 2), (1, 2), (1, 2), (0, 1), (0, 1), (0, 1), (4, 3), (2, 3), (4, 5), (4, 5)]
+"""Drafts of each round, and the most tokens it keeps, so that what is kept of some rounds fits what the next one that drafts reads."""
+
+
 def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
     """drafters.md 7, row 16: the cache is rewritten with true features in all layers; nothing of a rejected draft remains."""
     random = np.random.default_rng(0)
@@ -125,32 +151,33 @@ def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
     features = case.features(text)
     lengths = np.array([2, 5, 3, 4, 1])
     prompt = committed(text[:, :WIDTH], lengths, 9)
-    state = case.prefill(prompt, lengths, case.features(prompt))
+    held = case.prefill(prompt, lengths, case.features(prompt))
     counts_seen: set[int] = set()
-    for number in range(7):
-        count = random.integers(1, LENGTH + 2, ROWS)
+    for number, (drafts, most) in enumerate(SCHEDULE):
+        count = random.integers(1, most + 1, ROWS)
         if number == 2:
             count[1] = 0  # the row has ended
-        drafted = drafts_that_keep(random, text, lengths, count)
-        state, proposal = case.propose(state, committed(text, lengths), lengths, drafted)
-        np.testing.assert_array_equal(proposal.tokens, drafted)
-        np.testing.assert_array_equal(proposal.offered, np.where(lengths > 1, LENGTH, 0))
-        # Row by row: a draft that reads the committed text as its prompt.
-        scratch = case.prefill(committed(text, lengths, 7), lengths, features)
-        scratch, wanted = case.propose(scratch, committed(text, lengths), lengths, drafted)
-        for row in range(ROWS):
-            if lengths[row] > 1:
-                np.testing.assert_allclose(logits_of(proposal)[row], logits_of(wanted)[row], rtol=0, atol=1e-12, err_msg=f"round {number}")
-            for layer in range(case.depth * case.network.stack):
-                # The text's slots, and those that this round drafted in the layer.
-                turn = layer // case.network.stack
-                true, steps = lengths[row] - 1, np.arange(turn or case.depth, LENGTH, case.depth)
-                used = np.concatenate([np.arange(true), true - 1 + steps if true else steps[:0]])
-                for name in ("keys", "values"):
-                    ours, theirs = (np.asarray(getattr(either.cache, name))[layer, row, used] for either in (state, scratch))
-                    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        drafted = drafts_that_keep(random, text, lengths, count, drafts)
+        if drafts:
+            held, proposal = case.propose(held, committed(text, lengths), lengths, drafted)
+            np.testing.assert_array_equal(proposal.tokens, drafted)
+            np.testing.assert_array_equal(proposal.offered, np.where(lengths > 1, drafts, 0))
+            # Row by row: a draft that reads the committed text as its prompt.
+            scratch = case.prefill(committed(text, lengths, 7), lengths, features)
+            scratch, wanted = case.propose(scratch, committed(text, lengths), lengths, drafted)
+            for row in range(ROWS):
+                if lengths[row] > 1:
+                    laws = logits_of(proposal)[row], logits_of(wanted)[row]
+                    np.testing.assert_allclose(*laws, rtol=0, atol=1e-12, err_msg=f"round {number}")
+                for layer in range(case.depth * case.network.stack):
+                    # The text's slots, and those that this round drafted in the layer.
+                    turn = layer // case.network.stack
+                    true, steps = lengths[row] - 1, np.arange(turn or case.depth, drafts, case.depth)
+                    used = np.concatenate([np.arange(true), true - 1 + steps if true else steps[:0]])
+                    for ours, theirs in zip(*(slots_of(either.cache, layer, row, used) for either in (held, scratch)), strict=True):
+                        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         counts_seen |= set(count.tolist())
-        state = case.draft.commit(state, kept_block(random, text, features, lengths, count))
+        held = held._replace(state=case.draft.commit(held.state, kept_block(random, text, features, lengths, count, drafts)))
         lengths = lengths + count
     assert counts_seen == {0, 1, 2, 3, 4, 5}
 
@@ -170,24 +197,27 @@ def finish(network: Any, layer: int, query: np.ndarray, residual: Any, seen: lis
     return np.asarray(network.finish(layer, residual, attended))[0, 0]
 
 
-def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarray) -> list[np.ndarray]:
-    """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and sees is written out."""
+def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarray, positions: list[int]) -> list[np.ndarray]:
+    """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and sees is written out.
+
+    `positions` are those of the text that are read, in order.
+    """
     network, embedding = case.network, numpy_weights(case.target)["embedding"]
     read = np.asarray(network.read(jnp.asarray(features)[None]))[0]
     seen: list[list[Any]] = [[] for _ in range(case.depth * network.stack)]
     outputs: list[list[np.ndarray]] = [[] for _ in range(case.depth)]
-    for s in range(len(text) - 1):
+    for s, position in enumerate(positions):
         for turn in range(case.depth):
             below = outputs[turn - 1][s - 1] if s else np.zeros(read.shape[1])
-            hidden = below if turn else read[s]
+            hidden = below if turn else read[position]
             for layer in range(turn * network.stack, (turn + 1) * network.stack):
-                query, residual, pair = slot(network, layer, hidden, embedding[text[s + 1]], s)
+                query, residual, pair = slot(network, layer, hidden, embedding[text[position + 1]], position)
                 seen[layer].append(pair)
                 visible = [*seen[layer][turn : max(s - turn + 1, 0)], *([pair] * (turn > 0))]
                 hidden = finish(network, layer, query, residual, visible)
             outputs[turn].append(hidden)
     hidden, laws, own = outputs[0][-1], [], [[] for _ in seen]
-    for step in range(1, LENGTH + 1):
+    for step in range(1, len(drafted) + 1):
         laws.append(np.asarray(network.logits(case.target, jnp.asarray(hidden)[None, None]))[0, 0])
         turn = step % case.depth
         for layer in range(turn * network.stack, (turn + 1) * network.stack):
@@ -206,8 +236,32 @@ def test_proposals_match_a_loop_over_slots(case: Case) -> None:
     features = case.features(prompt)
     _, proposal = case.propose(case.prefill(prompt, lengths, features), committed(prompt, lengths), lengths, drafted)
     for row, length in enumerate(lengths):
-        wanted = chain(case, features[row, :length], prompt[row, :length], drafted[row])
+        wanted = chain(case, features[row, :length], prompt[row, :length], drafted[row], list(range(length - 1)))
         np.testing.assert_allclose(logits_of(proposal)[row], wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_after_many_rounds_without_drafts_it_reads_the_last_positions_only(case: Case) -> None:
+    """As many as a round keeps at most; the text before them was read as far as its prompt, less the position that was pending."""
+    random = np.random.default_rng(4)
+    text, lengths = random.integers(0, VOCAB, (3, SLOTS)).astype(np.int32), np.array([2, 4, 5])
+    features, prompt = case.features(text), committed(text[:, :WIDTH], [2, 4, 5])
+    held = case.prefill(prompt, lengths, case.features(prompt))
+    read = [list(range(length - 2)) for length in lengths]
+    for drafts in (3, 1, LENGTH):
+        for _ in range(7):
+            block = kept_block(random, text, features, lengths, np.ones(3, int), 0)
+            held = held._replace(state=case.draft.commit(held.state, block))
+            lengths = lengths + 1
+        drafted = random.integers(0, VOCAB, (3, drafts)).astype(np.int32)
+        held, proposal = case.propose(held, committed(text, lengths), lengths, drafted)
+        for row, length in enumerate(lengths):
+            read[row] += range(length - 2 - drafts, length - 1)
+            wanted = chain(case, features[row, :length], text[row, :length], drafted[row], read[row])
+            np.testing.assert_allclose(logits_of(proposal)[row], wanted, rtol=0, atol=1e-11)
+        block = kept_block(random, text, features, lengths, np.ones(3, int), drafts)
+        held = held._replace(state=case.draft.commit(held.state, block))
+        lengths = lengths + 1
 
 
 @pytest.mark.parametrize("case", ["eagle3 of 2"], indirect=True)
@@ -231,7 +285,8 @@ def test_repeat_gives_each_row_of_a_group_its_prompts_state(case: Case) -> None:
     random = np.random.default_rng(2)
     prompt, lengths = random.integers(0, VOCAB, (2, WIDTH)).astype(np.int32), np.array([3, 5])
     text, drafted = committed(prompt, lengths), np.tile(np.array([[1, 2, 3, 4]], np.int32), (2, 1))
-    state = case.prefill(prompt, lengths, case.features(prompt))
-    once = case.propose(state, text, lengths, drafted)[1]
-    thrice = case.propose(case.draft.repeat(state, 3), *(np.repeat(part, 3, 0) for part in (text, lengths, drafted)))[1]
+    features = case.features(prompt)
+    once = case.propose(case.prefill(prompt, lengths, features), text, lengths, drafted)[1]
+    repeated = case.prefill(prompt, lengths, features, times=3)
+    thrice = case.propose(repeated, *(np.repeat(part, 3, 0) for part in (text, lengths, drafted)))[1]
     np.testing.assert_allclose(logits_of(thrice), np.repeat(logits_of(once), 3, 0), rtol=0, atol=1e-12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models.decoder import Decoder, tap_boundaries
-from jaxspec.models.kv import KVCache, empty_cache
+from jaxspec.models.kv import KVCache
 from tests.conftest import numpy_decoder, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -59,8 +59,7 @@ def test_taps_are_the_residual_stream_at_the_boundaries(layers: int, boundaries:
 
 def cache_for(policy: Decoder, rows: int, slots: int) -> KVCache:
     """A cache full of junk: slots above a row's position must not matter."""
-    config = policy.config
-    empty = empty_cache(config.layers, rows, slots, config.kv_heads, config.head_size, jnp.dtype("float64"))
+    empty = policy.empty_cache(rows, slots)
     assert not any(leaf.any() for leaf in jax.tree.leaves(empty))
     return jax.tree.map(lambda leaf: leaf + 99, empty)
 

@@ -9,7 +9,6 @@ import pytest
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import Row, policy_rows, their_slices, to_ours, to_theirs
-from jaxspec.models.kv import empty_cache
 from jaxspec.pretrained import tensors_of
 from jaxspec.sync import cast
 from tests.conftest import small_mesh
@@ -25,10 +24,8 @@ FIRST = 24
 
 @jax.jit
 def in_two_blocks(policy: Decoder, tokens: jax.Array) -> jax.Array:
-    config, (rows, length) = policy.config, tokens.shape
-    cache = empty_cache(config.layers, rows, length, config.kv_heads, config.head_size, policy.embedding.dtype)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    first = policy(tokens[:, :FIRST], positions[:, :FIRST], cache)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    first = policy(tokens[:, :FIRST], positions[:, :FIRST], policy.empty_cache(*tokens.shape))
     second = policy(tokens[:, FIRST:], positions[:, FIRST:], first.cache)
     return policy.logits(jnp.concatenate([first.hidden, second.hidden], axis=1))
 

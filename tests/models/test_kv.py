@@ -1,44 +1,226 @@
-"""The cache: blocks land on their own slots, and nowhere else."""
+"""The cache against plain numpy: blocks land on their own slots, rows and pages move as wholes, and nothing lands anywhere else."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.kv import KVCache, append, empty_cache, repeat_rows
+from jaxspec.models import kv
+from jaxspec.models.kv import KVCache, empty_cache, extend
 
 LAYERS, ROWS, SLOTS, HEADS, SIZE = 3, 4, 6, 2, 5
+PAGE, PAGES = 2, 14
+TABLE = np.array([[3, 9, 0], [12, 1, 7], [5, PAGES, PAGES], [13, 4, 8]], np.int32)
+"""Three pages of two slots for each row; the third row has but one."""
+STACKED = pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
 
 
+class Twin:
+    """Keys [L P s M H] and values of the same order in numpy: however a cache lies, an entry has one place here."""
+
+    def __init__(self, cache: KVCache):
+        keys, values = (np.stack(pools) if isinstance(pools, tuple) else np.asarray(pools) for pools in (cache.keys, cache.values))
+        self.keys, self.values = keys.transpose(0, 1, 4, 2, 3).copy(), values.transpose(0, 1, 3, 2, 4).copy()
+
+    def both(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.keys, self.values
+
+    def change(self, function: Callable[..., None], *others: "Twin") -> "Twin":
+        """Changes keys and values alike."""
+        for ours, *theirs in zip(self.both(), *(other.both() for other in others), strict=True):
+            function(ours, *theirs)
+        return self
+
+
+def random_cache(stacked: bool, pages: int = ROWS, page_size: int = SLOTS, table: np.ndarray | None = None, seed: int = 0) -> KVCache:
+    """A cache that is full of different numbers."""
+    random = np.random.default_rng(seed)
+    empty = empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked)
+    filled = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty)
+    return filled if table is None else filled.replace(table=jnp.asarray(table))
+
+
+def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
+    """The entries wanted, laid out like those of `like`."""
+    assert isinstance(cache.keys, tuple) == isinstance(cache.values, tuple) == isinstance(like.keys, tuple)
+    for found, entries in zip(Twin(cache).both(), wanted.both(), strict=True):
+        np.testing.assert_array_equal(found, entries)
+
+
+def paged(table: np.ndarray | None) -> dict[str, Any]:
+    return {} if table is None else {"pages": PAGES, "page_size": PAGE, "table": table}
+
+
+def place(table: np.ndarray | None, row: int, slot: int) -> tuple[int, int] | None:
+    """Page of a row's slot and the place in it; None: there is none."""
+    if table is None:
+        return (row, slot) if slot < SLOTS else None
+    stretch = slot // PAGE
+    page = table[row, stretch] if stretch < table.shape[1] else PAGES
+    return (int(page), slot % PAGE) if page < PAGES else None
+
+
+TABLES = pytest.mark.parametrize("table", [None, TABLE], ids=["whole rows", "pages"])
+POSITIONS = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
+
+
+@TABLES
+@STACKED
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("jitted", [True, False])
-def test_append_writes_each_rows_block_at_its_positions(layer: int, jitted: bool) -> None:
+def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, stacked: bool, table: np.ndarray | None) -> None:
     """Positions beyond the cache are dropped: they neither wrap round nor pile up on the last slot."""
     random = np.random.default_rng(layer)
-    before = random.normal(size=(LAYERS, ROWS, SLOTS, HEADS, SIZE)).astype(np.float32)
-    fresh = random.normal(size=(ROWS, 3, HEADS, SIZE)).astype(np.float32)
-    positions = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
-    wanted = before.copy()
+    before = random_cache(stacked, seed=layer, **paged(table))
+    fresh = random.normal(size=(2, ROWS, 3, HEADS, SIZE)).astype(np.float32)
+    wanted, written = Twin(before), 0
     for row in range(ROWS):
-        for offset, slot in enumerate(positions[row]):
-            if slot < SLOTS:
-                wanted[layer, row, slot] = fresh[row, offset]
-    write = jax.jit(append) if jitted else append
-    np.testing.assert_array_equal(write(jnp.asarray(before), jnp.int32(layer), jnp.asarray(positions), jnp.asarray(fresh)), wanted)
-    assert (wanted != before).sum() == 8 * HEADS * SIZE
+        for offset, slot in enumerate(POSITIONS[row]):
+            where = place(table, row, int(slot))
+            if where is not None:
+                written += 1
+                for pool, entries in zip(wanted.both(), fresh, strict=True):
+                    pool[layer, *where] = entries[row, offset]
+    assert written == (8 if table is None else 6)
+    write = jax.jit(extend, static_argnums=() if stacked else 1) if jitted else extend
+    found = write(before, jnp.int32(layer) if stacked else layer, jnp.asarray(POSITIONS), *(jnp.asarray(part) for part in fresh))
+    assert_is(found, wanted, before)
+    assert (found.table is None) == (table is None)
 
 
-def test_repeat_rows_keeps_groups_together() -> None:
-    keys = jnp.arange(LAYERS * 2 * SLOTS, dtype=jnp.float32).reshape(LAYERS, 2, SLOTS, 1, 1)
-    repeated = repeat_rows(KVCache(keys=keys, values=-keys), 3)
-    assert repeated.keys.shape == (LAYERS, 6, SLOTS, 1, 1)
+@TABLES
+@STACKED
+def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacked: bool, table: np.ndarray | None) -> None:
+    """A key says so for its value, which is 0: in a sum over slots that are not seen it would be 0 x NaN."""
+    random = np.random.default_rng(7)
+    before, layer = random_cache(stacked, **paged(table)), 1
+    keys, values = random.normal(size=(2, ROWS, 2, HEADS, SIZE)).astype(np.float32)
+    keys[0, 0, 0, 1], keys[1, 0, 1, 2], keys[1, 1] = np.nan, np.inf, -np.inf
+    values[0, 1, 1, 3], values[1, 1, 0, 0], values[3, 0] = np.nan, -np.inf, np.inf
+    slots = np.array([[0, 1], [2, 3], [0, 1], [4, 5]], np.int32)
+    wanted = Twin(before)
+    for row in range(ROWS):
+        for offset, slot in enumerate(slots[row]):
+            for index in np.ndindex(HEADS, SIZE):
+                key, value = (float(part[row, offset][index]) for part in (keys, values))
+                where = place(table, row, int(slot))
+                assert where is not None
+                wanted.keys[(layer, *where, *index)] = key if np.isfinite(key) and np.isfinite(value) else np.nan
+                wanted.values[(layer, *where, *index)] = value if np.isfinite(value) else 0
+    assert np.isnan(wanted.keys).sum() == 2 + HEADS * SIZE + 1 + HEADS * SIZE
+    found = extend(before, layer, jnp.asarray(slots), jnp.asarray(keys), jnp.asarray(values))
+    assert_is(found, wanted, before)
+    assert np.isfinite(Twin(found).values).all()
+
+
+@STACKED
+@pytest.mark.parametrize("table", [None, np.array([[3, 9, 0, 2], [12, 1, 7, 6], [5, 11, PAGES, PAGES], [13, 4, 8, 10]], np.int32)])
+@pytest.mark.parametrize("count", [2, 4, 6, 8])
+def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray | None, count: int) -> None:
+    """At the end of a row slots come along that were seen already; every slot is in one of the stretches, in the order of their numbers."""
+    cache = random_cache(stacked, page_size=8) if table is None else random_cache(stacked, PAGES, PAGE, table)
+    twin, whole, seen = Twin(cache), 8, set()
+    for first in range(0, whole, count):
+        for layer in range(LAYERS):
+            where = jnp.int32(layer) if stacked else layer
+            keys, values, slots = kv.stretch(cache, where, first if count == whole else jnp.int32(first), count)
+            assert slots.tolist() == list(range(min(first, whole - count), min(first, whole - count) + count))
+            seen |= set(slots.tolist())
+            assert keys.shape == (ROWS, *((count // PAGE, HEADS, SIZE, PAGE) if table is not None else (1, HEADS, SIZE, count)))
+            parts = (np.asarray(keys), 4), (np.asarray(values), 3)
+            flat = [np.moveaxis(part, axis, 2).reshape(ROWS, count, HEADS, SIZE) for part, axis in parts]
+            for row in range(ROWS):
+                for index, slot in enumerate(slots.tolist()):
+                    page, at = (row, slot) if table is None else (int(table[row, slot // PAGE]), slot % PAGE)
+                    for entries, pool in zip(flat, twin.both(), strict=True):
+                        if page < PAGES:  # else nobody looks
+                            np.testing.assert_array_equal(entries[row, index], pool[layer, page, at])
+    assert seen == set(range(whole))
+
+
+@STACKED
+def test_rows_of_keeps_groups_together(stacked: bool) -> None:
+    prompts = random_cache(stacked, 2)
+    rows, twin = kv.rows_of(prompts, 3, SLOTS + 4), Twin(prompts)
+    found = Twin(rows)
+    assert found.keys.shape == found.values.shape == (LAYERS, 6, SLOTS + 4, HEADS, SIZE)
     for row in range(6):
-        np.testing.assert_array_equal(repeated.keys[:, row], keys[:, row // 3])
-        np.testing.assert_array_equal(repeated.values[:, row], -keys[:, row // 3])
+        for ours, theirs in zip(found.both(), twin.both(), strict=True):
+            np.testing.assert_array_equal(ours[:, row, :SLOTS], theirs[:, row // 3])
+            assert not ours[:, row, SLOTS:].any()
+    assert_is(rows, found, prompts)
 
 
-def test_an_empty_cache_has_the_shape_and_type_asked_for() -> None:
-    cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"))
-    for leaf in (cache.keys, cache.values):
-        assert (leaf.shape, leaf.dtype) == ((LAYERS, ROWS, SLOTS, HEADS, SIZE), jnp.bfloat16)
-        assert not leaf.any()
+@STACKED
+def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
+    cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"), stacked)
+    other = kv.empty_like(random_cache(stacked), 9, 7)
+    for made, pages, size, dtype in ((cache, ROWS, SLOTS, jnp.bfloat16), (other, 9, 7, jnp.float32)):
+        assert made.table is None
+        assert isinstance(made.keys, tuple) != stacked
+        for pools, page in ((made.keys, (SIZE, size)), (made.values, (size, SIZE))):
+            layers = [pools] if stacked else pools
+            assert len(layers) == (1 if stacked else LAYERS)
+            for leaf in layers:
+                assert leaf.shape == (*((LAYERS,) if stacked else ()), pages, HEADS, *page)
+                assert leaf.dtype == dtype
+                assert not leaf.any()
+
+
+@STACKED
+def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool) -> None:
+    """What stands behind it in the row is left, and so are the other rows."""
+    cache, prompts = random_cache(stacked), random_cache(stacked, 3, SLOTS - 2, seed=1)
+
+    def put(row: int, prompt: int, ours: np.ndarray, theirs: np.ndarray) -> None:
+        ours[:, row, : SLOTS - 2] = theirs[:, prompt]
+
+    for row, prompt in ((0, 2), (3, 0), (2, 1)):
+        wanted = Twin(cache).change(partial(put, row, prompt), Twin(prompts))
+        found = jax.jit(kv.put_row)(cache, jnp.int32(row), prompts, jnp.int32(prompt))
+        assert_is(found, wanted, cache)
+
+
+@STACKED
+def test_rows_that_are_taken_and_put_back_leave_the_others(stacked: bool) -> None:
+    cache, rows = random_cache(stacked), np.array([2, 0, 3], np.int32)
+    some = kv.take_rows(cache, jnp.asarray(rows))
+    for found, whole in zip(Twin(some).both(), Twin(cache).both(), strict=True):
+        np.testing.assert_array_equal(found, whole[:, rows])
+
+    def put(ours: np.ndarray, theirs: np.ndarray) -> None:
+        ours[:, rows] = theirs
+
+    fresh = random_cache(stacked, 3, seed=1)
+    assert_is(kv.put_rows(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some)
+    assert_is(kv.put_rows(cache, jnp.asarray(rows), some), Twin(cache), cache)
+
+
+@STACKED
+def test_put_prompts_fills_the_pages_of_each(stacked: bool) -> None:
+    """The last page of a prompt is filled with zeros, and where a prompt has no page its entries are dropped."""
+    cache, prompts = random_cache(stacked, PAGES, PAGE), random_cache(stacked, 3, 2 * PAGE + 1, seed=1)
+    pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
+
+    def put(ours: np.ndarray, theirs: np.ndarray) -> None:
+        for prompt, stretch in np.ndindex(pages.shape):
+            page, slots = pages[prompt, stretch], range(stretch * PAGE, (stretch + 1) * PAGE)
+            for place, slot in enumerate(slots if page < PAGES else ()):
+                ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
+
+    assert_is(kv.put_prompts(cache, jnp.asarray(pages), prompts), Twin(cache).change(put, Twin(prompts)), cache)
+
+
+@STACKED
+def test_copy_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool) -> None:
+    cache = random_cache(stacked, PAGES, PAGE)
+    to, source = np.array([5, PAGES, 1], np.int32), np.array([3, 2, 5], np.int32)
+
+    def copy(ours: np.ndarray) -> None:
+        ours[:, 5], ours[:, 1] = ours[:, 3].copy(), ours[:, 5].copy()
+
+    assert_is(kv.copy_pages(cache, jnp.asarray(to), jnp.asarray(source)), Twin(cache).change(copy), cache)

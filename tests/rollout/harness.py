@@ -16,10 +16,12 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.generate import Settings, generate
+from jaxspec.rollout import draft_length
+from jaxspec.rollout.generate import generate
+from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import Drafter, Prompts, Rollout
+from jaxspec.state import Drafter, Pace, Prompts, Rollout
 from tests.conftest import (
     eagle3,
     no_history,
@@ -105,10 +107,22 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
             return None
 
 
-def drafter(network: Any, draft: Draft | None, choice: tuple[int, ...] = ()) -> Drafter:
+def changing_pace(lengths: tuple[int, ...]) -> Pace | None:
+    """By which rounds of all slots draft nothing, after two that try one token; those of the tail draft most. None: all draft alike."""
+    if not lengths:
+        return None
+    pace = draft_length.unmeasured(lengths, WIDTH + NEW)
+    falling, rising = np.linspace(9.0, 1.0, len(lengths)), np.linspace(1.0, 9.0, len(lengths))
+    first = np.arange(pace.cost.shape[1])[:, None] == 0
+    cost = np.where(first, rising[:, None, None], falling[:, None, None])
+    return pace.replace(cost=jnp.asarray(cost, jnp.float32), known=pace.known.replace(spare=jnp.float32(2 * (rising[1] - rising[0]))))
+
+
+def drafter(network: Any, draft: Draft | None, choice: tuple[int, ...] = (), lengths: tuple[int, ...] = ()) -> Drafter:
     """The draft as the engine takes it, at the only temperature there is, or at the chosen ones of the grid."""
     length = draft.length if draft else 0
-    return Drafter(network=network, choice=jnp.asarray(choice or (0,) * length, jnp.int32).reshape(length))
+    choice = choice or (0,) * length
+    return Drafter(network=network, choice=jnp.asarray(choice, jnp.int32).reshape(length), pace=changing_pace(lengths))
 
 
 def compiled(draft: Draft | None, chosen: Settings, data: int = 1, tensor: int = 1, choice: tuple[int, ...] = ()) -> Callable[..., Any]:
@@ -117,7 +131,7 @@ def compiled(draft: Draft | None, chosen: Settings, data: int = 1, tensor: int =
     run = jax.jit(lambda target, drafter, prompts, key: generate(target, drafter, draft, prompts, key, chosen, mesh))
 
     def call(pair: tuple[Decoder, Any], prompts: Prompts, seed: int = 5) -> Any:
-        return jax.tree.map(np.asarray, run(pair[0], drafter(pair[1], draft, choice), prompts, jax.random.key(seed)))
+        return jax.tree.map(np.asarray, run(pair[0], drafter(pair[1], draft, choice, chosen.lengths), prompts, jax.random.key(seed)))
 
     return call
 
@@ -165,21 +179,23 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     """A draft that needs only the last token: row v of `table` holds the logits of what follows v."""
     logits = jnp.asarray(table)
 
-    def prefill(network: Any, target: Decoder, prompts: Prompts, features: jax.Array, slots: int) -> tuple[()]:
-        return ()
+    def prefill(network: Any, target: Decoder, prompts: Prompts, features: jax.Array, cache: None) -> tuple[tuple[()], None]:
+        return (), None
 
-    def propose(network: Any, target: Decoder, state: tuple[()], context: Context, sample: Sampler) -> tuple[tuple[()], Proposal]:
-        token, drafted, seen = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0], [], []
+    def propose(
+        network: Any, target: Decoder, state: tuple[()], cache: None, context: Context, sample: Sampler, length: int
+    ) -> tuple[tuple[()], None, Proposal]:
+        token, drafted, seen = context.at(context.lengths[:, None] - 1)[:, 0], [], []
         for offset in range(length):
             seen.append(logits[token])
             token = sample(seen[-1], offset)
             drafted.append(token)
-        return state, Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length))
+        return state, None, Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length))
 
     def commit(state: tuple[()], kept: Kept) -> tuple[()]:
         return state
 
-    return Draft(length, (), True, prefill, lambda state, times: state, propose, commit)
+    return Draft(length, (), True, lambda network, pages, page_size: None, prefill, propose, commit)
 
 
 def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:

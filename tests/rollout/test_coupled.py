@@ -1,7 +1,7 @@
 """In coupled mode the tokens are the very ones of plain decoding: for every draft, on every mesh, wherever a row stands."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ import pytest
 
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout.generate import Settings, advance, begin, collect
+from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout
@@ -88,14 +89,14 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
 
-    def moved(path: Any, leaf: jax.Array) -> jax.Array:
-        axis = int(any(getattr(key, "name", "") == "cache" for key in path))
-        return jnp.take(leaf, order if leaf.shape[axis] == 8 else rows, axis=axis)
+    def moved(leaf: jax.Array) -> jax.Array:
+        axis = int(leaf.ndim == 5)  # layers that are stacked come before rows
+        return leaf if leaf.shape == (1,) else jnp.take(leaf, order if leaf.shape[axis] == 8 else rows, axis=axis)
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(prompts: Prompts, permute: bool) -> Rollout:
         engine = begin(pair[0], drafter(pair[1], draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen)
-        engine = jax.tree_util.tree_map_with_path(moved, engine) if permute else engine
+        engine = jax.tree.map(moved, engine) if permute else engine
         return collect(advance(pair[0], drafter(pair[1], draft), draft, engine, 100, chosen))
 
     found, wanted = (jax.tree.map(np.asarray, run(coupled_prompts(), permute)) for permute in (True, False))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jaxspec import sampling
 from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
-from jaxspec.sampling import Processing
+from jaxspec.sampling import Processing, Uniforms
 from tests.conftest import chi_square
 from tests.rollout.harness import BELOW_ONE, RULES, log, match
 
@@ -191,33 +192,66 @@ def test_coupled_drafts_agree_as_often_as_the_source_promises() -> None:
     assert chi_square(counts, rows * target) > 1e-3
 
 
-Keys = Callable[[jax.Array, jax.Array, int, int], jax.Array]
-"""(row keys, committed lengths, stream, count) -> keys [B count]."""
+class Draws(NamedTuple):
+    """The uniform numbers of a round of 2 drafts."""
+
+    drafts: Uniforms
+    coins: jax.Array
+    next: Uniforms
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "size", "tokens", "keys"))
+LENGTH, FLOAT = 2, jnp.dtype(jnp.float32)
+MATCHING = ("match", "certain")
+"""Drafts that share the target's noise, and drafts that nothing is drawn for."""
+
+
+def by_round(rows: jax.Array, lengths: jax.Array, levels: int = 1) -> Draws:
+    """As the engine draws: all numbers of a round by row and committed length, so many a token as the vocabulary asks for."""
+    numbers = sampling.uniforms(rows, lengths[:, None], LENGTH + (LENGTH + 1) * levels, FLOAT)[:, 0]
+    coins, draws = numbers[:, :LENGTH], numbers[:, LENGTH:].reshape(-1, LENGTH + 1, levels)
+    return Draws(Uniforms(draws[:, :LENGTH]), coins, Uniforms(draws[:, LENGTH]))
+
+
+def matched(rule: str, target: jax.Array, draft: jax.Array, rows: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Verdict]:
+    """Drafts and verdict of a round that compares them with what the target samples, by row and absolute position."""
+    offered = jnp.full_like(lengths, LENGTH)
+    if rule == "match":
+        noise = sampling.gumbel(sampling.position_keys(rows, lengths, LENGTH + 1), target.shape[-1], FLOAT)
+        drafts = sampling.categorical(draft, noise[:, :LENGTH])
+    else:
+        positions, levels = lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32), sampling.level_count(target.shape[-1])
+        noise = Uniforms(sampling.uniforms(rows, positions, levels, FLOAT))
+        drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
+    return drafts, match_rule(target, drafts, offered, noise)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "size", "tokens", "draws"))
 def decoded(
-    rule: str, target: jax.Array, draft: jax.Array, verified: jax.Array, size: int, tokens: int, keys: Keys = sampling.offset_keys
+    rule: str,
+    target: jax.Array,
+    draft: jax.Array,
+    verified: jax.Array,
+    size: int,
+    tokens: int,
+    draws: Callable[[jax.Array, jax.Array], Draws] = by_round,
 ) -> jax.Array:
     """The first tokens of `size` rows, [size tokens], by rounds of 2 drafts.
 
     Target and draft have one law [V] at every position; the draft is verified as if it had the law `verified`.
     """
-    length, vocab, dtype = 2, len(target), jnp.dtype(jnp.float32)
+    length, vocab = LENGTH, len(target)
     offsets = jnp.arange(length + 1, dtype=jnp.int32)
     wide, narrow, checked = (jnp.broadcast_to(law, (size, count, vocab)) for law, count in ((target, 3), (draft, 2), (verified, 2)))
     offered = jnp.full((size,), length, jnp.int32)
-    rows = sampling.row_keys(jax.random.key(3), jnp.arange(size, dtype=jnp.int32))
+    stream = sampling.TARGET if rule in MATCHING else sampling.ROUND
+    rows = sampling.row_keys(jax.random.key(3), jnp.arange(size, dtype=jnp.int32), stream)
 
     def verify(lengths: jax.Array) -> tuple[jax.Array, Verdict]:
-        if rule == "match":
-            noise = sampling.gumbel(sampling.position_keys(rows, lengths, length + 1), vocab, dtype)
-            drafts = sampling.categorical(narrow, noise[:, :length])
-            return drafts, match_rule(wide, drafts, offered, noise)
-        drafts = sampling.categorical(narrow, sampling.gumbel(keys(rows, lengths, sampling.DRAFT, length), vocab, dtype))
-        coins = sampling.uniform(keys(rows, lengths, sampling.COIN, length), dtype)
-        noise = sampling.gumbel(keys(rows, lengths, sampling.NEXT, 1), vocab, dtype)[:, 0]
-        return drafts, {"token": token_rule, "block": block_rule}[rule](wide, checked, drafts, offered, coins, noise)
+        if rule in MATCHING:
+            return matched(rule, wide, narrow, rows, lengths)
+        drawn = draws(rows, lengths)
+        drafts = sampling.categorical(narrow, drawn.drafts)
+        return drafts, {"token": token_rule, "block": block_rule}[rule](wide, checked, drafts, offered, drawn.coins, drawn.next)
 
     def one_round(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         lengths, out = state
@@ -231,14 +265,17 @@ def decoded(
     return jax.lax.fori_loop(0, tokens, one_round, (jnp.zeros((size,), jnp.int32), jnp.full((size, tokens), -1, jnp.int32)))[1]
 
 
-def by_position(rows: jax.Array, lengths: jax.Array, stream: int, count: int) -> jax.Array:
-    """Keys by absolute position, as no draft that is drawn may have them: what lay beyond the cut would come back in the next round."""
-    return jnp.concatenate([sampling.offset_keys(rows, lengths + offset, stream, 1) for offset in range(count)], axis=1)
+def by_position(rows: jax.Array, lengths: jax.Array) -> Draws:
+    """Numbers by absolute position, as no draft that is drawn may have them: what lay beyond the cut would come back in the next round."""
+    each = [by_round(rows, lengths + offset) for offset in range(LENGTH)]
+    drafts = jax.tree.map(lambda *numbers: jnp.stack([number[:, 0] for number in numbers], axis=1), *(draws.drafts for draws in each))
+    return Draws(drafts, jnp.stack([draws.coins[:, 0] for draws in each], axis=1), each[0].next)
 
 
-def draft_noise_again(rows: jax.Array, lengths: jax.Array, stream: int, count: int) -> jax.Array:
-    """The token after the cut drawn with the noise of the first draft (drafters.md section 7, bug 1)."""
-    return sampling.offset_keys(rows, lengths, sampling.DRAFT if stream == sampling.NEXT else stream, count)
+def draft_noise_again(rows: jax.Array, lengths: jax.Array) -> Draws:
+    """The token after the cut drawn with the numbers of the first draft (drafters.md section 7, bug 1)."""
+    draws = by_round(rows, lengths)
+    return draws._replace(next=jax.tree.map(lambda numbers: numbers[:, 0], draws.drafts))
 
 
 def fit(decoded: jax.Array, target: jax.Array) -> float:
@@ -255,7 +292,7 @@ def fit(decoded: jax.Array, target: jax.Array) -> float:
 THIRD, TWO_THIRDS = (jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
 
 
-@pytest.mark.parametrize("rule", [*RULES, "match"])
+@pytest.mark.parametrize("rule", [*RULES, *MATCHING])
 def test_several_sampled_rounds_have_the_targets_law(rule: str) -> None:
     """The 10/9 vector of drafters.md 6.10, four tokens."""
     tokens = decoded(rule, THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4)
@@ -307,7 +344,7 @@ def laws(case: str, vocab: int) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize("vocab", [3, 16])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", [*RULES, "match"])
+@pytest.mark.parametrize("rule", [*RULES, *MATCHING])
 def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> None:
     target, draft = laws(case, vocab)
     assert fit(decoded(rule, target, draft, draft, 200_000, 2), target) > 1e-3
@@ -318,28 +355,24 @@ def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> N
 )
 def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> None:
     """The first token of a round of two drafts out of 4096. The draws are made once, for all laws and rules."""
-    vocab, length, chunk = 4096, 2, 1000
+    vocab, chunk = 4096, 1000
     pairs = [laws(case, vocab) for case in cases]
-    offered = jnp.full((chunk,), length, jnp.int32)
+    offered = jnp.full((chunk,), LENGTH, jnp.int32)
 
     @jax.jit
     def first_tokens(numbers: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]) -> list[list[jax.Array]]:
-        rows, start = sampling.row_keys(jax.random.key(5), numbers), jnp.zeros((chunk,), jnp.int32)
-        noise = [
-            sampling.gumbel(sampling.offset_keys(rows, start, stream, count), vocab, jnp.dtype(jnp.float32))
-            for stream, count in ((sampling.DRAFT, length), (sampling.NEXT, 1))
-        ]
-        coins = sampling.uniform(sampling.offset_keys(rows, start, sampling.COIN, length), jnp.dtype(jnp.float32))
-        tokens = []
+        start = jnp.zeros((chunk,), jnp.int32)
+        by_stream = [sampling.row_keys(jax.random.key(5), numbers, stream) for stream in (sampling.TARGET, sampling.ROUND)]
+        draws, tokens = by_round(by_stream[1], start, sampling.level_count(vocab)), []
         for target, draft in pairs:
-            wide, narrow = jnp.broadcast_to(target, (chunk, length + 1, vocab)), jnp.broadcast_to(draft, (chunk, length, vocab))
-            drafts = sampling.categorical(narrow, noise[0])
-            verdicts = [rule(wide, narrow, drafts, offered, coins, noise[1][:, 0]) for rule in (token_rule, block_rule)]
-            verdicts.append(match_rule(wide, drafts, offered, jnp.concatenate(noise, axis=1)))
-            tokens.append([jnp.where(verdict.accepted > 0, drafts[:, 0], verdict.next_token) for verdict in verdicts])
+            wide, narrow = jnp.broadcast_to(target, (chunk, LENGTH + 1, vocab)), jnp.broadcast_to(draft, (chunk, LENGTH, vocab))
+            drafts = sampling.categorical(narrow, draws.drafts)
+            rounds = [(drafts, rule(wide, narrow, drafts, offered, draws.coins, draws.next)) for rule in (token_rule, block_rule)]
+            rounds += [matched(rule, wide, narrow, by_stream[0], start) for rule in MATCHING]
+            tokens.append([jnp.where(verdict.accepted > 0, drafts[:, 0], verdict.next_token) for drafts, verdict in rounds])
         return tokens
 
-    counts = np.zeros((len(cases), 3, vocab), int)
+    counts = np.zeros((len(cases), 4, vocab), int)
     for first in range(0, size, chunk):
         found = np.asarray(first_tokens(jnp.arange(first, first + chunk, dtype=jnp.int32), pairs))
         for place in np.ndindex(counts.shape[:2]):

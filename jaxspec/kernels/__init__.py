@@ -1,0 +1,1 @@
+"""Accelerator kernels, each behind one function that has a plain twin."""

@@ -1,0 +1,129 @@
+"""What rounds of each draft length cost on this machine, and how much of the draft is accepted, for runs that choose lengths by it."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array
+
+from jaxspec.checkpoint import cache_folder
+from jaxspec.mesh import DATA
+from jaxspec.models.decoder import Decoder
+from jaxspec.rollout import draft_length
+from jaxspec.rollout.slots import Engine
+from jaxspec.runner import ahead, placed, put
+from jaxspec.state import EOS, Drafter, Known, Pace, Prompts, TrainState
+from jaxspec.step import Step
+
+ROUNDS = 16
+"""Rounds that are timed together, at most."""
+REPEATS = 5
+
+
+def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
+    """The state with what draft lengths are chosen by, measured now; as it is where all rounds draft alike."""
+    if state.pace is None:
+        return state
+    target, drafter = jax.jit(step.prepare)(state)
+    pace = measured_pace(step, target, drafter, prompts)
+    return state.replace(pace=put(pace, jax.tree.map(placed, pace, step.state_shardings().pace)))
+
+
+def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompts) -> Pace:
+    """The cost table of this machine, measured once for each model and shape, and the acceptance of the draft on some prompts.
+
+    Every round is one of the program that a run uses, with the table that makes it choose that length; end tokens are off. The same on
+    every process: process 0's seconds count.
+    """
+    settings = step.settings
+    endless = settings._replace(processing=settings.processing._replace(stop_ids=()))
+    step = dataclasses.replace(step, settings=endless)
+    longest = prompts.tokens.shape[1] + settings.max_new_tokens
+    empty = draft_length.unmeasured(settings.lengths, longest)
+
+    def forced(place: int) -> Drafter:
+        cost = jnp.full_like(empty.cost, 1e6).at[place].set(1e-6)
+        return drafter.replace(pace=jax.device_put(Pace(known=empty.known, cost=cost), jax.sharding.NamedSharding(step.mesh, jax.P())))
+
+    begin, running = ahead(step.begin, target, forced(0), prompts)
+    same = jax.tree.map(lambda leaf: leaf.sharding, running)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    advance, _ = ahead(step.advance, target, forced(0), running, rounds, out_shardings=same)
+    few = max(1, min(ROUNDS, settings.max_new_tokens // settings.lengths[-1] - 1))
+    engine = begin(target, forced(0), prompts)
+    made = advance(target, forced(len(settings.lengths) - 1), engine, jnp.int32(few)).rollout.statistics
+    reached, kept = (np.sum(np.asarray(leaf, np.float32), axis=0) for leaf in (made.reached, made.accepted))
+    file = cache_folder() / "costs" / f"{_key(step)}.json"
+    cost = np.asarray(json.loads(file.read_text(encoding="utf-8")), np.float32) if file.exists() else None
+    if cost is None or cost.shape != empty.cost.shape:
+        cost = np.zeros(empty.cost.shape, np.float32)
+        shards = step.mesh.shape[DATA]
+        for loop, live in enumerate((settings.slots, *settings.tail)):
+            for context, end in enumerate(draft_length.contexts(longest)):
+                prepared = _with(engine, live, shards, end - (few + 1) * (settings.lengths[-1] + 1))
+                for place in range(len(settings.lengths)):
+                    seconds = _seconds(lambda count, at=prepared, place=place: advance(target, forced(place), at, jnp.int32(count)), few)
+                    cost[place, loop:, context] = seconds
+        if jax.process_index() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(cost.tolist()), encoding="utf-8")
+    if jax.process_count() > 1:
+        cost, reached, kept = multihost_utils.broadcast_one_to_all((cost, reached, kept))
+    known = Known(reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32))
+    return Pace(known=known, cost=jnp.asarray(cost))
+
+
+def _key(step: Step) -> str:
+    """What a cost table depends on."""
+    device = step.mesh.devices.flat[0]
+    shape = step.settings._replace(processing=None, rule=getattr(step.settings.rule, "__name__", None))
+    parts = (
+        jax.__version__,
+        device.device_kind,
+        dict(step.mesh.shape),
+        shape,
+        step.arrangement,
+        step.config.model,
+        step.config.rollout.draft,
+    )
+    return hashlib.sha256(repr((*parts, step.config.head, step.config.draft_model)).encode()).hexdigest()[:16]
+
+
+def _with(engine: Engine, live: int, shards: int, start: int) -> Engine:
+    """The engine with `live` rows of each shard, which begin at about position `start`."""
+    rollout = engine.rollout
+    numbers = jnp.arange(len(rollout.status), dtype=jnp.int32) % (len(rollout.status) // shards)
+    status = jnp.where(numbers < live, rollout.status, EOS)
+    ahead_by = jnp.maximum(start - rollout.prompt_lengths, 0)
+    queue = engine.queue
+    moved = rollout.replace(
+        status=_like(status, rollout.status),
+        prompt_lengths=_like(rollout.prompt_lengths + ahead_by, rollout.prompt_lengths),
+        lengths=_like(rollout.lengths + ahead_by, rollout.lengths),
+    )
+    if queue is not None:
+        queue = queue.replace(waiting=_like(queue.waiting & (numbers < live), queue.waiting))
+    return engine.replace(rollout=moved, queue=queue)
+
+
+def _like(values: Array, leaf: Array) -> Array:
+    return jax.device_put(values, leaf.sharding)
+
+
+def _seconds(run: Any, rounds: int) -> float:
+    """Seconds of a round: what `rounds` more of them add to a call."""
+
+    def taken(count: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(run(count))
+        return time.perf_counter() - began
+
+    taken(1)
+    pairs = [(taken(1), taken(1 + rounds)) for _ in range(REPEATS)]
+    return max(float(np.median([(long - short) / rounds for short, long in pairs])), 1e-7)

@@ -1,0 +1,164 @@
+"""However a network's weights are arranged for generation, its products are those of the network as it was."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import FamilyConfig
+from jaxspec.models.arrangement import Arrangement, arranged, best
+from jaxspec.models.attention import attend, up_to_position
+from jaxspec.models.decoder import Decoder, Layers
+from jaxspec.models.layers import Transposed
+from jaxspec.models.mtp import Mtp
+from tests.conftest import eagle3, numpy_weights, tiny_model, tiny_network
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+ROWS, WIDTH, FIRST = 2, 7, 4
+EVERY = ("heads", "output", "gate_up", "down", "head")
+ARRANGEMENTS = {
+    "joined": Arrangement(joined=True),
+    "joined, apart": Arrangement(joined=True, apart=True),
+    "joined, apart, one transposed": Arrangement(joined=True, apart=True, transposed=("down",)),
+    "joined, apart, transposed": Arrangement(joined=True, apart=True, transposed=EVERY),
+    "joined, transposed": Arrangement(joined=True, transposed=EVERY),
+}
+LLAMA = FamilyConfig(model_type="llama", query_key_norm=False)
+BIASES = FamilyConfig(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
+EXPERTS = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
+DECODERS = {
+    "norms": {},
+    "no norms, a query head for each key head": {"family": LLAMA, "kv_heads": 4},
+    "biases, one key head": {"family": BIASES, "kv_heads": 1},
+    "norms and biases, tied": {"family": FamilyConfig(attention_bias=True), "tied": True},
+    "experts": {"family": EXPERTS},
+}
+HEADS = {
+    "one layer": eagle3,
+    "two layers, a vocabulary and an embedding of its own": functools.partial(
+        eagle3, vocab=6, ffn=10, sizes={"layers": 2, "embed": 8}, own_embedding=True, norm_before_residual=True
+    ),
+    "norms and biases": functools.partial(eagle3, sizes={"family": FamilyConfig(attention_bias=True, output_bias=True)}),
+}
+LAYERS = {
+    "two layers": functools.partial(Mtp, layers=2),
+    "biases": functools.partial(Mtp, layers=2, embedding_first=False),
+    "experts": Mtp,
+}
+FAMILIES = {"biases": BIASES, "experts": EXPERTS}
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions."""
+    tokens = np.random.default_rng(0).integers(0, 11, (ROWS, WIDTH))
+    return jnp.asarray(tokens, jnp.int32), jnp.broadcast_to(jnp.arange(WIDTH, dtype=jnp.int32), (ROWS, WIDTH))
+
+
+def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[Arrangement, Any]]:
+    """Runs the network as it was and in every arrangement, and gives the latter; neither run nor arrangement changes what it was."""
+    before, wanted = numpy_weights(network), jax.tree.leaves(jax.jit(run)(network))
+    for name, arrangement in ARRANGEMENTS.items():
+        other = arranged(network, arrangement)
+        found = jax.tree.leaves(jax.jit(run)(other))
+        assert len(wanted) == len(found) > 1
+        for ours, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12, err_msg=name)
+        yield arrangement, other
+    after = numpy_weights(network)
+    assert before.keys() == after.keys()
+    for weight, value in before.items():
+        np.testing.assert_array_equal(after[weight], value, err_msg=weight)
+
+
+FAST = ("experts", "norms and biases, tied")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in DECODERS])
+def test_decoders_give_what_they_gave(kind: str) -> None:
+    """In one pass, and in two blocks with a cache, stacked or apart; taps too."""
+    policy = tiny_network(Decoder, tiny_model(layers=3, **DECODERS[kind]), 1, 1.5)
+
+    def run(policy: Decoder) -> Any:
+        tokens, positions = inputs()
+        whole = policy(tokens, positions, taps=(1, 3))
+        first = policy(tokens[:, :FIRST], positions[:, :FIRST], policy.empty_cache(ROWS, WIDTH), taps=(0, 2))
+        second = policy(tokens[:, FIRST:], positions[:, FIRST:], first.cache)
+        assert second.cache is not None
+        parts = [jnp.stack(leaves) if isinstance(leaves, tuple) else leaves for leaves in (second.cache.keys, second.cache.values)]
+        return whole[:2], first[:2], second.hidden, parts, policy.logits(whole.hidden), policy.logits(second.hidden)
+
+    for chosen, other in same(run, policy):
+        assert isinstance(other.layers, Layers) != chosen.apart
+        layers = other.layers[2] if chosen.apart else other.layers
+        assert layers.query is None
+        weights = {part: getattr(layers, part, None) for part in EVERY[:4]} | {"head": other.head}
+        missing = {"gate_up", "down"} if kind == "experts" else {"head"} if policy.config.tied else set()
+        assert {part for part, weight in weights.items() if weight is None} == missing
+        turned = {part for part, weight in weights.items() if isinstance(weight, Transposed)}
+        assert turned == set(chosen.transposed) - missing
+
+
+def read(network: Any, target: Decoder) -> list[jax.Array]:
+    """What all layers of a draft give for a block that attends to itself, and its logits."""
+    tokens, positions = inputs()
+    random = np.random.default_rng(1)
+    wide = network.fuse.shape[0] if getattr(network, "fuse", None) is not None else network.config.embed
+    hidden, given = network.read(jnp.asarray(random.normal(size=(ROWS, WIDTH, wide)))), []
+    for layer in range(network.depth * network.stack):
+        heads = network.heads(layer, hidden, network.embed(target, tokens), positions)
+        hidden = network.finish(layer, heads.residual, attend(heads.query, heads.key, heads.value, up_to_position(positions, WIDTH)))
+        given += [*heads, hidden]
+    return [*given, network.draft_logits(target, hidden), network.logits(target, hidden)]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
+    target, head = tiny_network(Decoder, tiny_model(), 1), tiny_network(HEADS[kind], tiny_model(), 2, 1.5)
+    for chosen, other in same(lambda head: read(head, target), head):
+        for layers in (other.first, *([] if head.layers is None else [other.layers])):
+            assert layers.heads is not None
+            assert isinstance(layers.down, Transposed) == ("down" in chosen.transposed)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_mtp_layers_give_what_they_gave(kind: str) -> None:
+    network = tiny_network(LAYERS[kind], tiny_model(family=FAMILIES.get(kind, FamilyConfig())), 2, 1.5)
+    target = tiny_network(Decoder, tiny_model(), 1)
+    for chosen, other in same(lambda network: read(network, target), network):
+        assert other.layers.heads is not None
+        assert isinstance(other.layers.output, Transposed) == ("output" in chosen.transposed)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_lent_however_it_lies(tied: bool) -> None:
+    target, network = tiny_network(Decoder, tiny_model(tied=tied), 1), tiny_network(Mtp, tiny_model(), 2)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH, 16)))
+    for _, other in same(lambda target: [target.logits(hidden), network.logits(target, hidden)], target):
+        assert (other.head is None) == tied
+
+
+def test_nothing_is_arranged_that_cannot_be_joined() -> None:
+    policy = tiny_network(Decoder, tiny_model(), 1)
+    assert arranged(policy, Arrangement(apart=True, transposed=EVERY)) is policy
+    assert arranged(None, ARRANGEMENTS["joined"]) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "tensor", "sizes", "rows", "wanted"),
+    [
+        ("gpu", 1, {"embed": 512}, 8, Arrangement(joined=True)),
+        ("gpu", 4, {"embed": 512}, 8, Arrangement()),  # two key heads for four devices
+        ("cpu", 4, {"embed": 512}, 8, Arrangement()),
+        ("cpu", 1, {"embed": 128}, 8, Arrangement(joined=True, apart=True)),
+        ("cpu", 2, {"embed": 512}, 8, Arrangement(joined=True, apart=True)),
+        ("cpu", 1, {"embed": 256}, 1, Arrangement(joined=True, apart=True, transposed=("down",))),
+        ("cpu", 1, {"embed": 256}, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
+    ],
+)
+def test_the_arrangement_follows_platform_mesh_and_sizes(platform: str, tensor: int, sizes: Any, rows: int, wanted: Arrangement) -> None:
+    assert best(platform, tensor, tiny_model(**sizes), rows) == wanted

@@ -1,0 +1,149 @@
+"""Attention to a cache is attention to the slots that a query may see: in stretches or at once, in whole rows or in pages."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.kernels.sight import Sight, causal
+from jaxspec.models import attention
+from jaxspec.models.attention import attend, attend_cache, up_to_position
+from jaxspec.models.kv import KVCache, empty_cache, extend
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+ROWS, BLOCK, SLOTS, HEADS, KV_HEADS, SIZE = 4, 3, 24, 4, 2, 5
+FIRST = np.array([0, 3, 11, 20], np.int32)
+"""Of each row's block."""
+POSITIONS = FIRST[:, None] + np.arange(BLOCK, dtype=np.int32)
+
+
+class Seen(NamedTuple):
+    """What the first query of each row sees, and the others accordingly, as in `Sight`."""
+
+    name: str
+    first: int
+    last: np.ndarray
+    own: np.ndarray
+    period: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.first, jnp.asarray(self.last), jnp.asarray(self.own), self.period)
+
+    def mask(self) -> np.ndarray:
+        """Slot by slot."""
+        seen = np.zeros((*self.own.shape, SLOTS), bool)
+        for (row, query), own in np.ndenumerate(self.own):
+            last = self.last[row, query]
+            for slot in range(SLOTS):
+                true = self.first <= slot <= last
+                seen[row, query, slot] = true or (last < slot <= own and (own - slot) % self.period == 0)
+        return seen
+
+
+SIGHTS = [
+    Seen("causal", 0, POSITIONS, POSITIONS),
+    Seen("second turn of four reads", 1, POSITIONS - 1, POSITIONS, 4),
+    Seen("last turn of four reads", 3, POSITIONS - 3, POSITIONS, 4),
+    Seen("one turn drafts", 0, np.broadcast_to(FIRST[:, None], POSITIONS.shape), POSITIONS),
+    Seen("second turn of two drafts", 1, np.broadcast_to(FIRST[:, None], POSITIONS.shape), POSITIONS + 1, 2),
+]
+"""The draft's slots are past the true ones by 1 to 3 steps, of which its turn has drafted some."""
+
+
+def cache_of(keys: np.ndarray, values: np.ndarray, page: int, stacked: bool, written: int = SLOTS, junk: float = 99.0) -> KVCache:
+    """The first slots of each row in the middle one of three layers, in pages of `page` slots (0: whole rows); elsewhere keys are NaN."""
+    pages = ROWS * -(-SLOTS // page) + 2 if page else ROWS
+    cache = empty_cache(3, pages, page or SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked)
+    cache = cache.replace(
+        keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys), values=jax.tree.map(lambda leaf: leaf + junk, cache.values)
+    )
+    if page:
+        order = np.random.default_rng(1).permutation(pages)[: ROWS * -(-SLOTS // page)]
+        cache = cache.replace(table=jnp.asarray(order.reshape(ROWS, -1), jnp.int32))
+    slots = jnp.broadcast_to(jnp.arange(written, dtype=jnp.int32), (ROWS, written))
+    return extend(cache, 1, slots, jnp.asarray(keys[:, :written]), jnp.asarray(values[:, :written]))
+
+
+def made(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values."""
+    random = np.random.default_rng(0)
+    query = random.normal(size=(ROWS, BLOCK, HEADS, SIZE)) * 2
+    keys, values = random.normal(size=(2, ROWS, SLOTS, KV_HEADS, SIZE))
+    return query.astype(dtype), keys.astype(dtype), values.astype(dtype)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
+@pytest.mark.parametrize("page", [0, 1, 3, 5], ids=lambda page: f"pages of {page}" if page else "whole rows")
+@pytest.mark.parametrize("together", [1, 5, 23, 512])
+def test_a_cache_is_attended_to_like_a_text(together: int, page: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 1 to 23 positions, through stretches that do and do not divide the cache or the page."""
+    monkeypatch.setattr(attention, "STRETCH", together)
+    query, keys, values = made()
+    cache = cache_of(keys, values, page, stacked)
+
+    @jax.jit
+    def run(query: jax.Array, cache: KVCache, layer: jax.Array) -> list[jax.Array]:
+        return [attend_cache(query, cache, layer if stacked else 1, seen.sight) for seen in SIGHTS]
+
+    for seen, found in zip(SIGHTS, run(jnp.asarray(query), cache, jnp.int32(1)), strict=True):
+        mask = seen.mask()
+        assert mask.any(axis=-1).all()
+        wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(mask))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
+
+
+def test_causal_sight_is_that_of_a_text() -> None:
+    sight = causal(jnp.asarray(POSITIONS))
+    np.testing.assert_array_equal(sight.sees(jnp.arange(SLOTS, dtype=jnp.int32)), up_to_position(jnp.asarray(POSITIONS), SLOTS))
+    np.testing.assert_array_equal(SIGHTS[0].mask(), up_to_position(jnp.asarray(POSITIONS), SLOTS))
+
+
+@pytest.mark.parametrize("page", [0, 3], ids=["whole rows", "pages"])
+@pytest.mark.parametrize("together", [4, 512])
+def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(together: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "STRETCH", together)
+    query, keys, values = made()
+    spoilt, spoilt_values = keys.copy(), values.copy()
+    spoilt[1, 4], spoilt_values[3, 22] = np.nan, np.inf
+    spoilt[2, 14:], spoilt_values[2, 14:] = np.nan, np.nan  # beyond the block
+    sight = causal(jnp.asarray(POSITIONS))
+    clean, found = (
+        np.asarray(attend_cache(jnp.asarray(query), cache_of(*pair, page, False), 1, sight))
+        for pair in ((keys, values), (spoilt, spoilt_values))
+    )
+    harmed = np.zeros((ROWS, BLOCK), bool)
+    harmed[1, 1:] = harmed[3, 2] = True
+    assert np.isnan(found[harmed]).all()
+    np.testing.assert_array_equal(found[~harmed], clean[~harmed])
+
+
+@pytest.mark.parametrize("page", [0, 2], ids=["whole rows", "pages"])
+def test_stretches_beyond_the_longest_row_are_not_read(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold NaNs, also in their values, which even a weight of 0 would let through."""
+    monkeypatch.setattr(attention, "STRETCH", 4)
+    query, keys, values = made()
+    positions = jnp.minimum(jnp.asarray(POSITIONS), 11)  # the last query's stretch ends with slot 11
+    cache = cache_of(keys, values, page, True, 12, np.nan)
+    assert all(jnp.isnan(leaf[1]).any() for leaf in (cache.keys, cache.values))
+    found = attend_cache(jnp.asarray(query), cache, jnp.int32(1), causal(positions))
+    wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), up_to_position(positions, SLOTS))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.02)])
+@pytest.mark.parametrize("together", [4, 512])
+def test_narrow_types_are_summed_in_float32(dtype: Any, tolerance: float, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "STRETCH", together)
+    query, keys, values = (np.asarray(jnp.asarray(part, dtype)) for part in made())
+    found = attend_cache(jnp.asarray(query), cache_of(keys, values, 0, False), 1, causal(jnp.asarray(POSITIONS)))
+    assert found.dtype == dtype
+    query, keys, values = (jnp.asarray(part.astype(np.float64)) for part in (query, keys, values))
+    wanted = attend(query, keys, values, jnp.asarray(SIGHTS[0].mask()))
+    np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), wanted, rtol=0, atol=tolerance)

@@ -1,0 +1,165 @@
+"""Slots, pages, evictions and the tail: in coupled mode the tokens are those of plain decoding with a slot and a row of cache for each."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.rollout.round import Settings
+from jaxspec.rollout.slots import Engine, refill
+from jaxspec.rollout.verify import block_rule
+from jaxspec.state import RUNNING, Prompts, Rollout
+from tests.rollout.harness import (
+    GROUP,
+    NEW,
+    SPREAD,
+    STOP,
+    WIDTH,
+    assert_same_rows,
+    compiled,
+    coupled_prompts,
+    draft_of,
+    drafter,
+    marked,
+    network_of,
+    plain,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def fewest(page_size: int, length: int, prompts: int = 8, new: int = NEW) -> int:
+    """Pages for all prompts, and for one row beside them."""
+    return prompts * -(-WIDTH // page_size) + -(-(WIDTH + new + length) // page_size)
+
+
+class Layout(NamedTuple):
+    kind: str
+    length: int
+    slots: int
+    page_size: int = 0
+    spare: int | None = None
+    """Pages beyond the fewest that work; None: all that can be needed."""
+    tail: tuple[int, ...] = ()
+    data: int = 1
+    tensor: int = 1
+    lengths: tuple[int, ...] = ()
+    slow: bool = True
+
+    @property
+    def settings(self) -> Settings:
+        pages = 0 if self.spare is None else fewest(self.page_size, self.length, 8 // self.data) + self.spare
+        return Settings(
+            GROUP, NEW, SPREAD, None, slots=self.slots, page_size=self.page_size, pages=pages, tail=self.tail, lengths=self.lengths
+        )
+
+    def __str__(self) -> str:
+        pool = "" if not self.page_size else f" pages of {self.page_size}" + ("" if self.spare is None else f" fewest+{self.spare}")
+        length = self.lengths or self.length
+        return f"{self.kind} {length}, {self.slots} slots{pool}, tail {self.tail}, mesh {self.data}x{self.tensor}"
+
+
+LAYOUTS = [
+    Layout("eagle3", 3, 5, tail=(2, 1)),
+    Layout("eagle3+history", 3, 8, 2, 3, (2,), slow=False),
+    Layout("none", 0, 7, 3),
+    Layout("eagle3", 3, 32, 3, tail=(8, 2)),
+    Layout("eagle3", 3, 32, tail=(8,), data=2),
+    Layout("eagle3", 2, 1, 4, 0),
+    Layout("eagle3 other", 3, 8, 5, 2, data=2, tensor=2),
+    Layout("mtp 2", 3, 8, 1, 0, (3,)),
+    Layout("model", 3, 3, 2, 0, data=4),
+    Layout("model", 2, 16, tail=(4, 1)),
+    Layout("history", 3, 6, 2, 0),
+    Layout("hf", 4, 3, 16, data=8),
+    Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), slow=False),
+    Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 2, 3)),
+    Layout("mtp 2", 3, 32, tail=(8, 2), lengths=(0, 2, 3)),
+    Layout("model", 2, 8, 5, 2, (2,), lengths=(0, 1, 2)),
+    Layout("history", 3, 16, tail=(4,), lengths=(1, 3)),
+]
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS))
+def test_tokens_do_not_depend_on_slots_pages_or_tail(layout: Layout) -> None:
+    target, wanted = plain()
+    draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
+    found = compiled(draft, layout.settings, layout.data, layout.tensor)((target, network), coupled_prompts())
+    assert_same_rows(found, wanted)
+    np.testing.assert_allclose(found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9)
+    if layout.lengths:
+        drafted, rounds = (getattr(found.statistics, name).sum(axis=0) for name in ("drafted", "rounds"))
+        assert rounds > drafted[0] or 0 not in layout.lengths
+        assert drafted[0] > drafted[-1] > 0, "rounds of several lengths"
+    spent = found.statistics.ended - found.statistics.began
+    assert (found.statistics.rounds <= spent).all()
+    if layout.spare is None:
+        np.testing.assert_array_equal(found.statistics.rounds, spent)  # nobody lost its slot in between
+    elif layout.slots > 1:
+        assert (found.statistics.rounds < spent).any()  # somebody did, or the case tests nothing
+
+
+def occupied(rollout: Any, rounds: int) -> np.ndarray:
+    """Rows in slots, by round."""
+    began, ended = rollout.statistics.began, rollout.statistics.ended
+    return np.array([((began <= number) & (number < ended)).sum() for number in range(rounds)])
+
+
+def assert_is_whole(engine: Engine) -> None:
+    """A row that has not ended is in one slot, or waits; a holder's first stretches have pages, and every page knows how many hold it."""
+    running = np.flatnonzero(np.asarray(engine.rollout.status) == RUNNING)
+    if engine.row is not None and engine.queue is not None:
+        waiting = np.flatnonzero(engine.queue.waiting)
+        np.testing.assert_array_equal(np.sort([*waiting, *(row for row in engine.row.tolist() if row in running)]), running)
+    if engine.paged is not None:
+        pages = engine.paged.pages
+        table, held, references = (np.asarray(leaf) for leaf in (pages.table, pages.held, pages.references))
+        there = np.arange(table.shape[1]) < held[:, None]
+        np.testing.assert_array_equal(table < len(references), there)
+        np.testing.assert_array_equal(np.bincount(table[there], minlength=len(references)), references)
+
+
+def test_slots_are_full_until_nobody_waits() -> None:
+    """Also with refill in another order, evictions, and in slices, after each of which the engine is whole; by the rule of the law."""
+    target = plain()[0]
+    draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
+    order = jnp.asarray(np.random.default_rng(3).permutation(8 * GROUP), jnp.int32)
+
+    def run(settings: Settings, slices: int, order: jax.Array) -> Rollout:
+        @jax.jit
+        def start(prompts: Prompts) -> Engine:
+            engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(5), settings)
+            return engine if engine.queue is None else engine.replace(queue=engine.queue.replace(order=order))
+
+        step = jax.jit(lambda engine: advance(target, drafter(network, draft), draft, engine, slices, settings))
+        engine = start(coupled_prompts())
+        for _ in range(50):
+            engine = step(engine)
+            assert_is_whole(engine)
+        assert (np.asarray(collect(engine).status) != RUNNING).all()
+        if engine.paged is not None:
+            ended = jax.jit(lambda engine: refill(engine, GROUP, 4))(engine)
+            assert not np.asarray(ended.paged.pages.references).any()
+        return jax.tree.map(np.asarray, collect(engine))
+
+    long = 16  # tokens: rows lose their pages when they have some, and the last rows need several slices
+    settings = Settings(GROUP, long, SPREAD._replace(stop_ids=STOP[:1]), block_rule)
+    whole = run(settings, 1000, order)
+    some = run(settings._replace(slots=6, tail=(2,)), 3, order)
+    evicting = run(settings._replace(slots=6, page_size=2, pages=fewest(2, 3, new=long) + 4, tail=(2,)), 4, order)
+    for found in (some, evicting):
+        assert_same_rows(found, whole)
+        np.testing.assert_array_equal(found.statistics.accepted, whole.statistics.accepted)
+    full = occupied(some, int(some.statistics.ended.max()))
+    assert (full[: some.statistics.began.max()] == 6).all()
+    np.testing.assert_array_equal(np.argsort(some.statistics.began, kind="stable")[:6], np.sort(np.asarray(order)[:6]))
+    assert (evicting.statistics.rounds > whole.statistics.rounds).sum() > 5
+
+
+def test_a_pool_too_small_for_one_row_is_refused() -> None:
+    settings = Settings(GROUP, NEW, SPREAD, None, slots=4, page_size=2, pages=fewest(2, 0) - 1)
+    with pytest.raises(ValueError, match=f"{fewest(2, 0) - 1} pages of 2 positions .* {fewest(2, 0)} are the fewest"):
+        compiled(None, settings)((plain()[0], None), coupled_prompts())

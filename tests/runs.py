@@ -1,0 +1,110 @@
+"""Whole runs of a small model in processes of their own, and what they leave, read without the package."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parent.parent
+
+SMALL = {
+    "model.layers": 4,
+    "model.embed": 32,
+    "model.heads": 4,
+    "model.kv_heads": 4,
+    "model.head_size": 8,
+    "model.ffn": 64,
+    "model.vocab": 24,
+    "model.dtype": "float64",
+    "sft.steps": 100,
+    "sft.rows": 32,
+    "offline.steps": 0,
+    "data.digits": 1,
+    "data.max_prompt_length": 6,
+    "data.eval_prompts": 6,
+    "rollout.max_new_tokens": 16,
+    "rollout.verify": "coupled",
+    "rollout.engine.no_tail": True,  # a loop instead of three compiles faster
+    "grpo.prompts": 8,
+    "grpo.group_size": 4,
+    "grpo.learning_rate": 0.001,
+    "steps": 8,
+    "save_every": 2,
+    "eval_every": 4,
+}
+
+
+def command(workdir: Path, **changes: object) -> list[str]:
+    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value)) if value is not True]
+    flags += [f"--{name}" for name, value in settings.items() if value is True]
+    return ["--config", str(ROOT / "configs" / "rl_think.py"), "--workdir", str(workdir), *flags]
+
+
+def environment(cache: Path, devices: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return kept | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+
+
+class Process:
+    """A run in the background, with what it has printed so far."""
+
+    def __init__(self, arguments: list[str], variables: dict[str, str], log: Path):
+        self.log = log
+        with log.open("w") as file:
+            self.handle = subprocess.Popen(
+                arguments, env=variables, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not condition() and self.handle.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.handle.pid, number)
+
+    def finish(self, status: int = 0) -> str:
+        self.handle.wait(timeout=400)
+        output = self.log.read_text()
+        assert self.handle.returncode == status, output
+        return output
+
+
+def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> Process:
+    arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
+    return Process(arguments, environment(cache, devices), cache / f"{time.monotonic_ns()}.log")
+
+
+def lines(workdir: Path) -> list[dict]:
+    file = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def final_arrays(workdir: Path) -> dict[str, np.ndarray]:
+    """What the newest checkpoint holds, read without the package."""
+    newest = max((folder for folder in (workdir / "checkpoints").iterdir() if folder.name.isdigit()), key=lambda folder: int(folder.name))
+    with ocp.StandardCheckpointer() as reader:
+        path = (newest / "arrays").absolute()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever mesh it was saved from
+        stored = reader.metadata(path).item_metadata.tree
+        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in stored.items()}
+        restored = reader.restore(path, target)
+    return {name: np.asarray(value) for name, value in restored.items()}
+
+
+def weights(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: value for name, value in arrays.items() if ".network." in name}
+
+
+def assert_same(arrays: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> None:
+    assert arrays.keys() == others.keys()
+    for name, value in arrays.items():
+        np.testing.assert_array_equal(value, others[name], err_msg=name)
