@@ -1,6 +1,7 @@
 """The benchmark of drafts: a table, and one line of JSON whose numbers agree with one another."""
 
 import dataclasses
+import gzip
 import io
 import json
 import math
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec import bench
 from jaxspec.batches import Batches
-from jaxspec.bench import VARIANTS, Variant, config_of, main
+from jaxspec.bench import drafts as bench
+from jaxspec.bench.__main__ import main
+from jaxspec.bench.drafts import VARIANTS, Variant, config_of
+from jaxspec.bench.measure import PeakMemory
 from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
@@ -28,6 +32,7 @@ from jaxspec.models.hf_config import config_json
 from jaxspec.program import make_job
 from jaxspec.state import Prompts
 from jaxspec.tensor_files import write_tensors
+from jaxspec.tokenizer import character_tokenizer
 from tests.conftest import save_policy, small_mesh, tiny_model
 
 CONFIG = Config(
@@ -54,6 +59,7 @@ SMALL = {
     "data.digits": 1,
     "data.max_prompt_length": 6,
     "rollout.max_new_tokens": 13,
+    "rollout.engine.slots": 8,
     "grpo.prompts": 4,
     "grpo.group_size": 4,
 }
@@ -154,7 +160,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     assert max(map(len, file.getvalue().splitlines())) <= width
 
 
-@pytest.mark.parametrize(("argv", "status"), [([], 2), (["generate"], 2), (["--help"], 0)])
+@pytest.mark.parametrize(("argv", "status"), [([], 2), (["everything"], 2), (["--help"], 0)])
 def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], status: int) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -203,14 +209,14 @@ def test_reading_needs_little_more_memory_than_the_weights(tmp_path: Path, repos
 
 def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Path) -> None:
     size = 64 * 2**20
-    with bench.PeakMemory() as memory:
+    with PeakMemory() as memory:
         filled = np.ones(size, np.uint8)
         time.sleep(0.1)
         del filled
     assert 0.9 * size < memory.peak < 1.5 * size
     file = tmp_path / "mapped"
     file.write_bytes(bytes(size))
-    with bench.PeakMemory() as memory:
+    with PeakMemory() as memory:
         assert np.memmap(file, np.uint8, "r").sum() == 0
     assert memory.peak < 0.1 * size
 
@@ -220,9 +226,10 @@ def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
     chosen = [place for place, variant in enumerate(VARIANTS) if variant.name in ("none", "model", "history")]
     script = f"""
 import sys
-from jaxspec import bench
-bench.VARIANTS = tuple(bench.VARIANTS[place] for place in {chosen})
-sys.exit(bench.main(sys.argv[1:]))
+from jaxspec.bench import drafts
+from jaxspec.bench.__main__ import main
+drafts.VARIANTS = tuple(drafts.VARIANTS[place] for place in {chosen})
+sys.exit(main(sys.argv[1:]))
 """
     flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
     variables = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
@@ -256,3 +263,57 @@ sys.exit(bench.main(sys.argv[1:]))
     assert 0 < history["coverage"] < 1
     assert history["draft_temperature"] == []
     assert len(model["draft_temperature"]) == 3
+
+
+@pytest.mark.slow
+def test_a_step_and_a_generation_are_measured_and_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a folder of random weights; both have the keys that the comparison with other programs reads."""
+    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
+    character_tokenizer().save(str(folder))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    shared = ["--model", str(folder), "--prompt", "6", "--new", "16", "--repeats", "2", "--budget", "0"]
+    needed = {"peer", "kind", "model", "batch", "prompt", "new", "threads", "tokens", "wall_s", "tokens_per_s", "phases_s", "peak_rss_mib"}
+
+    def line_of(*argv: str) -> dict[str, Any]:
+        assert main([*argv, *shared]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    step = line_of("step", "--batch", "8", "--group", "4", "--draft", "eagle3", "--profile", "2:3")
+    assert step.keys() >= {*needed, "group", "beta", "versions", "compile_s", "check_logprob"}
+    assert (step["peer"], step["kind"], step["tokens"]) == ("jaxspec/eagle3", "grpo_step", 8 * 16)
+    assert step["phases_s"].keys() == {"import", "load", "first_call", "generate", "score", "ref", "train"}
+    assert step["tokens_per_s"] == pytest.approx(8 * 16 / step["wall_s"])
+    assert 1 <= step["acceptance_length"] <= 4
+    made = line_of("generate", "--batch", "4", "--draft", "eagle3", "--draft_length", "2", "--live", "1", "--profile", "1:2")
+    assert made.keys() >= {*needed, "versions", "compile_s", "check_logprob", "rounds"}
+    assert made["check_logprob"] == step["check_logprob"]
+    assert [row["K"] for row in made["rounds"]] == [0, 2]
+    plain, drafted = made["rounds"]
+    assert (plain["tokens_per_pass"], plain["round_cost"], plain["speedup"]) == (1, 1, 1)
+    assert 1 <= drafted["tokens_per_pass"] <= 3
+    for name in ("step", "generate"):
+        with gzip.open(tmp_path / f"trace-{name}.json.gz", "rt") as file:
+            named = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"generate", "draft", "verify", "commit"} <= named
+    assert {"learn", "train", "train_draft"} & named == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--batch", "6"], ["--batch is 6", "multiple of --group 8"]),
+        (["--group", "1"], ["--group is 1"]),
+        (["--beta", "0.04"], ["--beta is 0.04", "no KL"]),
+        (["--profile", "5"], ["--profile is '5'", "10:12"]),
+    ],
+)
+def test_a_step_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["step", "--model", "nowhere", *argv])
+    assert caught.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())  # lines are wrapped
+    assert [word for word in words if word not in error] == []

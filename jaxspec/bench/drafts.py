@@ -1,55 +1,40 @@
-"""Measurements, as tables and a line of JSON: `python -m jaxspec.bench drafts --config rl_think.py`, `bench load --model DIR`."""
+"""`bench drafts`: every kind of draft on one policy, as tables and a line of JSON."""
 
-import argparse
-import importlib.metadata
 import json
-import os
-import platform
-import re
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import mesh as meshes
-from jaxspec import sync
 from jaxspec.batches import Batches
+from jaxspec.bench.measure import machine, versions
 from jaxspec.checkpoint import load_tree
-from jaxspec.cli import override, take_option
-from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, MeshConfig, ModelConfig, VerifyRule, require
+from jaxspec.cli import take_option
+from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress, short
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import policy_checkpoint, policy_config
-from jaxspec.program import Job, process_0_first, reported, run
+from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.acceptance import acceptance_metrics
-from jaxspec.runner import TimedGeneration, abstract, placed, put
+from jaxspec.runner import TimedGeneration, abstract, put
 from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout
 from jaxspec.step import build_step
-from jaxspec.train_draft import cached_draft, load_policy, load_shown
+from jaxspec.train_draft import cached_draft, load_policy
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
 temperature; drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is one JSON object."""
-ABOUT_LOAD = """Reads the weights of a checkpoint straight to their final sharding, as training does, and measures seconds and memory.
-On a CPU the devices' memory is the host's, so that the weights themselves are part of what is measured. The last line of the output is one
-JSON object."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
 REPEATS = 5
@@ -263,115 +248,10 @@ def _table(name: str, *titles: str) -> Table:
     return table
 
 
-def machine(mesh: Mesh) -> dict[str, Any]:
-    """What it ran on."""
-    device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
-    return {
-        "device": device.device_kind,
-        "mesh": dict(mesh.shape),
-        "cpu": model[1] if model else platform.machine(),
-        "cores": os.cpu_count(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """What it ran with."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in ("jaxspec", "jax", "flax")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """What `bench load` reads, and onto what."""
-
-    model: str = ""
-    """Folder of a Hugging Face checkpoint, or its id on the hub."""
-    data: int = 0
-    """Shards of the weights; 0: all devices. On a CPU, so many virtual devices are made."""
-    tensor: int = 1
-    """Shards of heads, ffn and vocabulary."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the weights are held."""
-
-
-class PeakMemory:
-    """The most anonymous memory of this process above what it had at the start, in bytes; looked at every few milliseconds."""
-
-    def __enter__(self) -> "PeakMemory":
-        self._first = self.peak = self._now()
-        self._done = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
-        self._watch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._watch.join()
-        self.peak = max(self.peak, self._now()) - self._first
-
-    def _look(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        """Anonymous pages that are in memory; those of mapped files are not among them."""
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return 1024 * int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0])
-
-
-def load(argv: Sequence[str]) -> int:
-    """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the host needed on the way."""
-    options = override(LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT_LOAD)
-    require(bool(options.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench load --help")
-    require(Path("/proc/self/status").exists(), "bench load reads the memory it takes from /proc, which this system lacks")
-    config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
-    meshes.prepare_devices(options.data * options.tensor)
-    wanted, there = (options.data or 1) * options.tensor, jax.device_count()
-    require(wanted <= there, f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are {there}")
-    mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
-    shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
-    layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES, MeshConfig().shard_above)
-    checkpoint = policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
-    with PeakMemory() as memory:
-        began = time.perf_counter()
-        policy = load_shown(checkpoint)
-        seconds = time.perf_counter() - began
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards)
-    line = {
-        "bench": "load",
-        "model": config.path,
-        "dtype": options.dtype,
-        "weight_bytes": checkpoint.bytes,
-        "held_bytes": held,
-        "peak_anonymous_bytes": memory.peak,
-        "peak_over_weights": memory.peak / checkpoint.bytes,
-        "seconds": seconds,
-        "gb_per_s": checkpoint.bytes / 1e9 / seconds,
-        "machine": machine(mesh),
-        "versions": versions(),
-    }
-    words = f"{checkpoint.bytes / 1e9:.3g} GB as {options.dtype} on {mesh.size} devices in {seconds:.1f} s ({line['gb_per_s']:.2f} GB/s)"
-    print(f"{words}; at most {memory.peak / 1e9:.3g} GB of anonymous memory, {line['peak_over_weights']:.2f} x the weights")
-    print(json.dumps(line), flush=True)
-    return 0
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark that the first word names; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench", usage="%(prog)s {drafts --config NAME.py[:SCALE], load --model DIR} ..."
-    )
-    parser.add_argument("bench", choices=("drafts", "load"), help="drafts: every kind of draft on one policy; load: reading a checkpoint")
-    chosen = parser.parse_args(argv[:1]).bench
-    if chosen == "load":
-        return reported(lambda: load(argv[1:]))
-    given, words = take_option(argv[1:], "python -m jaxspec.bench drafts", "rows", "N --config NAME.py[:SCALE]", "512")
+def main(words: Sequence[str]) -> int:
+    """Runs the benchmark with what the command line says."""
+    given, words = take_option(words, "python -m jaxspec.bench drafts", "rows", "N --config NAME.py[:SCALE]", "512")
     if not given.isdecimal() or int(given) < 1:
         print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
         return 2
     return run("bench drafts", ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

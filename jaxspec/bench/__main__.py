@@ -1,0 +1,34 @@
+"""Runs the benchmark that the first word names."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxspec.bench import drafts, generate, load, roofline, step
+from jaxspec.program import reported
+
+BENCHES = {
+    "generate": (generate.main, "--model DIR", "tokens a second of one checkpoint, plain or with a draft, and what a round costs"),
+    "step": (step.main, "--model DIR", "a GRPO step of one checkpoint: generate, score, learn"),
+    "drafts": (drafts.main, "--config NAME.py[:SCALE]", "every kind of draft on one policy"),
+    "load": (load.load, "--model DIR", "reading a checkpoint"),
+    "roofline": (roofline.main, "", "what this machine can do: bandwidth and products a second"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    listed = "\n".join(f"  {name:9}{arguments:25}{about}" for name, (_, arguments, about) in BENCHES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec.bench",
+        usage=f"%(prog)s {{{','.join(BENCHES)}}} ...",
+        description=f"benchmarks:\n{listed}\nEach has a --help of its own.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above")
+    work = BENCHES[parser.parse_args(argv[:1]).bench][0]
+    return reported(lambda: work(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,389 @@
+"""`bench generate`: tokens a second of one checkpoint from text to text, and what rounds of a draft cost beside plain decode steps."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec import mesh as meshes
+from jaxspec.bench.measure import Timed, common, machine, process_seconds, timed
+from jaxspec.bench.roofline import remembered, work_of
+from jaxspec.cli import override
+from jaxspec.config import (
+    AUTO_LENGTHS,
+    Config,
+    DataConfig,
+    DraftConfig,
+    DraftKind,
+    EngineConfig,
+    GrpoConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+    VerifyRule,
+    numbers_of,
+    require,
+)
+from jaxspec.data import Problem, pad_prompts
+from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.models.decoder import Decoder
+from jaxspec.pace import measured_pace
+from jaxspec.pretrained import policy_checkpoint
+from jaxspec.profile import Profiler
+from jaxspec.program import Job, start_jax
+from jaxspec.resolve import read_draft, resolved
+from jaxspec.rollout.verify import Verdict, leading
+from jaxspec.runner import TimedGeneration, abstract, ahead, placed, put
+from jaxspec.sampling import Noise, categorical
+from jaxspec.state import SAMPLE, Drafter, Prompts, Rollout
+from jaxspec.step import Step, build_step
+from jaxspec.tokenizer import load_tokenizer
+
+ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
+second are those of whole calls, tokenizing included, after two calls to warm up; calls that others on the machine disturbed do not count.
+With --draft, or --lengths and --live, a table of rounds follows: at several numbers of rows, the seconds of a round of each draft length
+over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to
+see what a good draft would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
+LEARNING_RATE = 1e-6
+"""Of steps that learn; too low to change what is measured."""
+Length = int | Literal["auto"]
+CACHE, FEW_ROWS = 2**25, 16
+"""Bytes of weights, and rows, from which on a CPU core gains by a data shard of its own."""
+SYNTHETIC_LENGTH = 3
+"""Drafts of the round that `synthetic_acceptance` speaks of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What `bench generate` runs."""
+
+    model: str = ""
+    """Folder of a Hugging Face checkpoint, or its id on the hub."""
+    batch: int = 8
+    """Rows."""
+    prompt: int = 64
+    """Tokens of each prompt."""
+    new: int = 128
+    """Tokens of each answer."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, keys and values."""
+    draft: DraftKind = "none"
+    """What proposes tokens."""
+    draft_path: str = ""
+    """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
+    draft_length: Length = 3
+    """Tokens drafted a round (K); `auto`: each round chooses."""
+    draft_vocab: int = 0
+    """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
+    verify: VerifyRule = "block"
+    """Lossless rule."""
+    synthetic_acceptance: float = 0.0
+    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really accepted."""
+    lengths: tuple[int, ...] = ()
+    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
+    live: tuple[int, ...] = ()
+    """Numbers of rows of the table of rounds; empty: no table."""
+    page_size: int = 0
+    """Positions of a page of keys and values; 0: a page is as long as a row."""
+    threads: int = 0
+    """Cores of a CPU that may be used; 0: all."""
+    repeats: int = 5
+    """Undisturbed calls that are wanted."""
+    budget: float = 15.0
+    """Seconds after which disturbed calls are no longer made up for."""
+    seed: int = 0
+    """Of prompts, sampling and random weights."""
+    profile: str = ""
+    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-generate.json.gz. Empty: none."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench generate --help")
+        for name in ("batch", "prompt", "new", "repeats"):
+            require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; at least 1")
+        numbers_of("--profile", self.profile)
+        require(self.draft != "none" or not self.synthetic_acceptance, "--synthetic_acceptance needs a draft; name one with --draft")
+        inside = self.synthetic_acceptance == 0 or 1 <= self.synthetic_acceptance <= SYNTHETIC_LENGTH + 1
+        most = f"a round of {SYNTHETIC_LENGTH} drafts keeps 1 to {SYNTHETIC_LENGTH + 1} tokens"
+        require(inside, f"--synthetic_acceptance is {self.synthetic_acceptance}; {most}")
+
+
+def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
+    """The options as a run's config; a group of one is no group to learn from, and every answer is to a prompt of its own."""
+    draft = DraftConfig(kind=options.draft, draft_length=options.draft_length, vocab=options.draft_vocab, path=options.draft_path)
+    rollout = RolloutConfig(
+        max_new_tokens=options.new,
+        temperature=options.temperature,
+        verify=options.verify,
+        draft=draft,
+        engine=EngineConfig(slots=max(options.batch, *options.live, 1), page_size=options.page_size),
+    )
+    config = Config(
+        seed=options.seed,
+        model=ModelConfig(path=options.model, dtype=options.dtype),
+        rollout=rollout,
+        grpo=GrpoConfig(prompts=options.batch // group, group_size=max(group, 2), learning_rate=LEARNING_RATE, warmup_steps=0),
+        data=DataConfig(max_prompt_length=options.prompt),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(steps=0),
+    )
+    return resolved(config, say)
+
+
+def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
+    """As many data shards as divide the prompts; on a CPU one a core, but one for few rows of weights that no cache holds: every shard
+    reads them all from the one memory, and where nothing else takes long, that is what a step waits for."""
+    cores = min(options.threads or meshes.cores(), meshes.cores())
+    prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
+    few = weights > CACHE and options.batch < FEW_ROWS
+    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
+    largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
+    start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
+    devices = shards if jax.default_backend() == "cpu" else max(n for n in range(1, jax.device_count() + 1) if prompts % n == 0)
+    return meshes.make_mesh(devices, 1)
+
+
+def synthetic(kept: float) -> Callable[..., Verdict]:
+    """A rule that keeps `kept` tokens of a round of `SYNTHETIC_LENGTH` drafts on average, by coins alone, each draft as likely."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**depth for depth in range(SYNTHETIC_LENGTH + 1)) < kept else (low, middle)
+    chance = high
+
+    def rule(
+        target_logprobs: Float[Array, "B K1 V"],
+        draft_logprobs: Float[Array, "B K V"],
+        drafted: Int[Array, "B K"],
+        offered: Int[Array, " B"],
+        coins: Float[Array, "B K"],
+        next_noise: Noise,
+    ) -> Verdict:
+        accepted = jnp.minimum(leading(coins < chance), offered)
+        at_cut = jnp.take_along_axis(target_logprobs, accepted[:, None, None], axis=1)[:, 0]
+        return Verdict(accepted, categorical(at_cut, next_noise))
+
+    return rule
+
+
+class Loaded(NamedTuple):
+    """A checkpoint ready to answer."""
+
+    job: Job
+    policy: Decoder
+    network: Any
+    options: GenerateOptions
+    shapes: dict[int, Prompts]
+    """Of prompts, by their number."""
+
+    def step(self, rows: int, length: Length) -> Step:
+        """That of so many rows, drafting so many tokens a round."""
+        options, config = self.options, self.job.config
+        step = self.job.step.answering(rows, 1)
+        step = replace(step, settings=step.settings._replace(tail=()))  # every row has the same number of tokens
+        if length == 0:
+            return step.plain()
+        wanted = replace(config.rollout.draft, draft_length=length)
+        settings = step.settings._replace(lengths=wanted.lengths)
+        if options.synthetic_acceptance:
+            settings = settings._replace(rule=synthetic(options.synthetic_acceptance))
+        draft = build_draft(replace(config, rollout=replace(config.rollout, draft=wanted)), ())
+        return replace(step, draft=draft, settings=settings)
+
+    def networks(self, step: Step, prompts: Prompts) -> tuple[Decoder, Drafter]:
+        """Policy and draft in the rollout layout of a step, and what it chooses lengths by."""
+        network = None if step.draft is None else self.network
+        target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(self.policy, network)
+        if drafter.pace is not None:
+            drafter = drafter.replace(pace=jax.device_put(measured_pace(step, target, drafter, prompts), meshes.replicated(step.mesh)))
+        return target, drafter
+
+    def prompts(self, texts: Sequence[str], call: int) -> Prompts:
+        """Texts as token ids, cut to the length of the prompts, on the mesh."""
+        tokenizer, width = self.job.tokenizer, self.options.prompt
+        like = self.like(len(texts))
+        problems = [Problem(text, tuple(tokenizer.encode(text)[:width]), "", 0) for text in texts]
+        tokens, lengths = pad_prompts(problems, width, tokenizer.pad_id)
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        live = np.ones(len(texts), bool)
+        return put(nothing.replace(tokens=tokens, lengths=lengths, live=live, stream=np.int32(SAMPLE), batch=np.int32(call)), like)
+
+    def like(self, rows: int) -> Prompts:
+        """Shapes and shardings of prompts."""
+        if rows not in self.shapes:
+            self.shapes[rows] = abstract(self.job.step, rows)[2]
+        return self.shapes[rows]
+
+    def on(self, shards: int) -> "Loaded":
+        """The same on fewer devices."""
+        mesh = meshes.make_mesh(shards, 1)
+        job = replace(self.job, mesh=mesh, step=replace(self.job.step, mesh=mesh))
+        policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
+        return Loaded(job, policy, network, self.options, {})
+
+
+def digits(count: int, length: int, seed: int) -> list[str]:
+    """Texts of random digits."""
+    source = random.Random(seed)
+    return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]
+
+
+def load(options: GenerateOptions, group: int = 1) -> Loaded:
+    """Reads policy and draft."""
+    config = config_of(options, group, print)
+    mesh = mesh_for(options, config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    step = build_step(config, mesh, (), tokenizer.size)
+    shapes, layout = jax.eval_shape(step.fresh_policy), step.train_layout
+    abstract = jax.tree.map(placed, shapes, layout(shapes))
+    policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
+    key, network = jax.random.key(options.seed), None
+    if config.rollout.draft.learned:
+        drawn = jax.eval_shape(lambda: build_network(config, key))
+        wanted = jax.tree.map(placed, drawn, layout(drawn))
+        if options.draft_path:
+            network = read_draft(config, wanted)
+        else:
+            network = jax.jit(lambda: build_network(config, key), out_shardings=layout(drawn))()
+    return Loaded(Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step), policy, network, options, {})
+
+
+def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollout, float]:
+    """Calls from text to text; also the last rollout and the seconds of compiling."""
+    options = loaded.options
+    texts = digits(options.batch, options.prompt, options.seed)
+    step = loaded.step(options.batch, options.draft_length if options.draft != "none" else 0)
+    target, drafter = loaded.networks(step, loaded.prompts(texts, 0))
+    began = time.perf_counter()
+    program, _ = ahead(step.generate, target, drafter, loaded.like(options.batch))
+    compile_seconds = time.perf_counter() - began
+    seen: list[Rollout] = []
+
+    profiler = Profiler(numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print)
+
+    def call(number: int) -> None:
+        moments = [time.perf_counter()]
+        prompts = loaded.prompts(texts, number)
+        moments.append(time.perf_counter())
+        with profiler.call(number):
+            rollout = jax.device_get(program(target, drafter, prompts))
+        moments.append(time.perf_counter())
+        answers = [tokens[start:end] for tokens, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)]
+        made = [loaded.job.tokenizer.decode(answer.tolist()) for answer in answers]
+        moments.append(time.perf_counter())
+        assert len(made) == options.batch, "an answer for each prompt"
+        phases.update(zip(("tokenize", "generate", "detokenize"), np.diff(moments).tolist(), strict=True))
+        seen[:] = [rollout]
+
+    with contextlib.closing(profiler):
+        return timed(call, options.repeats, options.budget), seen[0], compile_seconds
+
+
+def check_logprob(loaded: Loaded) -> float:
+    """Summed log-probability of one fixed text's tokens but the first: the same in every program that reads the checkpoint rightly."""
+    ids = jnp.asarray([loaded.job.tokenizer.encode(digits(1, 64, 1234)[0])], jnp.int32)
+
+    def summed(policy: Decoder) -> Float[Array, ""]:
+        logits = policy.logits(policy(ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None]).hidden)
+        logprobs = jax.nn.log_softmax(logits[0, :-1], axis=-1)
+        return jnp.sum(jnp.take_along_axis(logprobs, ids[0, 1:, None], axis=1))
+
+    return float(jax.jit(summed)(loaded.policy))
+
+
+def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
+    """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in turn, so that noise falls on all alike."""
+    options = loaded.options
+    every = AUTO_LENGTHS if options.draft_length == "auto" else ()
+    lengths: tuple[Length, ...] = tuple(dict.fromkeys((0, *(options.lengths or every), options.draft_length)))
+    rows = []
+    for live in options.live:
+        devices = loaded.job.mesh.size
+        here = loaded.on(max(count for count in range(1, devices + 1) if live % count == 0 and devices % count == 0))
+        prompts = here.prompts(digits(live, options.prompt, options.seed), 0)
+        calls = {}
+        for length in lengths:
+            step = here.step(live, length)
+            networks = here.networks(step, prompts)
+            calls[length] = TimedGeneration(step, *networks, prompts), networks
+        seen: dict[Length, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+        for repeat in range(options.repeats + 1):
+            for length, (call, networks) in calls.items():
+                made = call(*networks, prompts)
+                tokens = float(np.sum(made.rollout.lengths - made.rollout.prompt_lengths))
+                passes = float(np.sum(made.rollout.statistics.rounds))
+                if repeat:
+                    seen[length].append((made.loop_seconds / made.rounds, tokens / passes, tokens / made.loop_seconds))
+        medians = {length: np.median(np.array(found), axis=0).tolist() for length, found in seen.items()}
+        for length, (seconds, kept, rate) in medians.items():
+            plain = medians[0]
+            row = {"live": live, "K": length, "round_s": seconds, "round_cost": seconds / plain[0], "tokens_per_pass": kept}
+            rows.append(row | {"tokens_per_s": rate, "speedup": rate / plain[2]})
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE, title="rounds", title_justify="left", padding=0, show_edge=False)
+    for title in ("rows", "K", "ms a round", "round cost", "tokens a pass", "tokens/s", "speed-up"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        numbers = f"{1e3 * row['round_s']:.3f}", f"{row['round_cost']:.2f}", f"{row['tokens_per_pass']:.2f}"
+        table.add_row(str(row["live"]), str(row["K"]), *numbers, f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}")
+    return table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark."""
+    defaults = GenerateOptions(model="DIR")
+    options = override(defaults, argv, "python -m jaxspec.bench generate --model DIR", ABOUT)
+    require(options.model != defaults.model, "no --model: give the folder of a checkpoint; see python -m jaxspec.bench generate --help")
+    phases = {"import": process_seconds()}
+    began = time.perf_counter()
+    loaded = load(options)
+    phases["load"] = time.perf_counter() - began
+    taken, rollout, compile_seconds = whole_calls(loaded, phases)
+    phases["first_call"] = compile_seconds + taken.first
+    tokens = int(np.sum(rollout.lengths - rollout.prompt_lengths))
+    rows = rounds_table(loaded) if options.live else []
+    if rows:
+        Console().print(_table(rows))
+    width = jnp.dtype(options.dtype).itemsize
+    model, mesh = loaded.job.config.model, loaded.job.mesh
+    work = work_of(model, options.batch, options.prompt + (options.new - 1) / 2, width)
+    steps = tokens / options.batch
+    best = remembered(options.dtype)
+    drafted = float(np.sum(rollout.statistics.drafted[:, :1]))
+    line = {
+        **common("generate", options, taken, tokens),
+        "phases_s": phases,
+        "compile_s": compile_seconds,
+        "check_logprob": check_logprob(loaded),
+        "acceptance_length": float(np.sum(rollout.statistics.kept)) / drafted if drafted else 1.0,
+        "tokens_per_target_pass": tokens / float(np.sum(rollout.statistics.rounds)),
+        "bytes_per_s": work.bytes * steps / taken.seconds,
+        "flops_per_s": work.flops * steps / taken.seconds,
+        "roofline_share": best.floor(work) * steps / taken.seconds if best else None,
+        "rounds": rows,
+        "machine": machine(mesh),
+    }
+    share = f", {line['roofline_share']:.0%} of the roofline" if best else " (for its share of the roofline, run bench roofline first)"
+    speed = f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a call{' (noisy)' if taken.noisy else ''}"
+    print(
+        f"{line['peer']} {line['model']}, {options.batch} rows x {options.new} tokens: {speed}{share}; compiled in {compile_seconds:.1f} s"
+    )
+    print(json.dumps(line), flush=True)
+    return 0

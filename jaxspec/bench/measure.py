@@ -1,0 +1,181 @@
+"""What all benchmarks share: the machine, memory, and calls against the clock."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+
+from jaxspec.mesh import cores
+
+
+def machine(mesh: Mesh) -> dict[str, Any]:
+    """What it ran on."""
+    device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
+    return {
+        "device": device.device_kind,
+        "mesh": dict(mesh.shape),
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What it ran with."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in ("jaxspec", "jax", "flax")}
+
+
+class PeakMemory:
+    """The most anonymous memory of this process above what it had at the start, in bytes; looked at every few milliseconds."""
+
+    def __enter__(self) -> "PeakMemory":
+        self._first = self.peak = self._now()
+        self._done = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watch.join()
+        self.peak = max(self.peak, self._now()) - self._first
+
+    def _look(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        """Anonymous pages that are in memory; those of mapped files are not among them."""
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return 1024 * int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0])
+
+
+class Call(NamedTuple):
+    """One call against the clock."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of this process."""
+    others: float
+    """Cores that everybody else used meanwhile."""
+
+
+QUIET = 0.25
+"""Cores that others may use while a call counts as undisturbed."""
+SHORTEST = 0.25
+"""Seconds below which several calls are timed as one: the system counts what others use in steps of a hundredth."""
+
+
+class Timed(NamedTuple):
+    """Calls of one function, of which the quiet ones count."""
+
+    first: float
+    """Seconds of the first call, which compiles."""
+    calls: list[Call]
+
+    @property
+    def quiet(self) -> list[float]:
+        """Seconds of the calls that nobody disturbed."""
+        return [call.seconds for call in self.calls if call.others < QUIET]
+
+    @property
+    def noisy(self) -> bool:
+        """Whether too few calls were quiet."""
+        return len(self.quiet) < min(3, len(self.calls))
+
+    @property
+    def seconds(self) -> float:
+        """The median of the quiet calls; where there are too few, the best call: what disturbs only slows down."""
+        return min(call.seconds for call in self.calls) if self.noisy else statistics.median(self.quiet)
+
+
+def timed(function: Callable[[int], Any], repeats: int, budget: float) -> Timed:
+    """Calls a function with 0, 1, 2, ...: twice to warm up, then until `repeats` calls were quiet or `budget` seconds have passed."""
+    began = time.perf_counter()
+    function(0)
+    first = time.perf_counter() - began
+    began, number = time.perf_counter(), 2
+    function(1)
+    block = max(1, round(SHORTEST / max(time.perf_counter() - began, 1e-6)))
+    found, end = Timed(first, []), time.perf_counter() + budget
+    while len(found.calls) < repeats or (len(found.quiet) < repeats and time.perf_counter() < end):
+        busy, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
+        for _ in range(block):
+            function(number)
+            number += 1
+        wall, own = time.perf_counter() - began, time.process_time() - own
+        found.calls.append(Call(wall / block, own / block, max(0.0, _busy_seconds() - busy - own) / wall))
+    return found
+
+
+def _busy_seconds() -> float:
+    """Seconds that all cores have worked since the machine started; 0 where the system does not say."""
+    file = Path("/proc/stat")
+    if not file.exists():
+        return 0.0
+    ticks = [int(word) for word in file.read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def process_seconds() -> float:
+    """Seconds since this process started; 0 where the system does not say."""
+    file = Path("/proc/self/stat")
+    if not file.exists():
+        return 0.0
+    started = int(file.read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]) - started
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """What is said of a measurement on a checkpoint."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def new(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def draft(self) -> str: ...
+
+
+def common(kind: str, work: Workload, taken: Timed, tokens: int) -> dict[str, Any]:
+    """What every line about a checkpoint says, whose calls make so many tokens each."""
+    return {
+        "peer": f"jaxspec/{'plain' if work.draft == 'none' else work.draft}",
+        "kind": kind,
+        "model": Path(work.model).name,
+        "batch": work.batch,
+        "prompt": work.prompt,
+        "new": work.new,
+        "threads": work.threads or cores(),
+        "tokens": tokens,
+        "tokens_per_s": tokens / taken.seconds,
+        "wall_s": taken.seconds,
+        "wall_best_s": min(call.seconds for call in taken.calls),
+        "noisy": taken.noisy,
+        "calls": len(taken.calls),
+        "quiet_calls": len(taken.quiet),
+        "peak_rss_mib": peak_memory() / 2**20,
+        "versions": versions(),
+    }
