@@ -26,6 +26,7 @@ from jaxspec.config_json import differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
+from jaxspec.memory import explained
 from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
@@ -66,6 +67,13 @@ def main(job: Job, interrupt: Interrupt) -> int:
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
     workdir = open_workdir(job)
+    with explained(job.step):
+        return train(job, interrupt, workdir)
+
+
+def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
+    """From the newest checkpoint in `workdir`, or from the start, to the closing table."""
+    config = job.config
     with interrupt.nothing_unsaved("starting"):
         problems, held_out = load_problems(config.data, job.tokenizer)
         if problems.left_out:

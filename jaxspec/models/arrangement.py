@@ -1,4 +1,4 @@
-"""Weights arranged for generation: products joined that read the same input, and on a CPU layers apart and large weights transposed."""
+"""Weights arranged for generation: products joined that read the same input, layers apart, and on a CPU large weights transposed."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ class Arrangement(NamedTuple):
     joined: bool = False
     """Queries, keys and values side by side, and gate and up: one product each."""
     apart: bool = False
-    """Layers one by one instead of stacked: XLA copies what it slices out of a stack on a CPU."""
+    """Layers one by one instead of stacked: XLA copies what it slices out of a stack, on a CPU and, as programs compiled for H100 show,
+    on GPUs."""
     transposed: tuple[str, ...] = ()
     """Products whose weights are `Transposed`: names of joined ones, or `head`."""
 
@@ -29,12 +30,11 @@ def best(platform: str, tensor: int, config: ModelConfig, rows: int) -> Arrangem
     """The fastest known arrangement for generating `rows` at once on each data shard, of `tensor` devices.
 
     Measured on two cores of an x86 CPU (AVX-512): transposed weights make products of 8 to 32 rows up to 1.5 times as fast from a width of
-    256 on, and slower at 128; at one row only the feed-forward layer's last product gains. Accelerators fuse slices into their products.
+    256 on, and slower at 128; at one row only the feed-forward layer's last product gains.
     """
-    joined = config.kv_heads % tensor == 0
-    if platform != "cpu" or not joined:
-        return Arrangement(joined=joined)
-    if tensor > 1 or config.embed < 256:
+    if config.kv_heads % tensor:
+        return Arrangement()
+    if platform != "cpu" or tensor > 1 or config.embed < 256:
         return Arrangement(joined=True, apart=True)
     return Arrangement(joined=True, apart=True, transposed=("down",) if rows == 1 else (*_INPUTS, "head"))
 

@@ -151,7 +151,7 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 @pytest.mark.parametrize(
     ("platform", "tensor", "sizes", "rows", "wanted"),
     [
-        ("gpu", 1, {"embed": 512}, 8, Arrangement(joined=True)),
+        ("gpu", 1, {"embed": 512}, 8, Arrangement(joined=True, apart=True)),
         ("gpu", 4, {"embed": 512}, 8, Arrangement()),  # two key heads for four devices
         ("cpu", 4, {"embed": 512}, 8, Arrangement()),
         ("cpu", 1, {"embed": 128}, 8, Arrangement(joined=True, apart=True)),
