@@ -49,8 +49,7 @@ def command(workdir: Path, **changes: object) -> list[str]:
 
 
 def environment(cache: Path, devices: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    return os.environ | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
 
 
 class Process:

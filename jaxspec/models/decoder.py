@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxspec.config import ModelConfig
 from jaxspec.kernels.sight import causal
 from jaxspec.models.attention import attend, attend_cache, up_to_position
-from jaxspec.models.kv import KVCache, Page, empty_cache, extend
+from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
@@ -182,11 +182,14 @@ class Decoder(nnx.Module):
         if isinstance(self.layers, Layers):
             x, cache, tapped = _scanned(layer, self.layers, x, cache, taps, config)
         else:
-            tapped = {}
-            for index, weights in enumerate(self.layers):
+            one = jax.jit(layer, static_argnums=3)  # traced once for all layers
+            tapped, before, after = {}, [None] * config.layers if cache is None else apart(cache), []
+            for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
                 tapped[index] = x
-                x, cache = layer(x, cache, weights, index)
+                x, own = one(x, own, weights, 0)
+                after.append(own)
             tapped[config.layers] = x
+            cache = None if cache is None else together(after)
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
 

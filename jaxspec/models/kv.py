@@ -113,6 +113,19 @@ def _numbers(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
     return first + jnp.arange(count, dtype=jnp.int32)
 
 
+# ---- layers that are apart
+
+
+def apart(cache: KVCache) -> list[KVCache]:
+    """A cache for each layer, whose place in it is 0."""
+    return [cache.replace(keys=(keys,), values=(values,)) for keys, values in zip(cache.keys, cache.values, strict=True)]
+
+
+def together(caches: list[KVCache]) -> KVCache:
+    """The cache that they are parts of."""
+    return caches[0].replace(keys=sum((cache.keys for cache in caches), ()), values=sum((cache.values for cache in caches), ()))
+
+
 # ---- rows and pages as wholes
 
 
