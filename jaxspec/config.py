@@ -71,6 +71,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         remedy = "at least 1 (draft.kind none is plain decoding)"
         require(self.longest >= 1, f"draft.draft_length is {self.draft_length}; {remedy}")
+        looked_up = f"draft.draft_length auto weighs drafts that every round has, and {self.kind} finds them in some only"
+        require(not self.lengths or self.learned or self.kind == "none", f"{looked_up}; give a number, such as 5")
         require(self.temperature >= 0, f"draft.temperature is {self.temperature}; 0 (the most likely token) or more")
         for name, least in (("vocab", 0), ("ffn", 0), ("layers", 1)):
             require(getattr(self, name) >= least, f"draft.{name} is {getattr(self, name)}; at least {least}")

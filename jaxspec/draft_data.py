@@ -56,7 +56,8 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     Decoding is plain. A batch depends on the seed, the policy and its number alone.
     """
     config, rows = job.config, job.config.offline.rows
-    alone = dataclasses.replace(job.step.plain(), settings=job.step.settings._replace(group_size=1))
+    alone = job.step.plain().answering(rows, 1)
+    alone = dataclasses.replace(alone, settings=alone.settings._replace(pages=0))  # those of the config are for other prompts
     stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
 
     @jax.jit

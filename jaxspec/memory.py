@@ -31,7 +31,9 @@ def parts(step: Step) -> list[Part]:
     """What training keeps on each device while it generates; what comes and goes beside it is not counted. Nothing is allocated."""
     state, _, prompts = abstract(step, step.config.grpo.prompts)
     target, drafter = jax.eval_shape(step.prepare, state)
-    caches = jax.eval_shape(step.begin, target, drafter, prompts).caches
+    engine = jax.eval_shape(step.begin, target, drafter, prompts)
+    read = None if engine.queue is None else engine.queue.prompts.caches
+    pools = 2 if step.settings.lengths else 1  # what rounds of each length cost is measured on a pool that stays as it is
     tensor = step.mesh.shape[TENSOR]
     fewer_rows = "--rollout.engine.slots, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, or shorter answers"
     found = [
@@ -39,7 +41,7 @@ def parts(step: Step) -> list[Part]:
         Part("the policy's optimizer", _placed(state.policy.optimizer), "--lora.rank 16, or more devices"),
         Part("the draft and its optimizer", _placed(state.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
         Part("weights as generation reads them", _size((target, drafter.network)) // tensor, "--model.dtype bfloat16, or --mesh.tensor"),
-        Part("the pool of keys and values", _size(caches) // (step.mesh.shape[DATA] * tensor), fewer_rows),
+        Part("the pool of keys and values", pools * _size((engine.caches, read)) // (step.mesh.shape[DATA] * tensor), fewer_rows),
     ]
     return [part for part in found if part.size]
 

@@ -1,7 +1,10 @@
 """Devices and names: processes, the mesh, and the rules from logical axes to mesh axes."""
 
 import os
+import platform
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,6 +51,18 @@ def initialize_processes() -> None:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine(mesh: Mesh) -> dict[str, Any]:
+    """What a program runs on."""
+    device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
+    return {
+        "device": device.device_kind,
+        "mesh": dict(mesh.shape),
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+    }
 
 
 def prepare_devices(wanted: int = 0, threads: int = 0) -> None:

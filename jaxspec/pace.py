@@ -1,20 +1,23 @@
 """What rounds of each draft length cost on this machine, and how much of the draft is accepted, for runs that choose lengths by it."""
 
 import dataclasses
+import functools
 import hashlib
 import json
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array
 
 from jaxspec.checkpoint import cache_folder
-from jaxspec.mesh import DATA
+from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.models.decoder import Decoder
+from jaxspec.program import sources
 from jaxspec.rollout import draft_length
 from jaxspec.rollout.slots import Engine
 from jaxspec.runner import ahead, placed, put
@@ -55,44 +58,49 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     advance, _ = ahead(step.advance, target, forced(0), running, rounds, out_shardings=same)
-    few = max(1, min(ROUNDS, settings.max_new_tokens // settings.lengths[-1] - 1))
+    few = max(1, min(ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1))
     engine = begin(target, forced(0), prompts)
     made = advance(target, forced(len(settings.lengths) - 1), engine, jnp.int32(few)).rollout.statistics
-    reached, kept = (np.sum(np.asarray(leaf, np.float32), axis=0) for leaf in (made.reached, made.accepted))
-    file = cache_folder() / "costs" / f"{_key(step)}.json"
-    cost = np.asarray(json.loads(file.read_text(encoding="utf-8")), np.float32) if file.exists() else None
-    if cost is None or cost.shape != empty.cost.shape:
-        cost = np.zeros(empty.cost.shape, np.float32)
+    total = jax.jit(lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(step.mesh))
+    reached, kept = (np.asarray(total(leaf)) for leaf in (made.reached, made.accepted))
+    file = cache_folder() / "costs" / f"{_key(step, prompts.tokens.shape[1])}.json"
+    cost = _from_process_0(_kept(file, empty.cost.shape))
+    if not cost.any():
         shards = step.mesh.shape[DATA]
         for loop, live in enumerate((settings.slots, *settings.tail)):
             for context, end in enumerate(draft_length.contexts(longest)):
-                prepared = _with(engine, live, shards, end - (few + 1) * (settings.lengths[-1] + 1))
+                start = end - (few + 1) * (settings.lengths[-1] + 1)
+                prepared = jax.jit(functools.partial(_with, live=live, shards=shards, start=start), out_shardings=same)(engine)
                 for place in range(len(settings.lengths)):
                     seconds = _seconds(lambda count, at=prepared, place=place: advance(target, forced(place), at, jnp.int32(count)), few)
                     cost[place, loop:, context] = seconds
+        cost = _from_process_0(cost)
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(cost.tolist()), encoding="utf-8")
-    if jax.process_count() > 1:
-        cost, reached, kept = multihost_utils.broadcast_one_to_all((cost, reached, kept))
+            fresh = file.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(cost.tolist()), encoding="utf-8")
+            fresh.replace(file)
     known = Known(reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32))
     return Pace(known=known, cost=jnp.asarray(cost))
 
 
-def _key(step: Step) -> str:
+def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The table in a file, or zeros where there is none of this shape."""
+    found = np.asarray(json.loads(file.read_text(encoding="utf-8")), np.float32) if file.exists() else np.zeros(shape, np.float32)
+    return found if found.shape == shape else np.zeros(shape, np.float32)
+
+
+def _from_process_0(table: np.ndarray) -> np.ndarray:
+    return np.asarray(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
+
+
+def _key(step: Step, prompt: int) -> str:
     """What a cost table depends on."""
-    device = step.mesh.devices.flat[0]
-    shape = step.settings._replace(processing=None, rule=getattr(step.settings.rule, "__name__", None))
-    parts = (
-        jax.__version__,
-        device.device_kind,
-        dict(step.mesh.shape),
-        shape,
-        step.arrangement,
-        step.config.model,
-        step.config.rollout.draft,
-    )
-    return hashlib.sha256(repr((*parts, step.config.head, step.config.draft_model)).encode()).hexdigest()[:16]
+    config, shape = step.config, step.settings._replace(rule=getattr(step.settings.rule, "__name__", None))
+    networks = config.model, config.rollout.draft, config.rollout.lookup, config.head, config.draft_model
+    code = sources("models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
+    parts = jax.__version__, machine(step.mesh), shape, prompt, step.arrangement, networks, code
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _with(engine: Engine, live: int, shards: int, start: int) -> Engine:
@@ -102,18 +110,10 @@ def _with(engine: Engine, live: int, shards: int, start: int) -> Engine:
     status = jnp.where(numbers < live, rollout.status, EOS)
     ahead_by = jnp.maximum(start - rollout.prompt_lengths, 0)
     queue = engine.queue
-    moved = rollout.replace(
-        status=_like(status, rollout.status),
-        prompt_lengths=_like(rollout.prompt_lengths + ahead_by, rollout.prompt_lengths),
-        lengths=_like(rollout.lengths + ahead_by, rollout.lengths),
-    )
+    moved = rollout.replace(status=status, prompt_lengths=rollout.prompt_lengths + ahead_by, lengths=rollout.lengths + ahead_by)
     if queue is not None:
-        queue = queue.replace(waiting=_like(queue.waiting & (numbers < live), queue.waiting))
+        queue = queue.replace(waiting=queue.waiting & (numbers < live))
     return engine.replace(rollout=moved, queue=queue)
-
-
-def _like(values: Array, leaf: Array) -> Array:
-    return jax.device_put(values, leaf.sharding)
 
 
 def _seconds(run: Any, rounds: int) -> float:

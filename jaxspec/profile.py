@@ -28,6 +28,7 @@ class Profiler:
         """`programs` are those that the calls run, compiled."""
         self._numbers, self._file, self._programs, self._say = numbers, file, programs, say
         self._raw: tempfile.TemporaryDirectory[str] | None = None
+        self._written = False
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:
@@ -46,14 +47,16 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced, if anything was and is not yet written."""
+        """Writes what was traced and is not yet written; says so where there was nothing to trace."""
         if self._raw is None:
+            if self._numbers and not self._written:
+                self._say(f"no trace: none of the calls {self._numbers[0]} to {self._numbers[-1]} was made")
             return
         jax.profiler.stop_trace()
         with self._raw as folder:
             (raw,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
             events = trace_events(jax.profiler.ProfileData.from_file(str(raw)), paths_of(self._programs))
-        self._raw = None
+        self._raw, self._written = None, True
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(self._file, "wt", encoding="utf-8") as file:
             json.dump({"traceEvents": events}, file)

@@ -205,7 +205,7 @@ class Timed(NamedTuple):
     prefill_seconds: float
     loop_seconds: float
     rounds: int
-    """Of the longest loop: that of the shard whose rows took most."""
+    """Of the longest loop: that of the shard that made most."""
 
     @property
     def seconds(self) -> float:
@@ -231,7 +231,7 @@ class TimedGeneration:
         middle = time.perf_counter()
         rollout = jax.block_until_ready(engine.collect(self._advance(target, drafter, running)))
         end = time.perf_counter()
-        return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.rounds)))
+        return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.ended)))
 
 
 class Comparison(NamedTuple):

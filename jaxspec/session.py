@@ -87,14 +87,15 @@ def open_here(config: Config) -> Job:
     return make_job(config, meshes.make_mesh(1, tensor))
 
 
-def restore(run: Run, job: Job) -> tuple[Decoder, Drafter]:
-    """Policy and draft in the rollout layout.
+def restore(run: Run, job: Job, samples: int) -> tuple[Decoder, Drafter]:
+    """Policy and draft in the rollout layout, to answer one prompt `samples` times.
 
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
     trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
     bare = read_state(run, trained, job.config.rollout.draft.learned)
-    return jax.jit(job.step.prepare)(bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid)))
+    state = bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid))
+    return jax.jit(job.step.answering(1, samples).prepare)(state)
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:

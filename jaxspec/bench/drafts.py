@@ -14,8 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec import mesh as meshes
 from jaxspec.batches import Batches
-from jaxspec.bench.measure import machine, versions
+from jaxspec.bench.measure import versions
 from jaxspec.checkpoint import load_tree
 from jaxspec.cli import take_option
 from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
@@ -156,6 +157,8 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     """Measures every variant on the same policy and the same training prompts; `rows` answers each, rounded up to whole batches."""
     config = job.config
     require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
+    length = config.rollout.draft.draft_length
+    require(length != "auto", "bench drafts compares drafts of one length; give --rollout.draft.draft_length 3 or another number")
     path = config.rollout.draft.path
     require(not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}")
     require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
@@ -183,9 +186,8 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     Console().print(*_tables(table), sep="\n")
     law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
-    print(
-        json.dumps({"bench": "drafts", "machine": machine(job.mesh), "versions": versions(), "answers": answers, "rows": table}), flush=True
-    )
+    about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
+    print(json.dumps({**about, "answers": answers, "rows": table}), flush=True)
     return 0
 
 

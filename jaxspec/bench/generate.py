@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.measure import Timed, common, machine, process_seconds, timed
+from jaxspec.bench.measure import Timed, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.cli import override
 from jaxspec.config import (
@@ -54,8 +54,8 @@ from jaxspec.tokenizer import load_tokenizer
 
 ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
 second are those of whole calls, tokenizing included, after two calls to warm up; calls that others on the machine disturbed do not count.
-With --draft, or --lengths and --live, a table of rounds follows: at several numbers of rows, the seconds of a round of each draft length
-over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to
+With --live a table of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length over those of a plain
+decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to
 see what a good draft would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
@@ -116,7 +116,10 @@ class GenerateOptions:
         for name in ("batch", "prompt", "new", "repeats"):
             require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; at least 1")
         numbers_of("--profile", self.profile)
-        require(self.draft != "none" or not self.synthetic_acceptance, "--synthetic_acceptance needs a draft; name one with --draft")
+        needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
+        draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
+        require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
+        require(self.draft != "none" or not self.lengths, "--lengths are those of a draft; name one with --draft")
         inside = self.synthetic_acceptance == 0 or 1 <= self.synthetic_acceptance <= SYNTHETIC_LENGTH + 1
         most = f"a round of {SYNTHETIC_LENGTH} drafts keeps 1 to {SYNTHETIC_LENGTH + 1} tokens"
         require(inside, f"--synthetic_acceptance is {self.synthetic_acceptance}; {most}")
@@ -309,7 +312,8 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in turn, so that noise falls on all alike."""
     options = loaded.options
     every = AUTO_LENGTHS if options.draft_length == "auto" else ()
-    lengths: tuple[Length, ...] = tuple(dict.fromkeys((0, *(options.lengths or every), options.draft_length)))
+    asked = (*(options.lengths or every), options.draft_length) if options.draft != "none" else ()
+    lengths: tuple[Length, ...] = tuple(dict.fromkeys((0, *asked)))
     rows = []
     for live in options.live:
         devices = loaded.job.mesh.size
@@ -378,7 +382,7 @@ def main(argv: Sequence[str]) -> int:
         "flops_per_s": work.flops * steps / taken.seconds,
         "roofline_share": best.floor(work) * steps / taken.seconds if best else None,
         "rounds": rows,
-        "machine": machine(mesh),
+        "machine": meshes.machine(mesh),
     }
     share = f", {line['roofline_share']:.0%} of the roofline" if best else " (for its share of the roofline, run bench roofline first)"
     speed = f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a call{' (noisy)' if taken.noisy else ''}"

@@ -11,7 +11,7 @@ import jax
 
 from jaxspec import mesh as meshes
 from jaxspec import sync
-from jaxspec.bench.measure import PeakMemory, machine, versions
+from jaxspec.bench.measure import PeakMemory, versions
 from jaxspec.cli import override
 from jaxspec.config import MeshConfig, ModelConfig, require
 from jaxspec.models.decoder import Decoder
@@ -67,7 +67,7 @@ def load(argv: Sequence[str]) -> int:
         "peak_over_weights": memory.peak / checkpoint.bytes,
         "seconds": seconds,
         "gb_per_s": checkpoint.bytes / 1e9 / seconds,
-        "machine": machine(mesh),
+        "machine": meshes.machine(mesh),
         "versions": versions(),
     }
     words = f"{checkpoint.bytes / 1e9:.3g} GB as {options.dtype} on {mesh.size} devices in {seconds:.1f} s ({line['gb_per_s']:.2f} GB/s)"

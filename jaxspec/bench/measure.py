@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine, memory, and calls against the clock."""
+"""What all benchmarks share: memory, and calls against the clock."""
 
 import importlib.metadata
 import os
@@ -12,21 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jax.sharding import Mesh
-
 from jaxspec.mesh import cores
-
-
-def machine(mesh: Mesh) -> dict[str, Any]:
-    """What it ran on."""
-    device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
-    return {
-        "device": device.device_kind,
-        "mesh": dict(mesh.shape),
-        "cpu": model[1] if model else platform.machine(),
-        "cores": os.cpu_count(),
-    }
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.measure import machine, versions
+from jaxspec.bench.measure import versions
 from jaxspec.checkpoint import cache_folder
 from jaxspec.cli import override
 from jaxspec.config import ModelConfig
@@ -106,7 +106,7 @@ def _products(dtype: Any) -> float:
 
 
 def _file(dtype: str) -> Path:
-    about = machine(meshes.make_mesh(1, 1))
+    about = meshes.machine(meshes.make_mesh(1, 1))
     name = re.sub(r"\W+", "-", f"{about['cpu']} {about['cores']} {about['device']} {dtype}")
     return cache_folder() / "roofline" / f"{name}.json"
 
@@ -148,6 +148,6 @@ def main(argv: Sequence[str]) -> int:
         table.add_row(str(mib), f"{rate / 1e9:.1f}", f"{best.bytes_per_s[mib] / 1e9:.1f}")
     Console().print(table)
     print(f"{options.dtype} products: {found.flops_per_s / 1e9:.0f} GFLOP/s now, {best.flops_per_s / 1e9:.0f} at best; kept in {file}")
-    about = {"machine": machine(meshes.make_mesh(1, 1)), "versions": versions(), "dtype": options.dtype}
+    about = {"machine": meshes.machine(meshes.make_mesh(1, 1)), "versions": versions(), "dtype": options.dtype}
     print(json.dumps({"bench": "roofline", "now": found._asdict(), "best": best._asdict()} | about), flush=True)
     return 0

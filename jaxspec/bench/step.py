@@ -11,8 +11,9 @@ from typing import Literal
 import jax
 import numpy as np
 
+from jaxspec import mesh as meshes
 from jaxspec.bench.generate import GenerateOptions, Length, Loaded, check_logprob, digits, load
-from jaxspec.bench.measure import common, machine, process_seconds, timed
+from jaxspec.bench.measure import common, process_seconds, timed
 from jaxspec.cli import override
 from jaxspec.config import DraftKind, VerifyRule, numbers_of, require
 from jaxspec.pace import with_pace
@@ -155,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         "compile_s": compile_seconds,
         "check_logprob": agreed,
         "acceptance_length": whole.generated["rollout/acceptance_length"],
-        "machine": machine(loaded.job.mesh),
+        "machine": meshes.machine(loaded.job.mesh),
     }
     print(json.dumps(line))
     return 0

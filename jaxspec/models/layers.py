@@ -26,8 +26,6 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "expert_gate": (None, None, "embed", "ffn"),
     "expert_up": (None, None, "embed", "ffn"),
     "expert_down": (None, None, "ffn", "embed"),
-    "heads": (None, "embed", "kv_heads", None, None),
-    "gate_up": (None, "embed", None, "ffn"),
     "fuse": (None, "embed"),
     "project": (None, None, "embed"),
 }

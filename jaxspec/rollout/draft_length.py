@@ -4,6 +4,8 @@ Chosen before anything is drafted, from earlier rounds only, by the same arithme
 peers agree. Now and then the next longer draft is tried, for at most `SHARE` of the seconds that the best rounds took.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -62,20 +64,26 @@ def expected_tokens(known: Known, lengths: tuple[int, ...]) -> Float[Array, " A"
     return by_depth[np.asarray(lengths)]
 
 
-def choose(known: Known, cost: Float[Array, " A"], lengths: tuple[int, ...]) -> tuple[Int[Array, ""], Known]:
-    """Place in `lengths` (ascending) of the next round's: the best, or the next longer one when there are seconds to spare for it.
+class Choice(NamedTuple):
+    """What the next round drafts, by what is known before it and nothing else: where a slice of generation ends must not matter."""
+
+    place: Int[Array, ""]
+    """In the lengths, ascending: the best, or the next longer one when there are seconds to spare for it."""
+    spare: Float[Array, ""]
+    """Seconds left to spare once the round is made: earned by the best, spent by the longer one."""
+
+
+def choose(known: Known, cost: Float[Array, " A"], lengths: tuple[int, ...]) -> Choice:
+    """The length of the next round.
 
     Args:
       known: so far.
       cost: seconds of a round of each length, at the slots and the context of the next one.
-      lengths: that are compiled.
-
-    Returns:
-      the place, and what is known after the seconds of the choice are earned or spent.
+      lengths: that are compiled, ascending.
     """
     best = jnp.argmax(expected_tokens(known, lengths) / cost).astype(jnp.int32)
     longer = jnp.minimum(best + 1, len(lengths) - 1)
     extra = jnp.maximum(cost[longer] - cost[best], 0)  # as if it kept no more than the best
     tries = (longer > best) & (known.spare >= extra)
     spare = jnp.where(tries, known.spare - extra, known.spare + SHARE * cost[best])
-    return jnp.where(tries, longer, best), known.replace(spare=spare)
+    return Choice(jnp.where(tries, longer, best), spare)

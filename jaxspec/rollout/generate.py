@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec import sampling
+from jaxspec.consistency import smallest_pool
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
 from jaxspec.models import kv
@@ -98,7 +99,8 @@ def _with_queue(
         caches = read.map(lambda cache: kv.empty_like(cache, chosen, longest))
     else:
         stretches, of_prompt = -(-longest // size), -(-prompts.tokens.shape[1] // size)
-        number, least = settings.pages or count * of_prompt + chosen * stretches, count * of_prompt + stretches
+        number = settings.pages or count * of_prompt + chosen * stretches
+        least = smallest_pool(count, prompts.tokens.shape[1], 0, longest - prompts.tokens.shape[1], size)
         if number < least:
             raise ValueError(f"{number} pages of {size} positions for {count} prompts and rows of {longest}; {least} are the fewest")
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
@@ -193,7 +195,7 @@ def _run(
         return one_round(target, drafter, draft, engine, settings, length)
 
     if settings.lengths:
-        engine = _rounds_of_choice(one, lambda engine: _choose(drafter, engine, settings, loop), unfinished, engine, settings.lengths)
+        engine = _rounds_of_choice(one, lambda engine: _choice(drafter, engine, settings, loop), unfinished, engine, settings.lengths)
     else:
         engine = lax.while_loop(unfinished, lambda engine: one(engine, block - 1), engine)
     if not tail:
@@ -206,35 +208,42 @@ def _run(
 
 def _rounds_of_choice(
     one: Callable[[Engine, int], Engine],
-    choose: Callable[[Engine], tuple[Engine, Int[Array, ""]]],
+    choose: Callable[[Engine], draft_length.Choice],
     unfinished: Callable[[Engine], Bool[Array, ""]],
     engine: Engine,
     lengths: tuple[int, ...],
 ) -> Engine:
     """Rounds of the length that is chosen before each: a loop for every length inside of one, since a `switch` would copy the caches."""
 
-    def in_turn(carry: tuple[Engine, Int[Array, ""]]) -> tuple[Engine, Int[Array, ""]]:
+    def chosen(engine: Engine) -> tuple[Engine, draft_length.Choice]:
+        return engine, choose(engine)
+
+    def made(carry: tuple[Engine, draft_length.Choice], length: int) -> tuple[Engine, draft_length.Choice]:
+        engine, choice = carry
+        assert engine.known is not None, "lengths are chosen by what is known"
+        return chosen(one(engine.replace(known=engine.known.replace(spare=choice.spare[None])), length))
+
+    def in_turn(carry: tuple[Engine, draft_length.Choice]) -> tuple[Engine, draft_length.Choice]:
         for place, length in enumerate(lengths):
             carry = lax.while_loop(
-                lambda carry, place=place: (carry[1] == place) & unfinished(carry[0]),
-                lambda carry, length=length: choose(one(carry[0], length)),
+                lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
+                lambda carry, length=length: made(carry, length),
                 carry,
             )
         return carry
 
-    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, choose(engine))[0]
+    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(engine))[0]
 
 
-def _choose(drafter: Drafter, engine: Engine, settings: Settings, loop: int) -> tuple[Engine, Int[Array, ""]]:
-    """The engine after a choice, and the place of the next round's length."""
+def _choice(drafter: Drafter, engine: Engine, settings: Settings, loop: int) -> draft_length.Choice:
+    """The length of the next round."""
     assert drafter.pace is not None, "lengths are chosen by a cost table"
     assert engine.known is not None, "lengths are chosen by what is known"
     longest = jnp.max(jnp.where(slots.active(engine), slots.reached(engine), 0))
     ends = draft_length.contexts(engine.rollout.tokens.shape[1])
     context = jnp.minimum(jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1)
     cost = drafter.pace.cost[:, min(loop, drafter.pace.cost.shape[1] - 1), context]
-    place, known = draft_length.choose(jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths)
-    return engine.replace(known=jax.tree.map(lambda leaf: leaf[None], known)), place
+    return draft_length.choose(jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths)
 
 
 def collect(engine: Engine) -> Rollout:

@@ -35,13 +35,13 @@ def test_expected_tokens_are_those_of_conditional_acceptance() -> None:
 def test_the_most_tokens_a_second_are_chosen() -> None:
     half = known([1e6, 5e5, 2.5e5, 1e5, 1e5], [5e5, 2.5e5, 1.25e5, 5e4, 5e4])  # 1, 1.5, 1.875, 1.96875 tokens
     for cost, wanted in (((1, 1.1, 1.2, 1.3), 2), ((1, 1.1, 1.5, 2), 1), ((1, 1.6, 1.9, 2), 0), ((1, 1, 1, 1), 3)):
-        place, after = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
+        place, spare = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
         assert place == wanted
-        assert after.spare == jnp.float32(0.01) * jnp.float32(cost[wanted])
-        tried, after = choose(half.replace(spare=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS)
+        assert spare == jnp.float32(0.01) * jnp.float32(cost[wanted])
+        tried, spare = choose(half.replace(spare=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS)
         longer = min(wanted + 1, 3)
         assert tried == (longer if cost[longer] - cost[wanted] <= 0.5 else wanted)
-        assert after.spare >= 0
+        assert spare >= 0
     place, _ = choose(half, jnp.asarray((1.1, 1.2), jnp.float32), (1, 3))
     assert place == 1
 
@@ -56,7 +56,10 @@ def spent(cost: tuple[float, ...], rates: list[float], rounds: int, start: Known
     decide = jax.jit(lambda known: choose(known, table, LENGTHS))
     counts, tokens, rows = np.zeros(len(LENGTHS)), 0, 4
     for number in range(-measured, rounds):
-        place, now = decide(now) if number >= 0 else (3, now)
+        place = 3
+        if number >= 0:
+            place, spare = decide(now)
+            now = now.replace(spare=spare)
         length = LENGTHS[int(place)]
         kept = np.cumprod(random.random((rows, length)) < np.array(rates[:length]), axis=1)
         reached = np.concatenate([np.ones((rows, 1)), kept[:, :-1]], axis=1) if length else kept

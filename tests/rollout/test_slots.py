@@ -159,6 +159,23 @@ def test_slots_are_full_until_nobody_waits() -> None:
     assert (evicting.statistics.rounds > whole.statistics.rounds).sum() > 5
 
 
+@pytest.mark.slow
+def test_lengths_are_chosen_alike_in_slices() -> None:
+    """By the rule of the law, whose tokens follow what is drafted; where a slice ends, nothing is earned or spent."""
+    target = plain()[0]
+    draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
+    settings = Settings(GROUP, 16, SPREAD._replace(stop_ids=STOP[:1]), block_rule, slots=8, tail=(2,), lengths=(0, 1, 3))
+    paced = drafter(network, draft, lengths=settings.lengths)
+    start = jax.jit(lambda prompts: begin(target, paced, draft, prompts, jnp.int32(0), jax.random.key(5), settings))
+    step = jax.jit(lambda engine, rounds: advance(target, paced, draft, engine, rounds, settings))
+    whole = step(start(coupled_prompts()), jnp.int32(1000))
+    engine = start(coupled_prompts())
+    while (np.asarray(engine.rollout.status) == RUNNING).any():
+        engine = step(engine, jnp.int32(3))
+    jax.tree.map(np.testing.assert_array_equal, (engine.rollout, engine.known), (whole.rollout, whole.known))
+    assert whole.rollout.statistics.drafted.sum(axis=0).tolist() != [int(whole.rollout.statistics.rounds.sum())] * 3
+
+
 def test_a_pool_too_small_for_one_row_is_refused() -> None:
     settings = Settings(GROUP, NEW, SPREAD, None, slots=4, page_size=2, pages=fewest(2, 0) - 1)
     with pytest.raises(ValueError, match=f"{fewest(2, 0) - 1} pages of 2 positions .* {fewest(2, 0)} are the fewest"):
