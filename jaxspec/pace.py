@@ -91,7 +91,7 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _from_process_0(table: np.ndarray) -> np.ndarray:
-    return np.asarray(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
+    return np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
 
 
 def _key(step: Step, prompt: int) -> str:
