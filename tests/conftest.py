@@ -57,6 +57,12 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_debug_key_reuse", True)
 
 
+FOR_LONG_RUNS: dict[str, Any] = {"xla_backend_optimization_level": 3} | (
+    {"xla_cpu_use_fusion_emitters": True} if "emitters" in os.environ["XLA_FLAGS"] else {}
+)
+"""Compiler options of what runs for longer than it compiles."""
+
+
 def _lenient(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import sampling
 from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing, Uniforms
-from tests.conftest import chi_square
+from tests.conftest import FOR_LONG_RUNS, chi_square
 from tests.rollout.harness import BELOW_ONE, RULES, log, match
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -359,7 +359,7 @@ def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> N
     pairs = [laws(case, vocab) for case in cases]
     offered = jnp.full((chunk,), LENGTH, jnp.int32)
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # it runs for far longer than it compiles
+    @functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
     def first_tokens(numbers: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]) -> list[list[jax.Array]]:
         start = jnp.zeros((chunk,), jnp.int32)
         by_stream = [sampling.row_keys(jax.random.key(5), numbers, stream) for stream in (sampling.TARGET, sampling.ROUND)]
