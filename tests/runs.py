@@ -49,7 +49,8 @@ def command(workdir: Path, **changes: object) -> list[str]:
 
 
 def environment(cache: Path, devices: int) -> dict[str, str]:
-    return os.environ | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # compiled as for users
+    return kept | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
 
 
 class Process:
