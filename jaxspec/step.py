@@ -57,7 +57,6 @@ class Step:
     config: Config
     mesh: Mesh
     settings: Settings
-    arrangement: Arrangement
     draft: Draft | None
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
@@ -66,6 +65,12 @@ class Step:
     def draft_length(self) -> int:
         """Tokens drafted a round (K); 0: plain decoding."""
         return self.draft.length if self.draft else 0
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Of weights for generation."""
+        tokens = self.settings.slots * (self.draft_length + 1)
+        return best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, tokens)
 
     def plain(self) -> "Step":
         """The same step with plain decoding."""
@@ -77,9 +82,7 @@ class Step:
         options = self.config.rollout.engine
         slots = min(options.slots, rows)
         tail = tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL) if options.tail else ()
-        arrangement = best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, slots)
-        settings = self.settings._replace(group_size=group_size, slots=slots, tail=tail)
-        return dataclasses.replace(self, settings=settings, arrangement=arrangement)
+        return dataclasses.replace(self, settings=self.settings._replace(group_size=group_size, slots=slots, tail=tail))
 
     # ---- state
 
@@ -320,7 +323,6 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         config=config,
         mesh=mesh,
         settings=settings,
-        arrangement=Arrangement(),
         draft=build_draft(config, stop_ids),
         policy_optimizer=optim.adamw(optim.warmup(grpo.learning_rate, grpo.warmup_steps), grpo.grad_clip, grpo.weight_decay),
         draft_optimizer=optim.adamw(training.learning_rate, training.grad_clip),

@@ -26,17 +26,17 @@ class Arrangement(NamedTuple):
     """Products whose weights are `Transposed`: names of joined ones, or `head`."""
 
 
-def best(platform: str, tensor: int, config: ModelConfig, rows: int) -> Arrangement:
-    """The fastest known arrangement for generating `rows` at once on each data shard, of `tensor` devices.
+def best(platform: str, tensor: int, config: ModelConfig, tokens: int) -> Arrangement:
+    """The fastest known arrangement for passes over `tokens` at once on each data shard, of `tensor` devices.
 
-    Measured on two cores of an x86 CPU (AVX-512): transposed weights make products of 8 to 32 rows up to 1.5 times as fast from a width of
-    256 on, and slower at 128; at one row only the feed-forward layer's last product gains.
+    Measured on two cores of an x86 CPU (AVX-512): transposed weights make products of 2 to 32 tokens up to 1.5 times as fast from a width
+    of 256 on, and slower at 128; of one token only the feed-forward layer's last product gains.
     """
     if config.kv_heads % tensor:
         return Arrangement()
     if platform != "cpu" or tensor > 1 or config.embed < 256:
         return Arrangement(joined=True, apart=True)
-    return Arrangement(joined=True, apart=True, transposed=("down",) if rows == 1 else (*_INPUTS, "head"))
+    return Arrangement(joined=True, apart=True, transposed=("down",) if tokens == 1 else (*_INPUTS, "head"))
 
 
 def arranged(network: Any, arrangement: Arrangement) -> Any:
