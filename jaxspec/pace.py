@@ -26,7 +26,8 @@ from jaxspec.step import Step
 
 ROUNDS = 16
 """Rounds that are timed together, at most."""
-REPEATS = 7
+REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
+"""Calls of each number of rounds: at least and at most so many, and as long as they take."""
 
 
 def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
@@ -69,11 +70,12 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
         shards = step.mesh.shape[DATA]
         for loop, live in enumerate((settings.slots, *settings.tail)):
             for context, end in enumerate(draft_length.contexts(longest)):
-                start = end - (few + 1) * (settings.lengths[-1] + 1)
+                room = (few + 1) * (settings.lengths[-1] + 1)
+                start = end - room
                 prepared = jax.jit(functools.partial(_with, live=live, shards=shards, start=start), out_shardings=same)(engine)
-                for place in range(len(settings.lengths)):
-                    seconds = _seconds(lambda count, at=prepared, place=place: advance(target, forced(place), at, jnp.int32(count)), few)
-                    cost[place, loop:, context] = seconds
+                for place, length in enumerate(settings.lengths):
+                    run = functools.partial(advance, target, forced(place), prepared)
+                    cost[place, loop:, context] = _seconds(run, max(1, min(ROUNDS, room // (length + 1) - 1)))
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     return found if found.shape == shape else np.zeros(shape, np.float32)
 
 
-def _from_process_0(table: np.ndarray) -> np.ndarray:
+def _from_process_0(table: Any) -> np.ndarray:
     return np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
 
 
@@ -98,7 +100,7 @@ def _key(step: Step, prompt: int) -> str:
     """What a cost table depends on."""
     config, shape = step.config, step.settings._replace(rule=getattr(step.settings.rule, "__name__", None))
     networks = config.model, config.rollout.draft, config.rollout.lookup, config.head, config.draft_model
-    code = sources("models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
+    code = sources("pace.py", "models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
     parts = jax.__version__, machine(step.mesh), shape, prompt, step.arrangement, networks, code
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -121,10 +123,11 @@ def _seconds(run: Any, rounds: int) -> float:
 
     def taken(count: int) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(run(count))
+        jax.block_until_ready(run(jnp.int32(count)))
         return time.perf_counter() - began
 
     taken(1)
-    pairs = [(taken(1), taken(1 + rounds)) for _ in range(REPEATS)]
+    once = float(_from_process_0(np.float32(taken(1) + taken(1 + rounds))))  # all must make the same number of calls
+    pairs = [(taken(1), taken(1 + rounds)) for _ in range(max(REPEATS, min(MOST_REPEATS, int(SECONDS / once))))]
     short, long = (min(times) for times in zip(*pairs, strict=True))
     return (long - short) / rounds if long > short else long / (1 + rounds)  # a round is then less than what calls differ by
