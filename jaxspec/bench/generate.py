@@ -127,7 +127,13 @@ class GenerateOptions:
 
 def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
     """The options as a run's config; a group of one is no group to learn from, and every answer is to a prompt of its own."""
-    draft = DraftConfig(kind=options.draft, draft_length=options.draft_length, vocab=options.draft_vocab, path=options.draft_path)
+    draft = DraftConfig(
+        kind=options.draft,
+        draft_length=options.draft_length,
+        vocab=options.draft_vocab,
+        path=options.draft_path,
+        sampling="sample",  # nothing is learnt here, so that no temperatures are to be measured
+    )
     rollout = RolloutConfig(
         max_new_tokens=options.new,
         temperature=options.temperature,
@@ -318,25 +324,27 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     for live in options.live:
         devices = loaded.job.mesh.size
         here = loaded.on(max(count for count in range(1, devices + 1) if live % count == 0 and devices % count == 0))
-        prompts = here.prompts(digits(live, options.prompt, options.seed), 0)
+        texts = digits(live, options.prompt, options.seed)
+        prompts = [here.prompts(texts, repeat) for repeat in range(options.repeats + 1)]
         calls = {}
         for length in lengths:
             step = here.step(live, length)
-            networks = here.networks(step, prompts)
-            calls[length] = TimedGeneration(step, *networks, prompts), networks
+            networks = here.networks(step, prompts[0])
+            calls[length] = TimedGeneration(step, *networks, prompts[0]), networks
         seen: dict[Length, list[tuple[float, float, float]]] = {length: [] for length in lengths}
         for repeat in range(options.repeats + 1):
             for length, (call, networks) in calls.items():
-                made = call(*networks, prompts)
+                made = call(*networks, prompts[repeat])
                 tokens = float(np.sum(made.rollout.lengths - made.rollout.prompt_lengths))
                 passes = float(np.sum(made.rollout.statistics.rounds))
                 if repeat:
-                    seen[length].append((made.loop_seconds / made.rounds, tokens / passes, tokens / made.loop_seconds))
-        medians = {length: np.median(np.array(found), axis=0).tolist() for length, found in seen.items()}
-        for length, (seconds, kept, rate) in medians.items():
-            plain = medians[0]
-            row = {"live": live, "K": length, "round_s": seconds, "round_cost": seconds / plain[0], "tokens_per_pass": kept}
-            rows.append(row | {"tokens_per_s": rate, "speedup": rate / plain[2]})
+                    seen[length].append((made.loop_seconds / made.rounds, tokens / passes, tokens / made.rounds))
+        for length, found in seen.items():
+            seconds, plain = (float(np.median(np.array(seen[each])[:, 0])) for each in (length, 0))
+            kept, together = np.mean(np.array(found)[:, 1:], axis=0).tolist()  # chance, not noise: medians would favour one side
+            row = {"live": live, "K": length, "round_s": seconds, "round_cost": seconds / plain, "tokens_per_pass": kept}
+            rows.append(row | {"tokens_per_s": together / seconds, "speedup": together / live * plain / seconds})
+        print(f"timed rounds of {live} rows ({options.live.index(live) + 1} of {len(options.live)})", flush=True)
     return rows
 
 
