@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from jaxspec.rollout.generate import EVEN
 from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, place, program, prompts_of, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -80,7 +81,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     # Weights are whole over `data` before the loop starts, though the train layout shards them.
     outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
     assert any(not set(groups(line)) <= peers for line in outside)
-    rows, slots = ROWS // data, WIDTH + NEW + LENGTH
+    rows, slots = ROWS // data, -(-(WIDTH + NEW + LENGTH) // EVEN) * EVEN
     heads = MODEL.kv_heads // tensor
     for page in (f"{MODEL.head_size},{slots}", f"{slots},{MODEL.head_size}"):  # keys, and values, of a layer of the policy or the draft
         shape = f"f64[{rows},{heads},{page}]"
