@@ -92,7 +92,7 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     return found if found.shape == shape else np.zeros(shape, np.float32)
 
 
-def _from_process_0(table: Any) -> np.ndarray:
+def _from_process_0(table: np.ndarray) -> np.ndarray:
     return np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
 
 
@@ -127,7 +127,7 @@ def _seconds(run: Any, rounds: int) -> float:
         return time.perf_counter() - began
 
     taken(1)
-    once = float(_from_process_0(np.float32(taken(1) + taken(1 + rounds))))  # all must make the same number of calls
+    once = float(_from_process_0(np.asarray(taken(1) + taken(1 + rounds), np.float32)))  # all must make the same number of calls
     pairs = [(taken(1), taken(1 + rounds)) for _ in range(max(REPEATS, min(MOST_REPEATS, int(SECONDS / once))))]
     short, long = (min(times) for times in zip(*pairs, strict=True))
     return (long - short) / rounds if long > short else long / (1 + rounds)  # a round is then less than what calls differ by
