@@ -67,12 +67,11 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
     file = cache_folder() / "costs" / f"{_key(step, prompts.tokens.shape[1])}.json"
     cost = _from_process_0(_kept(file, empty.cost.shape))
     if not cost.any():
-        shards = step.mesh.shape[DATA]
+        shards, room = step.mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
             for context, end in enumerate(draft_length.contexts(longest)):
-                room = (few + 1) * (settings.lengths[-1] + 1)
-                start = end - room
-                prepared = jax.jit(functools.partial(_with, live=live, shards=shards, start=start), out_shardings=same)(engine)
+                placed_at = functools.partial(_with, live=live, shards=shards, start=end - room)
+                prepared = jax.jit(placed_at, out_shardings=same)(engine)
                 for place, length in enumerate(settings.lengths):
                     run = functools.partial(advance, target, forced(place), prepared)
                     cost[place, loop:, context] = _seconds(run, max(1, min(ROUNDS, room // (length + 1) - 1)))

@@ -321,7 +321,7 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     asked = (*(options.lengths or every), options.draft_length) if options.draft != "none" else ()
     lengths: tuple[Length, ...] = tuple(dict.fromkeys((0, *asked)))
     rows = []
-    for live in options.live:
+    for number, live in enumerate(options.live, start=1):
         devices = loaded.job.mesh.size
         here = loaded.on(max(count for count in range(1, devices + 1) if live % count == 0 and devices % count == 0))
         texts = digits(live, options.prompt, options.seed)
@@ -344,7 +344,7 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
             kept, together = np.mean(np.array(found)[:, 1:], axis=0).tolist()  # chance, not noise: medians would favour one side
             row = {"live": live, "K": length, "round_s": seconds, "round_cost": seconds / plain, "tokens_per_pass": kept}
             rows.append(row | {"tokens_per_s": together / seconds, "speedup": together / live * plain / seconds})
-        print(f"timed rounds of {live} rows ({options.live.index(live) + 1} of {len(options.live)})", flush=True)
+        print(f"timed rounds of {live} rows ({number} of {len(options.live)})", flush=True)
     return rows
 
 
@@ -394,8 +394,7 @@ def main(argv: Sequence[str]) -> int:
     }
     share = f", {line['roofline_share']:.0%} of the roofline" if best else " (for its share of the roofline, run bench roofline first)"
     speed = f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a call{' (noisy)' if taken.noisy else ''}"
-    print(
-        f"{line['peer']} {line['model']}, {options.batch} rows x {options.new} tokens: {speed}{share}; compiled in {compile_seconds:.1f} s"
-    )
+    cell = f"{line['peer']} {line['model']}, {options.batch} rows x {options.new} tokens"
+    print(f"{cell}: {speed}{share}; compiled in {compile_seconds:.1f} s")
     print(json.dumps(line), flush=True)
     return 0

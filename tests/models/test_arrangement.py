@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import FamilyConfig
+from jaxspec.config import DataConfig, DraftConfig, FamilyConfig, GrpoConfig, RolloutConfig
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import Transposed
 from jaxspec.models.mtp import Mtp
-from tests.conftest import eagle3, numpy_weights, tiny_model, tiny_network
+from jaxspec.step import build_step
+from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -149,7 +150,7 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "tensor", "sizes", "rows", "wanted"),
+    ("platform", "tensor", "sizes", "tokens", "wanted"),
     [
         ("gpu", 1, {"embed": 512}, 8, Arrangement(joined=True, apart=True)),
         ("gpu", 4, {"embed": 512}, 8, Arrangement()),  # two key heads for four devices
@@ -160,5 +161,14 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
         ("cpu", 1, {"embed": 256}, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
     ],
 )
-def test_the_arrangement_follows_platform_mesh_and_sizes(platform: str, tensor: int, sizes: Any, rows: int, wanted: Arrangement) -> None:
-    assert best(platform, tensor, tiny_model(**sizes), rows) == wanted
+def test_the_arrangement_follows_platform_mesh_and_sizes(platform: str, tensor: int, sizes: Any, tokens: int, wanted: Arrangement) -> None:
+    assert best(platform, tensor, tiny_model(**sizes), tokens) == wanted
+
+
+def test_one_row_with_drafts_is_several_tokens() -> None:
+    model = tiny_model(embed=256)
+    rollout, grpo = RolloutConfig(max_new_tokens=4, draft=DraftConfig(draft_length=2)), GrpoConfig(prompts=1, group_size=2)
+    config = tiny_config(model, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=4))
+    step = build_step(config, small_mesh(1), (1,), model.vocab).answering(1, 1)
+    assert step.arrangement.transposed == EVERY
+    assert step.plain().arrangement.transposed == ("down",)
