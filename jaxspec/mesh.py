@@ -53,6 +53,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads() -> int:
+    """Threads of each device of a CPU."""
+    return int(os.environ.get("NPROC") or cores())
+
+
 def machine(mesh: Mesh) -> dict[str, Any]:
     """What a program runs on."""
     device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")

@@ -19,6 +19,7 @@ from jaxspec.drafts.base import Draft
 from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.kv import CHUNK
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, Adapted, merged
 from jaxspec.rl import optim
@@ -70,7 +71,7 @@ class Step:
     def arrangement(self) -> Arrangement:
         """Of weights for generation."""
         tokens = self.settings.slots * (self.draft_length + 1)
-        return best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, tokens)
+        return best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, tokens, meshes.threads())
 
     def plain(self) -> "Step":
         """The same step with plain decoding."""
@@ -316,6 +317,7 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
         page_size=rollout.engine.page_size,
+        chunk=CHUNK if mesh.devices.flat[0].platform == "cpu" and mesh.shape[meshes.TENSOR] == 1 else 0,
         pages=rollout.engine.pages,
         lengths=rollout.draft.lengths if rollout.draft.kind != "none" else (),
     )

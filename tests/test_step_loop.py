@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxspec.rollout.generate import EVEN
+from jaxspec import step
+from jaxspec.models import kv
 from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, place, program, prompts_of, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -64,13 +66,7 @@ def groups(line: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
 def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
     data, tensor = 4, 2
-    made = program(data, tensor, shard_above=0, verify=verify)
-    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
-    hlo = Hlo(made.call.lower(*arguments).compile().as_text())
-
-    def is_loop(line: str) -> bool:
-        return " while(" in line and "generate" in line
-
+    hlo = compiled(data, tensor, shard_above=0, verify=verify)
     loop = hlo.reached_from(is_loop)
     peers = {tuple(range(first, first + tensor)) for first in range(0, data * tensor, tensor)}
     collectives = [line for line in loop if re.search(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(", line)]
@@ -81,10 +77,31 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     # Weights are whole over `data` before the loop starts, though the train layout shards them.
     outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
     assert any(not set(groups(line)) <= peers for line in outside)
-    rows, slots = ROWS // data, -(-(WIDTH + NEW + LENGTH) // EVEN) * EVEN
-    heads = MODEL.kv_heads // tensor
-    for page in (f"{MODEL.head_size},{slots}", f"{slots},{MODEL.head_size}"):  # keys, and values, of a layer of the policy or the draft
-        shape = f"f64[{rows},{heads},{page}]"
+    slots = -(-(WIDTH + NEW + LENGTH) // kv.EVEN) * kv.EVEN
+    assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
+
+
+def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "CHUNK", 4)
+    monkeypatch.setattr(kv, "CHUNKED", 0)
+    assert_stays(compiled(8, 1).reached_from(is_loop), ROWS // 8, MODEL.kv_heads, -(-(WIDTH + NEW + LENGTH) // 4) * 4, 4)
+
+
+def compiled(data: int, tensor: int, **options: Any) -> Hlo:
+    """The training step."""
+    made = program(data, tensor, **options)
+    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
+    return Hlo(made.call.lower(*arguments).compile().as_text())
+
+
+def is_loop(line: str) -> bool:
+    return " while(" in line and "generate" in line
+
+
+def assert_stays(loop: list[str], rows: int, heads: int, slots: int, chunk: int) -> None:
+    """Nothing in the loop is a copy of keys or values of a layer of the policy or the draft."""
+    for page in (f"{heads * slots // chunk},{MODEL.head_size},{chunk}", f"{heads},{slots},{MODEL.head_size}"):
+        shape = f"f64[{rows},{page}]"
         assert any(shape in line for line in loop), "the caches are not where they are expected"
         copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
         assert not copies, copies

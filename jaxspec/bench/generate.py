@@ -60,8 +60,8 @@ see what a good draft would be worth before there is one; such tokens follow no 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
 Length = int | Literal["auto"]
-CACHE, FEW_ROWS = 2**25, 16
-"""Bytes of weights, and rows, from which on a CPU core gains by a data shard of its own."""
+CACHE = 2**25
+"""Bytes of weights that the caches of a CPU hold."""
 SYNTHETIC_LENGTH = 3
 """Drafts of the round that `synthetic_acceptance` speaks of."""
 
@@ -154,11 +154,11 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
 
 
 def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
-    """As many data shards as divide the prompts; on a CPU one a core, but one for few rows of weights that no cache holds: every shard
+    """As many data shards as divide the prompts; on a CPU one a core, but one for single rows of weights that no cache holds: every shard
     reads them all from the one memory, and where nothing else takes long, that is what a step waits for."""
     cores = min(options.threads or meshes.cores(), meshes.cores())
     prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
-    few = weights > CACHE and options.batch < FEW_ROWS
+    few = weights > CACHE and options.batch < 2 * cores
     shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
     largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
     start_jax(config, shards, 1 if largest < 2**19 else cores // shards)

@@ -68,7 +68,7 @@ class Draft(NamedTuple):
     The first axis of everything in a state is rows, which the engine may repeat, move and exchange. A draft's keys and values are not in
     its state: the engine pages them beside the target's, slot for slot.
 
-    empty_cache(network, pages, page_size) -> a cache for the draft's own layers; None: it has none
+    empty_cache(network, rows, slots) -> a cache for the draft's own layers; None: it has none
     prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows, cache)
     propose(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of `length` tokens, 1 to K)
     commit(state, kept) -> state; a block of one position is that of a round in which nothing was proposed

@@ -159,7 +159,7 @@ def _without_weights(
     longest: int, prefill: Callable[..., tuple[PyTree, None]], propose: Callable[..., tuple[PyTree, None, Proposal]]
 ) -> Draft:
     """A draft that is a function of the context and of what was known before: it has no cache, and nothing is committed to it."""
-    return Draft(longest, (), False, lambda network, pages, page_size: None, prefill, propose, lambda state, kept: state)
+    return Draft(longest, (), False, lambda network, rows, slots: None, prefill, propose, lambda state, kept: state)
 
 
 def _one_hot(tokens: Int[Array, "B K"], vocab: int) -> Bool[Array, "B K V"]:

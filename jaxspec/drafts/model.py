@@ -21,8 +21,8 @@ class ModelState(Tree):
 def external(longest: int) -> Draft:
     """A draft of up to `longest` tokens a round from a `Decoder` that reads the text itself and nothing of the target."""
 
-    def empty_cache(network: Decoder, pages: int, page_size: int) -> KVCache:
-        return network.empty_cache(pages, page_size)
+    def empty_cache(network: Decoder, rows: int, slots: int) -> KVCache:
+        return network.empty_cache(rows, slots)
 
     def prefill(
         network: Decoder, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache

@@ -43,9 +43,9 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
     for each of its layers.
     """
 
-    def empty(network: Network, pages: int, page_size: int) -> KVCache:
+    def empty(network: Network, rows: int, slots: int) -> KVCache:
         config = network.config
-        return empty_cache(depth * network.stack, pages, page_size, config.kv_heads, config.head_size, network.norm[...].dtype)
+        return empty_cache(depth * network.stack, rows, slots, config.kv_heads, config.head_size, network.norm[...].dtype)
 
     def prefill(
         network: Network, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache

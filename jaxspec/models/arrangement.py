@@ -1,5 +1,6 @@
-"""Weights arranged for generation: products joined that read the same input, layers apart, and on a CPU large weights transposed."""
+"""Weights arranged for generation: products joined that read the same input, layers apart, and on a CPU large weights turned or cut."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,13 @@ from flax import nnx
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import Transposed
+from jaxspec.models.layers import Blocked, Transposed
 
 _INPUTS = {"heads": 1, "output": 2, "gate_up": 1, "down": 1}
 """Axes of a layer's products that are summed over."""
+_EVERY = (*_INPUTS, "head")
+BLOCK = 64
+"""Outputs of a weight that lie together where it is cut: as many as XLA's kernels for AVX-512 make at once; 32 and 128 are slower."""
 
 
 class Arrangement(NamedTuple):
@@ -24,19 +28,24 @@ class Arrangement(NamedTuple):
     on GPUs."""
     transposed: tuple[str, ...] = ()
     """Products whose weights are `Transposed`: names of joined ones, or `head`."""
+    blocked: tuple[str, ...] = ()
+    """Products whose weights are `Blocked`, likewise."""
 
 
-def best(platform: str, tensor: int, config: ModelConfig, tokens: int) -> Arrangement:
-    """The fastest known arrangement for passes over `tokens` at once on each data shard, of `tensor` devices.
+def best(platform: str, tensor: int, config: ModelConfig, tokens: int, threads: int) -> Arrangement:
+    """The fastest known arrangement for passes over `tokens` at once on each data shard, of `tensor` devices with `threads` each.
 
-    Measured on two cores of an x86 CPU (AVX-512): transposed weights make products of 2 to 32 tokens up to 1.5 times as fast from a width
-    of 256 on, and slower at 128; of one token only the feed-forward layer's last product gains.
+    Measured on two cores of an x86 CPU (AVX-512): from a width of 256 on, transposed weights make products of 2 to 32 tokens up to 1.5
+    times as fast, and where a device is one thread, blocks make those of 2 to 15 tokens up to 2.2 times as fast again (XLA spreads them
+    over no more threads); at a width of 128 both are slower, and of one token only the feed-forward layer's last product gains.
     """
     if config.kv_heads % tensor:
         return Arrangement()
     if platform != "cpu" or tensor > 1 or config.embed < 256:
         return Arrangement(joined=True, apart=True)
-    return Arrangement(joined=True, apart=True, transposed=("down",) if tokens == 1 else (*_INPUTS, "head"))
+    if 1 < tokens < 16 and threads == 1:
+        return Arrangement(joined=True, apart=True, blocked=_EVERY)
+    return Arrangement(joined=True, apart=True, transposed=("down",) if tokens == 1 else _EVERY)
 
 
 def arranged(network: Any, arrangement: Arrangement) -> Any:
@@ -45,7 +54,7 @@ def arranged(network: Any, arrangement: Arrangement) -> Any:
         return network
 
     def one(node: Any) -> Any:
-        return _joined(node, arrangement.transposed) if isinstance(node, Layers) else node
+        return _joined(node, arrangement) if isinstance(node, Layers) else node
 
     network = jax.tree.map(one, network, is_leaf=lambda node: isinstance(node, Layers))
 
@@ -55,7 +64,7 @@ def arranged(network: Any, arrangement: Arrangement) -> Any:
     return jax.tree.map(decoder, network, is_leaf=lambda node: isinstance(node, Decoder))
 
 
-def _joined(layers: Layers, transposed: tuple[str, ...]) -> Layers:
+def _joined(layers: Layers, arrangement: Arrangement) -> Layers:
     """Stacked layers with their products joined; the first axis is a layer's place everywhere."""
     layers = jax.tree.map(lambda leaf: leaf, layers)  # the module is changed below, and its caller's is not to be
     kv_heads = layers.key.shape[2]
@@ -77,10 +86,17 @@ def _joined(layers: Layers, transposed: tuple[str, ...]) -> Layers:
         layers.gate_up = nnx.Param(jnp.stack([layers.gate[...], layers.up[...]], axis=2))
         for name in ("gate", "up"):
             setattr(layers, name, nnx.data(None))
-    for name in transposed:
-        if name in _INPUTS and getattr(layers, name, None) is not None:
-            setattr(layers, name, _transposed(getattr(layers, name), 1, _INPUTS[name]))
+    for name, inputs in _INPUTS.items():
+        if getattr(layers, name, None) is not None:
+            setattr(layers, name, _lain(getattr(layers, name), name, 1, inputs, arrangement))
     return layers
+
+
+def _lain(weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arrangement) -> nnx.Param:
+    """A weight [lead, *in, *out] as the arrangement has it."""
+    if name in arrangement.transposed:
+        return _transposed(weight, lead, inputs)
+    return _blocked(weight, lead, inputs) if name in arrangement.blocked else weight
 
 
 def _transposed(weight: nnx.Variable, lead: int, inputs: int) -> Transposed:
@@ -90,11 +106,21 @@ def _transposed(weight: nnx.Variable, lead: int, inputs: int) -> Transposed:
     return Transposed(jnp.moveaxis(flat, lead, -1))
 
 
+def _blocked(weight: nnx.Variable, lead: int, inputs: int) -> Blocked:
+    """[lead, *in, *out] as [lead, C, in, w]."""
+    kernel = weight[...]
+    outputs = kernel.shape[lead + inputs :]
+    flat = kernel.reshape(*kernel.shape[:lead], -1, math.prod(outputs))
+    wide = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % BLOCK)])
+    blocks = wide.reshape(*flat.shape[:-1], -1, BLOCK)
+    return Blocked(jnp.moveaxis(blocks, -2, lead), outputs=outputs)
+
+
 def _apart(decoder: Decoder, arrangement: Arrangement) -> Decoder:
     decoder = jax.tree.map(lambda leaf: leaf, decoder)
     if arrangement.apart and isinstance(decoder.layers, Layers):
         layers = nnx.List([decoder.layers.at(index) for index in range(decoder.config.layers)])
         setattr(decoder, "layers", layers)  # noqa: B010 - a fresh decoder's are stacked, as its class says
-    if "head" in arrangement.transposed and decoder.head is not None:
-        decoder.head = _transposed(decoder.head, 0, 1)
+    if decoder.head is not None:
+        decoder.head = _lain(decoder.head, "head", 0, 1, arrangement)
     return decoder

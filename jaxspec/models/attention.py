@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 def attend_cache(query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight) -> Float[Array, "B T N H"]:
     """Softmax attention of a block to what its rows have in the cache; scores are normalised in at least float32."""
     rows, length, heads, size = query.shape
-    grouped = (query * size**-0.5).reshape(rows, length, cache.keys[0].shape[-3], -1, size)
+    grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
     done = _paged(grouped, cache, layer, sight) if _by_kernel(grouped, cache) else _in_stretches(grouped, cache, layer, sight)
     attended = (done.weighted / done.total[..., None]).astype(query.dtype)
     return attended.transpose(0, 2, 1, 3, 4).reshape(rows, length, heads, size)
@@ -69,20 +69,21 @@ def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sigh
 def _in_stretches(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
     """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov & Gimelshein, arXiv 1805.02867)."""
     rows, length, kv_heads, shared, _ = grouped.shape
-    page = cache.keys[0].shape[-1]
-    whole = page * (1 if cache.table is None else cache.table.shape[1])
-    count = whole if whole <= STRETCH else STRETCH if cache.table is None else page * max(1, STRETCH // page)
+    whole = cache.page_size * (1 if cache.table is None else cache.table.shape[1])
+    count = whole if whole <= STRETCH else cache.unit * max(1, STRETCH // cache.unit)
 
     def part(first: Int[Array, ""] | int) -> _Part:
         keys, values, slots = stretch(cache, layer, first, count)
         wide = np.promote_types(grouped.dtype, np.float32)
-        scores = jnp.einsum("BTMRH,BnMHs->BMTRns", grouped, keys, preferred_element_type=wide)
-        scores = scores.reshape(rows, kv_heads, length, shared, -1)
+        # chunks are a batch dimension, and the queries the same for all: with free chunks XLA would transpose the keys
+        queries = jnp.broadcast_to(grouped[:, None], (rows, keys.shape[2], *grouped.shape[1:]))
+        scores = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=wide)
+        scores = jnp.moveaxis(scores, 2, 4).reshape(rows, kv_heads, length, shared, -1)
         seen = sight.sees(slots) & (slots >= first) if count < whole else sight.sees(slots)
         scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
         largest = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
-        split = weights.astype(values.dtype).reshape(*weights.shape[:-1], keys.shape[1], -1)
+        split = weights.astype(values.dtype).reshape(*weights.shape[:-1], values.shape[1], -1)
         weighted = jnp.einsum("BMTRns,BnMsH->BMTRH", split, values, preferred_element_type=wide)
         return _Part(largest, jnp.sum(weights, axis=-1), weighted)
 

@@ -193,10 +193,10 @@ class Decoder(nnx.Module):
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
 
-    def empty_cache(self, pages: int, page_size: int) -> KVCache:
+    def empty_cache(self, rows: int, slots: int) -> KVCache:
         """A cache for this model, of its type."""
         config, stacked = self.config, isinstance(self.layers, Layers)
-        return empty_cache(config.layers, pages, page_size, config.kv_heads, config.head_size, self.embedding[...].dtype, stacked)
+        return empty_cache(config.layers, rows, slots, config.kv_heads, config.head_size, self.embedding[...].dtype, stacked)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""

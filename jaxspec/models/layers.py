@@ -1,5 +1,6 @@
 """Parts of the networks, and the logical axes of every weight by name."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,9 +46,21 @@ class Transposed(nnx.Param):
     """A weight as [*out, in]: the left operand of its product, which is faster on a CPU where few rows meet a large weight."""
 
 
+class Blocked(nnx.Param):
+    """A weight as [C, in, w]: blocks of w outputs, the last one filled up with zeros; `outputs` is their shape. One core of a CPU
+    multiplies few rows with a block that it reads in one go up to twice as fast as with rows or columns of the whole."""
+
+    outputs: tuple[int, ...]
+
+
 def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) -> Float[Array, "B T *O"]:
-    """The product of the last `inputs` axes of x with a weight [*in, *out], or with a `Transposed` one."""
+    """The product of the last `inputs` axes of x with a weight [*in, *out], or with a `Transposed` or `Blocked` one."""
     kernel = weight[...]
+    if isinstance(weight, Blocked):
+        rows = x.reshape(-1, kernel.shape[1])
+        made = jnp.einsum("cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
+        joined = made.transpose(1, 0, 2).reshape(len(rows), -1)[:, : math.prod(weight.outputs)]
+        return joined.reshape(*x.shape[:2], *weight.outputs)
     if not isinstance(weight, Transposed):
         return jnp.tensordot(x, kernel, axes=inputs)
     columns = x.reshape(-1, kernel.shape[-1]).T

@@ -28,8 +28,6 @@ from jaxspec.state import IDLE, RUNNING, Drafter, Known, Prompts, PyTree, Rollou
 
 PREFILL_TOKENS = 2**14
 """Prompt tokens that are read together."""
-EVEN = 8
-"""Rows in pages of their own have a multiple of so many positions: odd numbers make attention slower (36 to 41: by 15 % of a round)."""
 
 
 def begin(
@@ -56,8 +54,6 @@ def begin(
     group, length = settings.group_size, draft.length if draft else 0
     size = width + settings.max_new_tokens
     longest = size + length  # headroom: a block may reach K positions beyond the last token kept
-    if not settings.page_size:
-        longest += -longest % EVEN
     with jax.named_scope("prefill"):
         prefilled = _prefill(target, drafter, draft, prompts)
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
@@ -83,7 +79,7 @@ def begin(
         rollout=rollout,
         row=None,
         keys=keys,
-        caches=prefilled.caches.map(lambda cache: kv.rows_of(cache, group, longest)),
+        caches=prefilled.caches.map(lambda cache: kv.rows_of(cache, group, longest, settings.chunk)),
         draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
         round=jnp.zeros((1,), jnp.int32),
         queue=None,
@@ -100,7 +96,7 @@ def _with_queue(
     read, paged = prefilled.caches, None
     assert read is not None, "prompts are read into caches of their own"
     if not size:
-        caches = read.map(lambda cache: kv.empty_like(cache, chosen, longest))
+        caches = read.map(lambda cache: kv.empty_rows(cache, chosen, longest, settings.chunk))
     else:
         stretches, of_prompt = -(-longest // size), -(-prompts.tokens.shape[1] // size)
         number = settings.pages or count * of_prompt + chosen * stretches
@@ -110,7 +106,7 @@ def _with_queue(
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
         pages = grow(no_pages(number, chosen + count, stretches), jnp.pad(wanted, (chosen, 0)))
         table = pages.table[chosen:, :of_prompt]
-        caches = read.map(lambda cache: kv.put_prompts(kv.empty_like(cache, number, size), table, cache))
+        caches = read.map(lambda cache: kv.put_prompts(kv.empty_pages(cache, number, size), table, cache))
         prefilled = prefilled.replace(caches=None)
         nothing = jnp.zeros((chosen,), jnp.int32)
         paged = Paged(pages=pages, reached=nothing, admitted=nothing)

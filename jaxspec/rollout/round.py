@@ -31,6 +31,8 @@ class Settings(NamedTuple):
     """Rows of a shard that are generated at once, while the others wait; 0: all."""
     page_size: int = 0
     """Positions of a page; 0: a page is as long as a row, and every slot has one."""
+    chunk: int = 0
+    """Positions of such a row whose keys lie together; 0: all."""
     pages: int = 0
     """Pages of a shard's pool; 0: as many as prompts and slots can need."""
     tail: tuple[int, ...] = ()

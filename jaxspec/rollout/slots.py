@@ -31,7 +31,7 @@ class Caches(Tree):
     @property
     def page_size(self) -> int:
         """Positions of a page."""
-        return self.target.keys[0].shape[-1]
+        return self.target.page_size
 
 
 @pytree

@@ -13,7 +13,7 @@ from jaxspec.config import DataConfig, DraftConfig, FamilyConfig, GrpoConfig, Ro
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import Transposed
+from jaxspec.models.layers import Blocked, Transposed
 from jaxspec.models.mtp import Mtp
 from jaxspec.step import build_step
 from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
@@ -28,6 +28,8 @@ ARRANGEMENTS = {
     "joined, apart, one transposed": Arrangement(joined=True, apart=True, transposed=("down",)),
     "joined, apart, transposed": Arrangement(joined=True, apart=True, transposed=EVERY),
     "joined, transposed": Arrangement(joined=True, transposed=EVERY),
+    "joined, apart, in blocks": Arrangement(joined=True, apart=True, blocked=EVERY),
+    "joined, in blocks, one transposed": Arrangement(joined=True, transposed=("heads",), blocked=EVERY[1:]),
 }
 LLAMA = FamilyConfig(model_type="llama", query_key_norm=False)
 BIASES = FamilyConfig(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
@@ -102,6 +104,7 @@ def test_decoders_give_what_they_gave(kind: str) -> None:
         assert {part for part, weight in weights.items() if weight is None} == missing
         turned = {part for part, weight in weights.items() if isinstance(weight, Transposed)}
         assert turned == set(chosen.transposed) - missing
+        assert {part for part, weight in weights.items() if isinstance(weight, Blocked)} == set(chosen.blocked) - missing
 
 
 def read(network: Any, target: Decoder) -> list[jax.Array]:
@@ -150,25 +153,33 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "tensor", "sizes", "tokens", "wanted"),
+    ("platform", "tensor", "embed", "tokens", "threads", "wanted"),
     [
-        ("gpu", 1, {"embed": 512}, 8, Arrangement(joined=True, apart=True)),
-        ("gpu", 4, {"embed": 512}, 8, Arrangement()),  # two key heads for four devices
-        ("cpu", 4, {"embed": 512}, 8, Arrangement()),
-        ("cpu", 1, {"embed": 128}, 8, Arrangement(joined=True, apart=True)),
-        ("cpu", 2, {"embed": 512}, 8, Arrangement(joined=True, apart=True)),
-        ("cpu", 1, {"embed": 256}, 1, Arrangement(joined=True, apart=True, transposed=("down",))),
-        ("cpu", 1, {"embed": 256}, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        ("gpu", 1, 512, 8, 1, Arrangement(joined=True, apart=True)),
+        ("gpu", 4, 512, 8, 1, Arrangement()),  # two key heads for four devices
+        ("cpu", 4, 512, 8, 1, Arrangement()),
+        ("cpu", 1, 128, 8, 1, Arrangement(joined=True, apart=True)),
+        ("cpu", 2, 512, 8, 1, Arrangement(joined=True, apart=True)),
+        ("cpu", 1, 256, 1, 1, Arrangement(joined=True, apart=True, transposed=("down",))),
+        ("cpu", 1, 256, 2, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        ("cpu", 1, 256, 2, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
+        ("cpu", 1, 256, 15, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
+        ("cpu", 1, 256, 16, 1, Arrangement(joined=True, apart=True, transposed=EVERY)),
     ],
 )
-def test_the_arrangement_follows_platform_mesh_and_sizes(platform: str, tensor: int, sizes: Any, tokens: int, wanted: Arrangement) -> None:
-    assert best(platform, tensor, tiny_model(**sizes), tokens) == wanted
+def test_the_arrangement_follows_platform_mesh_and_sizes(
+    platform: str, tensor: int, embed: int, tokens: int, threads: int, wanted: Arrangement
+) -> None:
+    assert best(platform, tensor, tiny_model(embed=embed), tokens, threads) == wanted
 
 
-def test_one_row_with_drafts_is_several_tokens() -> None:
+def test_one_row_with_drafts_is_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "2")
     model = tiny_model(embed=256)
     rollout, grpo = RolloutConfig(max_new_tokens=4, draft=DraftConfig(draft_length=2)), GrpoConfig(prompts=1, group_size=2)
     config = tiny_config(model, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=4))
     step = build_step(config, small_mesh(1), (1,), model.vocab).answering(1, 1)
     assert step.arrangement.transposed == EVERY
     assert step.plain().arrangement.transposed == ("down",)
+    monkeypatch.setenv("NPROC", "1")
+    assert step.arrangement.blocked == EVERY

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.kernels.sight import Sight, causal
-from jaxspec.models import attention
+from jaxspec.models import attention, kv
 from jaxspec.models.attention import attend, attend_cache, up_to_position
 from jaxspec.models.kv import KVCache, empty_cache, extend
 
@@ -58,13 +58,21 @@ SIGHTS = [
 
 
 def cache_of(keys: np.ndarray, values: np.ndarray, page: int, stacked: bool, written: int = SLOTS, junk: float = 99.0) -> KVCache:
-    """The first slots of each row in the middle one of three layers, in pages of `page` slots (0: whole rows); elsewhere keys are NaN."""
-    pages = ROWS * -(-SLOTS // page) + 2 if page else ROWS
-    cache = empty_cache(3, pages, page or SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked)
+    """The first slots of each row in the middle one of three layers; elsewhere keys are NaN.
+
+    Pages of `page` slots; 0: whole rows, which are `-page` chunks where it is less.
+    """
+    pages = ROWS * -(-SLOTS // page) + 2 if page > 0 else ROWS
+    cache = empty_cache(3, pages, page if page > 0 else SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked)
+    if page < 0:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(kv, "CHUNKED", 0)
+            cache = kv.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
+        assert cache.unit == SLOTS // -page
     cache = cache.replace(
         keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys), values=jax.tree.map(lambda leaf: leaf + junk, cache.values)
     )
-    if page:
+    if page > 0:
         order = np.random.default_rng(1).permutation(pages)[: ROWS * -(-SLOTS // page)]
         cache = cache.replace(table=jnp.asarray(order.reshape(ROWS, -1), jnp.int32))
     slots = jnp.broadcast_to(jnp.arange(written, dtype=jnp.int32), (ROWS, written))
@@ -80,7 +88,9 @@ def made(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
-@pytest.mark.parametrize("page", [0, 1, 3, 5], ids=lambda page: f"pages of {page}" if page else "whole rows")
+@pytest.mark.parametrize(
+    "page", [-3, 0, 1, 3, 5], ids=lambda page: f"pages of {page}" if page > 0 else f"{-page} chunks" if page else "whole rows"
+)
 @pytest.mark.parametrize("together", [1, 5, 23, 512])
 def test_a_cache_is_attended_to_like_a_text(together: int, page: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 1 to 23 positions, through stretches that do and do not divide the cache or the page."""
@@ -105,7 +115,7 @@ def test_causal_sight_is_that_of_a_text() -> None:
     np.testing.assert_array_equal(SIGHTS[0].mask(), up_to_position(jnp.asarray(POSITIONS), SLOTS))
 
 
-@pytest.mark.parametrize("page", [0, 3], ids=["whole rows", "pages"])
+@pytest.mark.parametrize("page", [-2, 0, 3], ids=["chunks", "whole rows", "pages"])
 @pytest.mark.parametrize("together", [4, 512])
 def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(together: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "STRETCH", together)
@@ -124,7 +134,7 @@ def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(together: int, page: 
     np.testing.assert_array_equal(found[~harmed], clean[~harmed])
 
 
-@pytest.mark.parametrize("page", [0, 2], ids=["whole rows", "pages"])
+@pytest.mark.parametrize("page", [-6, 0, 2], ids=["chunks", "whole rows", "pages"])
 def test_stretches_beyond_the_longest_row_are_not_read(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold NaNs, also in their values, which even a weight of 0 would let through."""
     monkeypatch.setattr(attention, "STRETCH", 4)

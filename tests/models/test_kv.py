@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,8 @@ class Twin:
 
     def __init__(self, cache: KVCache):
         keys, values = (np.stack(pools) if isinstance(pools, tuple) else np.asarray(pools) for pools in (cache.keys, cache.values))
-        self.keys, self.values = keys.transpose(0, 1, 4, 2, 3).copy(), values.transpose(0, 1, 3, 2, 4).copy()
+        chunks = keys.reshape(*keys.shape[:2], HEADS, -1, *keys.shape[3:]).transpose(0, 1, 3, 5, 2, 4)
+        self.keys, self.values = chunks.reshape(*chunks.shape[:2], -1, HEADS, SIZE).copy(), values.transpose(0, 1, 3, 2, 4).copy()
 
     def both(self) -> tuple[np.ndarray, np.ndarray]:
         return self.keys, self.values
@@ -38,8 +38,20 @@ class Twin:
 
 def random_cache(stacked: bool, pages: int = ROWS, page_size: int = SLOTS, table: np.ndarray | None = None, seed: int = 0) -> KVCache:
     """A cache that is full of different numbers."""
+    return full(empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked), table, seed)
+
+
+def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0) -> KVCache:
+    """The same in chunks of two slots."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kv, "CHUNKED", 0)
+        made = full(kv.empty_rows(empty_cache(LAYERS, 1, 1, HEADS, SIZE, jnp.dtype("float32"), stacked), rows, slots, 2), seed=seed)
+    assert made.unit == 2
+    return made
+
+
+def full(empty: KVCache, table: np.ndarray | None = None, seed: int = 0) -> KVCache:
     random = np.random.default_rng(seed)
-    empty = empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked)
     filled = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty)
     return filled if table is None else filled.replace(table=jnp.asarray(table))
 
@@ -51,20 +63,22 @@ def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
         np.testing.assert_array_equal(found, entries)
 
 
-def paged(table: np.ndarray | None) -> dict[str, Any]:
-    return {} if table is None else {"pages": PAGES, "page_size": PAGE, "table": table}
+def cache_with(stacked: bool, table: np.ndarray | str | None, seed: int = 0) -> KVCache:
+    if isinstance(table, str):
+        return in_chunks(stacked, seed=seed)
+    return random_cache(stacked, seed=seed) if table is None else random_cache(stacked, PAGES, PAGE, table, seed)
 
 
-def place(table: np.ndarray | None, row: int, slot: int) -> tuple[int, int] | None:
+def place(table: np.ndarray | str | None, row: int, slot: int) -> tuple[int, int] | None:
     """Page of a row's slot and the place in it; None: there is none."""
-    if table is None:
+    if table is None or isinstance(table, str):
         return (row, slot) if slot < SLOTS else None
     stretch = slot // PAGE
     page = table[row, stretch] if stretch < table.shape[1] else PAGES
     return (int(page), slot % PAGE) if page < PAGES else None
 
 
-TABLES = pytest.mark.parametrize("table", [None, TABLE], ids=["whole rows", "pages"])
+TABLES = pytest.mark.parametrize("table", [None, "chunks", TABLE], ids=["whole rows", "chunks", "pages"])
 POSITIONS = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
 
 
@@ -72,10 +86,10 @@ POSITIONS = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
 @STACKED
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("jitted", [True, False])
-def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, stacked: bool, table: np.ndarray | None) -> None:
+def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, stacked: bool, table: np.ndarray | str | None) -> None:
     """Positions beyond the cache are dropped: they neither wrap round nor pile up on the last slot."""
     random = np.random.default_rng(layer)
-    before = random_cache(stacked, seed=layer, **paged(table))
+    before = cache_with(stacked, table, layer)
     fresh = random.normal(size=(2, ROWS, 3, HEADS, SIZE)).astype(np.float32)
     wanted, written = Twin(before), 0
     for row in range(ROWS):
@@ -85,19 +99,19 @@ def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, st
                 written += 1
                 for pool, entries in zip(wanted.both(), fresh, strict=True):
                     pool[layer, *where] = entries[row, offset]
-    assert written == (8 if table is None else 6)
+    assert written == (6 if isinstance(table, np.ndarray) else 8)
     write = jax.jit(extend, static_argnums=() if stacked else 1) if jitted else extend
     found = write(before, jnp.int32(layer) if stacked else layer, jnp.asarray(POSITIONS), *(jnp.asarray(part) for part in fresh))
     assert_is(found, wanted, before)
-    assert (found.table is None) == (table is None)
+    assert (found.table is None) != isinstance(table, np.ndarray)
 
 
 @TABLES
 @STACKED
-def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacked: bool, table: np.ndarray | None) -> None:
+def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacked: bool, table: np.ndarray | str | None) -> None:
     """A key says so for its value, which is 0: in a sum over slots that are not seen it would be 0 x NaN."""
     random = np.random.default_rng(7)
-    before, layer = random_cache(stacked, **paged(table)), 1
+    before, layer = cache_with(stacked, table), 1
     keys, values = random.normal(size=(2, ROWS, 2, HEADS, SIZE)).astype(np.float32)
     keys[0, 0, 0, 1], keys[1, 0, 1, 2], keys[1, 1] = np.nan, np.inf, -np.inf
     values[0, 1, 1, 3], values[1, 1, 0, 0], values[3, 0] = np.nan, -np.inf, np.inf
@@ -118,11 +132,16 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacke
 
 
 @STACKED
-@pytest.mark.parametrize("table", [None, np.array([[3, 9, 0, 2], [12, 1, 7, 6], [5, 11, PAGES, PAGES], [13, 4, 8, 10]], np.int32)])
+@pytest.mark.parametrize(
+    "table", [None, "chunks", np.array([[3, 9, 0, 2], [12, 1, 7, 6], [5, 11, PAGES, PAGES], [13, 4, 8, 10]], np.int32)]
+)
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray | None, count: int) -> None:
+def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray | str | None, count: int) -> None:
     """At the end of a row slots come along that were seen already; every slot is in one of the stretches, in the order of their numbers."""
-    cache = random_cache(stacked, page_size=8) if table is None else random_cache(stacked, PAGES, PAGE, table)
+    if isinstance(table, str):
+        cache = in_chunks(stacked, slots=8)
+    else:
+        cache = random_cache(stacked, page_size=8) if table is None else random_cache(stacked, PAGES, PAGE, table)
     twin, whole, seen = Twin(cache), 8, set()
     for first in range(0, whole, count):
         for layer in range(LAYERS):
@@ -130,12 +149,12 @@ def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray
             keys, values, slots = kv.stretch(cache, where, first if count == whole else jnp.int32(first), count)
             assert slots.tolist() == list(range(min(first, whole - count), min(first, whole - count) + count))
             seen |= set(slots.tolist())
-            assert keys.shape == (ROWS, *((count // PAGE, HEADS, SIZE, PAGE) if table is not None else (1, HEADS, SIZE, count)))
-            parts = (np.asarray(keys), 4), (np.asarray(values), 3)
+            assert keys.shape == (ROWS, HEADS, *((1, SIZE, count) if table is None else (count // PAGE, SIZE, PAGE)))
+            parts = (np.asarray(keys).swapaxes(1, 2), 4), (np.asarray(values), 3)
             flat = [np.moveaxis(part, axis, 2).reshape(ROWS, count, HEADS, SIZE) for part, axis in parts]
             for row in range(ROWS):
                 for index, slot in enumerate(slots.tolist()):
-                    page, at = (row, slot) if table is None else (int(table[row, slot // PAGE]), slot % PAGE)
+                    page, at = (int(table[row, slot // PAGE]), slot % PAGE) if isinstance(table, np.ndarray) else (row, slot)
                     for entries, pool in zip(flat, twin.both(), strict=True):
                         if page < PAGES:  # else nobody looks
                             np.testing.assert_array_equal(entries[row, index], pool[layer, page, at])
@@ -143,23 +162,27 @@ def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray
 
 
 @STACKED
-def test_rows_of_keeps_groups_together(stacked: bool) -> None:
+@pytest.mark.parametrize(("chunk", "slots"), [(0, 16), (4, 12), (8, 16)], ids=["one chunk", "prompts of two chunks", "of less than one"])
+def test_rows_of_keeps_groups_together(stacked: bool, chunk: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of at least the length that is asked for."""
+    monkeypatch.setattr(kv, "CHUNKED", 0)
     prompts = random_cache(stacked, 2)
-    rows, twin = kv.rows_of(prompts, 3, SLOTS + 4), Twin(prompts)
+    rows, twin = kv.rows_of(prompts, 3, SLOTS + 4, chunk), Twin(prompts)
     found = Twin(rows)
-    assert found.keys.shape == found.values.shape == (LAYERS, 6, SLOTS + 4, HEADS, SIZE)
+    assert rows.keys[0].shape[-1] == (chunk or slots)
+    assert found.keys.shape == found.values.shape == (LAYERS, 6, slots, HEADS, SIZE)
     for row in range(6):
         for ours, theirs in zip(found.both(), twin.both(), strict=True):
             np.testing.assert_array_equal(ours[:, row, :SLOTS], theirs[:, row // 3])
             assert not ours[:, row, SLOTS:].any()
-    assert_is(rows, found, prompts)
+    assert isinstance(rows.keys, tuple) == isinstance(rows.values, tuple) == isinstance(prompts.keys, tuple)
 
 
 @STACKED
 def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
     cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"), stacked)
-    other = kv.empty_like(random_cache(stacked), 9, 7)
-    for made, pages, size, dtype in ((cache, ROWS, SLOTS, jnp.bfloat16), (other, 9, 7, jnp.float32)):
+    pool, rows = kv.empty_pages(random_cache(stacked), 9, 7), kv.empty_rows(random_cache(stacked), 9, 13, 4)
+    for made, pages, size, dtype in ((cache, ROWS, SLOTS, jnp.bfloat16), (pool, 9, 7, jnp.float32), (rows, 9, 16, jnp.float32)):
         assert made.table is None
         assert isinstance(made.keys, tuple) != stacked
         for pools, page in ((made.keys, (SIZE, size)), (made.values, (size, SIZE))):
@@ -172,12 +195,13 @@ def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
 
 
 @STACKED
-def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool) -> None:
+@pytest.mark.parametrize(("chunks", "slots"), [(False, SLOTS - 2), (True, SLOTS - 2), (True, 1)])
+def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool, chunks: bool, slots: int) -> None:
     """What stands behind it in the row is left, and so are the other rows."""
-    cache, prompts = random_cache(stacked), random_cache(stacked, 3, SLOTS - 2, seed=1)
+    cache, prompts = (in_chunks if chunks else random_cache)(stacked), random_cache(stacked, 3, slots, seed=1)
 
     def put(row: int, prompt: int, ours: np.ndarray, theirs: np.ndarray) -> None:
-        ours[:, row, : SLOTS - 2] = theirs[:, prompt]
+        ours[:, row, :slots] = theirs[:, prompt]
 
     for row, prompt in ((0, 2), (3, 0), (2, 1)):
         wanted = Twin(cache).change(partial(put, row, prompt), Twin(prompts))
@@ -186,8 +210,9 @@ def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool) -> Non
 
 
 @STACKED
-def test_rows_that_are_taken_and_put_back_leave_the_others(stacked: bool) -> None:
-    cache, rows = random_cache(stacked), np.array([2, 0, 3], np.int32)
+@pytest.mark.parametrize("make", [random_cache, in_chunks])
+def test_rows_that_are_taken_and_put_back_leave_the_others(make: Callable[..., KVCache], stacked: bool) -> None:
+    cache, rows = make(stacked), np.array([2, 0, 3], np.int32)
     some = kv.take_rows(cache, jnp.asarray(rows))
     for found, whole in zip(Twin(some).both(), Twin(cache).both(), strict=True):
         np.testing.assert_array_equal(found, whole[:, rows])
@@ -195,7 +220,7 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(stacked: bool) -> Non
     def put(ours: np.ndarray, theirs: np.ndarray) -> None:
         ours[:, rows] = theirs
 
-    fresh = random_cache(stacked, 3, seed=1)
+    fresh = make(stacked, 3, seed=1)
     assert_is(kv.put_rows(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some)
     assert_is(kv.put_rows(cache, jnp.asarray(rows), some), Twin(cache), cache)
 

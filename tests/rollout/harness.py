@@ -195,7 +195,7 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     def commit(state: tuple[()], kept: Kept) -> tuple[()]:
         return state
 
-    return Draft(length, (), True, lambda network, pages, page_size: None, prefill, propose, commit)
+    return Draft(length, (), True, lambda network, rows, slots: None, prefill, propose, commit)
 
 
 def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:

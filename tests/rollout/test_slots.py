@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models import kv
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.slots import Engine, refill
@@ -81,6 +82,18 @@ LAYOUTS = [
     Layout("model", 2, 8, 5, 2, (2,), lengths=(0, 1, 2)),
     Layout("history", 3, 16, tail=(4,), lengths=(1, 3)),
 ]
+
+
+CHUNKS = [Layout("eagle3", 3, 5, tail=(2, 1)), Layout("none", 0, 32, slow=False), Layout("mtp 2", 3, 32, tail=(8,), data=2, lengths=(0, 3))]
+
+
+@pytest.mark.parametrize("layout", marked(CHUNKS))
+def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two slots each, which the caches of large models have more of; prompts are wider."""
+    monkeypatch.setattr(kv, "CHUNKED", 0)
+    draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
+    target, wanted = plain()
+    assert_same_rows(compiled(draft, layout.settings._replace(chunk=2), layout.data)((target, network), coupled_prompts()), wanted)
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS))
