@@ -154,8 +154,8 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
 
 
 def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
-    """As many data shards as divide the prompts; on a CPU one a core, but one for single rows of weights that no cache holds: every shard
-    reads them all from the one memory, and where nothing else takes long, that is what a step waits for."""
+    """As many data shards as divide the prompts; on a CPU one a core, but a single one for less than two rows a core and weights that no
+    cache holds: every shard reads them all from the one memory, and where nothing else takes long, that is what a step waits for."""
     cores = min(options.threads or meshes.cores(), meshes.cores())
     prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
     few = weights > CACHE and options.batch < 2 * cores

@@ -9,13 +9,13 @@ from flax import nnx
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import Blocked, Transposed
+from jaxspec.models.layers import FEW, Blocked, Split, Transposed
 
 _INPUTS = {"heads": 1, "output": 2, "gate_up": 1, "down": 1}
 """Axes of a layer's products that are summed over."""
 _EVERY = (*_INPUTS, "head")
-BLOCK = 64
-"""Outputs of a weight that lie together where it is cut: as many as XLA's kernels for AVX-512 make at once; 32 and 128 are slower."""
+BLOCK, PART = 64, 128
+"""Outputs of a block: as many as XLA's float32 kernels for AVX-512 make at once, 32 and 128 are slower. Inputs of a part, likewise."""
 
 
 class Arrangement(NamedTuple):
@@ -30,22 +30,28 @@ class Arrangement(NamedTuple):
     """Products whose weights are `Transposed`: names of joined ones, or `head`."""
     blocked: tuple[str, ...] = ()
     """Products whose weights are `Blocked`, likewise."""
+    split: tuple[str, ...] = ()
+    """Products whose weights are `Split`, likewise."""
 
 
 def best(platform: str, tensor: int, config: ModelConfig, tokens: int, threads: int) -> Arrangement:
     """The fastest known arrangement for passes over `tokens` at once on each data shard, of `tensor` devices with `threads` each.
 
-    Measured on two cores of an x86 CPU (AVX-512): from a width of 256 on, transposed weights make products of 2 to 32 tokens up to 1.5
-    times as fast, and where a device is one thread, blocks make those of 2 to 15 tokens up to 2.2 times as fast again (XLA spreads them
-    over no more threads); at a width of 128 both are slower, and of one token only the feed-forward layer's last product gains.
+    Measured on two cores of an x86 CPU (AVX-512) in float32, from a width of 256 on (at 128 all of it is slower): transposed weights make
+    products of 2 to 32 tokens up to 1.5 times as fast. Blocks make those of 2 to 15 tokens 1.2 to 2.3 times as fast as transposed weights
+    where a device is one thread; XLA uses one thread for them. Of one token, the feed-forward layer's last product gains by transposed
+    weights, the others from a width of 512 on by parts: 1.2 to 1.5 times as fast.
     """
     if config.kv_heads % tensor:
         return Arrangement()
     if platform != "cpu" or tensor > 1 or config.embed < 256:
         return Arrangement(joined=True, apart=True)
-    if 1 < tokens < 16 and threads == 1:
+    if tokens == 1:
+        split = tuple(name for name in _EVERY if name != "down") if config.embed >= 512 else ()
+        return Arrangement(joined=True, apart=True, transposed=("down",), split=split)
+    if tokens < FEW and threads == 1:
         return Arrangement(joined=True, apart=True, blocked=_EVERY)
-    return Arrangement(joined=True, apart=True, transposed=("down",) if tokens == 1 else _EVERY)
+    return Arrangement(joined=True, apart=True, transposed=_EVERY)
 
 
 def arranged(network: Any, arrangement: Arrangement) -> Any:
@@ -96,6 +102,8 @@ def _lain(weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arr
     """A weight [lead, *in, *out] as the arrangement has it."""
     if name in arrangement.transposed:
         return _transposed(weight, lead, inputs)
+    if name in arrangement.split:
+        return _split(weight, lead, inputs)
     return _blocked(weight, lead, inputs) if name in arrangement.blocked else weight
 
 
@@ -104,6 +112,14 @@ def _transposed(weight: nnx.Variable, lead: int, inputs: int) -> Transposed:
     kernel = weight[...]
     flat = kernel.reshape(*kernel.shape[:lead], -1, *kernel.shape[lead + inputs :])
     return Transposed(jnp.moveaxis(flat, lead, -1))
+
+
+def _split(weight: nnx.Param, lead: int, inputs: int) -> nnx.Param:
+    """[lead, *in, *out] as [lead, C, in/C, *out]; as it was where parts do not divide the inputs."""
+    kernel = weight[...]
+    if math.prod(kernel.shape[lead : lead + inputs]) % PART:
+        return weight
+    return Split(kernel.reshape(*kernel.shape[:lead], -1, PART, *kernel.shape[lead + inputs :]))
 
 
 def _blocked(weight: nnx.Variable, lead: int, inputs: int) -> Blocked:

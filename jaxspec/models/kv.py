@@ -13,7 +13,7 @@ Page = int | Int[Array, ""]
 """Place of a layer: static where the layers' arrays are apart, traced where they are stacked and scanned."""
 CHUNK, CHUNKED = 64, 2**18
 """On a CPU, slots of a row whose keys lie together, where a layer's keys are more bytes than that: it multiplies with such blocks 1.7 to
-2.6 times as fast as with rows of 192 or 240. Fewer come from its nearest cache, and a tenth faster as they are."""
+2.6 times as fast as with rows of 192 or 240. Fewer come from a core's own cache, and a tenth faster as they are."""
 EVEN = 8
 """Rows that are one chunk have a multiple of so many slots: odd numbers make attention slower (36 to 41: by 15 % of a round)."""
 
@@ -23,7 +23,8 @@ class KVCache(Tree):
     """Keys and values of all layers. Both products of attention read them as they lie: keys by slot, values by feature."""
 
     keys: Any
-    """A tuple of arrays [P M*C H w], one a layer, or one array [L P M*C H w] of all: P pages of C chunks of w slots each."""
+    """A tuple of arrays [P M*C H w], one a layer, or one array [L P M*C H w] of all: P pages of C chunks of w slots each. One axis has
+    heads and chunks, so that keys and values have as many."""
     values: Any
     """The same as [P M s H], of the s = C*w slots of a page."""
     table: Int[Array, "B N"] | None
@@ -126,7 +127,7 @@ def stretch(cache: KVCache, layer: Page, first: Int[Array, ""] | int, count: int
         keys, values, start = _split(cache.keys[layer], cache.kv_heads), cache.values[layer], 0
         if count < size:
             start = jnp.minimum(first, size - count)
-            keys = lax.dynamic_slice_in_dim(keys, start // cache.unit, count // cache.unit, 4 if cache.unit == 1 else 2)
+            keys = lax.dynamic_slice_in_dim(keys, start // cache.unit, count // cache.unit, 4 if keys.shape[2] == 1 else 2)
             values = lax.dynamic_slice_in_dim(values, start, count, 2)
         return keys, values[:, None], _numbers(start, count)
     pages = min(count // size, cache.table.shape[1])
@@ -191,7 +192,8 @@ def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
 def empty_rows(cache: KVCache, rows: int, slots: int, chunk: int = 0) -> KVCache:
     """A cache of zeros like another, of rows with at least so many slots, in chunks where that is faster; 0: in one."""
     heads, size, pool = cache.kv_heads, cache.values[0].shape[-1], cache.values[0]
-    if 0 < chunk < slots and rows * heads * slots * size * pool.dtype.itemsize > CHUNKED:
+    padded = -slots % chunk if chunk else 0  # values gain nothing by chunks, and a third more of them costs what keys gain
+    if 0 < chunk < slots and 3 * padded <= slots and rows * heads * slots * size * pool.dtype.itemsize > CHUNKED:
         return _empty_like(cache, rows, -(-slots // chunk), chunk)
     return _empty_like(cache, rows, 1, -(-slots // EVEN) * EVEN)
 
@@ -219,7 +221,7 @@ def _chunks(keys: Array, width: int) -> Array:
 
 
 def put_row(cache: KVCache, row: Int[Array, ""], prompts: KVCache, prompt: Int[Array, ""]) -> KVCache:
-    """Copies a prompt's entries to the beginning of a row."""
+    """Copies a prompt's entries to the beginning of a row; the keys of the rest of its last chunk become zeros, which nobody sees."""
 
     def put(pool: Array, lead: int, source: Array) -> Array:
         start = [jnp.zeros_like(row)] * pool.ndim

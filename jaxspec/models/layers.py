@@ -47,20 +47,36 @@ class Transposed(nnx.Param):
 
 
 class Blocked(nnx.Param):
-    """A weight as [C, in, w]: blocks of w outputs, the last one filled up with zeros; `outputs` is their shape. One core of a CPU
-    multiplies few rows with a block that it reads in one go up to twice as fast as with rows or columns of the whole."""
+    """A weight as [C, in, w], for products of few rows: blocks of w outputs, the last filled up with zeros; `outputs` has their shape."""
 
     outputs: tuple[int, ...]
 
 
+class Split(nnx.Param):
+    """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its parts."""
+
+
+FEW = 16
+"""Rows from which on a product with a `Blocked` weight joins it again: each block needs a copy of them all."""
+
+
 def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) -> Float[Array, "B T *O"]:
-    """The product of the last `inputs` axes of x with a weight [*in, *out], or with a `Transposed` or `Blocked` one."""
-    kernel = weight[...]
+    """The product of the last `inputs` axes of x with a weight [*in, *out] however it lies."""
+    kernel, count = weight[...], x.shape[0] * x.shape[1]
     if isinstance(weight, Blocked):
-        rows = x.reshape(-1, kernel.shape[1])
-        made = jnp.einsum("cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
-        joined = made.transpose(1, 0, 2).reshape(len(rows), -1)[:, : math.prod(weight.outputs)]
-        return joined.reshape(*x.shape[:2], *weight.outputs)
+        rows = x.reshape(count, -1)
+        if count < FEW:
+            joined = jnp.einsum("cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel).transpose(1, 0, 2)
+        else:
+            joined = rows @ kernel.transpose(1, 0, 2).reshape(rows.shape[1], -1)
+        return joined.reshape(count, -1)[:, : math.prod(weight.outputs)].reshape(*x.shape[:2], *weight.outputs)
+    if isinstance(weight, Split):
+        outputs = kernel.shape[2:]
+        if count == 1:
+            made = jnp.einsum("ci,cio->co", x.reshape(len(kernel), -1), kernel.reshape(*kernel.shape[:2], -1)).sum(axis=0, dtype=x.dtype)
+        else:
+            made = x.reshape(count, -1) @ kernel.reshape(-1, math.prod(outputs))
+        return made.reshape(*x.shape[:2], *outputs)
     if not isinstance(weight, Transposed):
         return jnp.tensordot(x, kernel, axes=inputs)
     columns = x.reshape(-1, kernel.shape[-1]).T

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from jaxspec.config import DataConfig, DraftConfig, FamilyConfig, GrpoConfig, RolloutConfig
+from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import Blocked, Transposed
+from jaxspec.models.layers import Blocked, Split, Transposed
 from jaxspec.models.mtp import Mtp
 from jaxspec.step import build_step
 from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
@@ -30,6 +31,7 @@ ARRANGEMENTS = {
     "joined, transposed": Arrangement(joined=True, transposed=EVERY),
     "joined, apart, in blocks": Arrangement(joined=True, apart=True, blocked=EVERY),
     "joined, in blocks, one transposed": Arrangement(joined=True, transposed=("heads",), blocked=EVERY[1:]),
+    "joined, apart, in parts": Arrangement(joined=True, apart=True, split=EVERY),
 }
 LLAMA = FamilyConfig(model_type="llama", query_key_norm=False)
 BIASES = FamilyConfig(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
@@ -56,6 +58,14 @@ LAYERS = {
 FAMILIES = {"biases": BIASES, "experts": EXPERTS}
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and parts, the last block not full; nine rows and more are many."""
+    monkeypatch.setattr(arrangement, "BLOCK", 8)
+    monkeypatch.setattr(arrangement, "PART", 4)
+    monkeypatch.setattr(layers, "FEW", 9)
+
+
 def inputs() -> tuple[jax.Array, jax.Array]:
     """Tokens and positions."""
     tokens = np.random.default_rng(0).integers(0, 11, (ROWS, WIDTH))
@@ -65,13 +75,13 @@ def inputs() -> tuple[jax.Array, jax.Array]:
 def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[Arrangement, Any]]:
     """Runs the network as it was and in every arrangement, and gives the latter; neither run nor arrangement changes what it was."""
     before, wanted = numpy_weights(network), jax.tree.leaves(jax.jit(run)(network))
-    for name, arrangement in ARRANGEMENTS.items():
-        other = arranged(network, arrangement)
+    for name, chosen in ARRANGEMENTS.items():
+        other = arranged(network, chosen)
         found = jax.tree.leaves(jax.jit(run)(other))
         assert len(wanted) == len(found) > 1
         for ours, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12, err_msg=name)
-        yield arrangement, other
+        yield chosen, other
     after = numpy_weights(network)
     assert before.keys() == after.keys()
     for weight, value in before.items():
@@ -93,18 +103,20 @@ def test_decoders_give_what_they_gave(kind: str) -> None:
         second = policy(tokens[:, FIRST:], positions[:, FIRST:], first.cache)
         assert second.cache is not None
         parts = [jnp.stack(leaves) if isinstance(leaves, tuple) else leaves for leaves in (second.cache.keys, second.cache.values)]
-        return whole[:2], first[:2], second.hidden, parts, policy.logits(whole.hidden), policy.logits(second.hidden)
+        single = policy(tokens[:1, :1], positions[:1, :1])
+        return whole[:2], first[:2], second.hidden, parts, [policy.logits(read.hidden) for read in (whole, second, single)]
 
     for chosen, other in same(run, policy):
         assert isinstance(other.layers, Layers) != chosen.apart
-        layers = other.layers[2] if chosen.apart else other.layers
-        assert layers.query is None
-        weights = {part: getattr(layers, part, None) for part in EVERY[:4]} | {"head": other.head}
+        last = other.layers[2] if chosen.apart else other.layers
+        assert last.query is None
+        weights = {part: getattr(last, part, None) for part in EVERY[:4]} | {"head": other.head}
         missing = {"gate_up", "down"} if kind == "experts" else {"head"} if policy.config.tied else set()
         assert {part for part, weight in weights.items() if weight is None} == missing
         turned = {part for part, weight in weights.items() if isinstance(weight, Transposed)}
         assert turned == set(chosen.transposed) - missing
         assert {part for part, weight in weights.items() if isinstance(weight, Blocked)} == set(chosen.blocked) - missing
+        assert {part for part, weight in weights.items() if isinstance(weight, Split)} == set(chosen.split) - missing
 
 
 def read(network: Any, target: Decoder) -> list[jax.Array]:
@@ -124,9 +136,9 @@ def read(network: Any, target: Decoder) -> list[jax.Array]:
 def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
     target, head = tiny_network(Decoder, tiny_model(), 1), tiny_network(HEADS[kind], tiny_model(), 2, 1.5)
     for chosen, other in same(lambda head: read(head, target), head):
-        for layers in (other.first, *([] if head.layers is None else [other.layers])):
-            assert layers.heads is not None
-            assert isinstance(layers.down, Transposed) == ("down" in chosen.transposed)
+        for part in (other.first, *([] if head.layers is None else [other.layers])):
+            assert part.heads is not None
+            assert isinstance(part.down, Transposed) == ("down" in chosen.transposed)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -161,6 +173,7 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
         ("cpu", 1, 128, 8, 1, Arrangement(joined=True, apart=True)),
         ("cpu", 2, 512, 8, 1, Arrangement(joined=True, apart=True)),
         ("cpu", 1, 256, 1, 1, Arrangement(joined=True, apart=True, transposed=("down",))),
+        ("cpu", 1, 512, 1, 2, Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
         ("cpu", 1, 256, 2, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
         ("cpu", 1, 256, 2, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
         ("cpu", 1, 256, 15, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),

@@ -89,7 +89,7 @@ CHUNKS = [Layout("eagle3", 3, 5, tail=(2, 1)), Layout("none", 0, 32, slow=False)
 
 @pytest.mark.parametrize("layout", marked(CHUNKS))
 def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two slots each, which the caches of large models have more of; prompts are wider."""
+    """Chunks of two slots; prompts are longer."""
     monkeypatch.setattr(kv, "CHUNKED", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
