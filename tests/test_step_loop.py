@@ -89,7 +89,7 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
 
 def compiled(data: int, tensor: int, **options: Any) -> Hlo:
     """The training step."""
-    made = program(data, tensor, **options)
+    made = program.__wrapped__(data, tensor, **options)  # the cached one is for steps that nothing has changed
     arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
     return Hlo(made.call.lower(*arguments).compile().as_text())
 
@@ -99,9 +99,10 @@ def is_loop(line: str) -> bool:
 
 
 def assert_stays(loop: list[str], rows: int, heads: int, slots: int, chunk: int) -> None:
-    """Nothing in the loop is a copy of keys or values of a layer of the policy or the draft."""
+    """Nothing in the loop, whatever its shape, is a copy as large as keys or values of a layer of the policy or the draft."""
     for page in (f"{heads * slots // chunk},{MODEL.head_size},{chunk}", f"{heads},{slots},{MODEL.head_size}"):
-        shape = f"f64[{rows},{page}]"
-        assert any(shape in line for line in loop), "the caches are not where they are expected"
-        copies = [line for line in loop if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)]
-        assert not copies, copies
+        assert any(f"f64[{rows},{page}]" in line for line in loop), "the caches are not where they are expected"
+    size = rows * heads * slots * MODEL.head_size
+    copies = [(line, re.search(r"= f64\[([\d,]+)\]\S* copy(-start)?\(", line)) for line in loop]
+    large = [line for line, copy in copies if copy and np.prod([int(number) for number in copy[1].split(",")]) == size]
+    assert not large, large
