@@ -94,11 +94,11 @@ def _joined(layers: Layers, arrangement: Arrangement) -> Layers:
             setattr(layers, name, nnx.data(None))
     for name, inputs in _INPUTS.items():
         if getattr(layers, name, None) is not None:
-            setattr(layers, name, _lain(getattr(layers, name), name, 1, inputs, arrangement))
+            setattr(layers, name, _laid_out(getattr(layers, name), name, 1, inputs, arrangement))
     return layers
 
 
-def _lain(weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arrangement) -> nnx.Param:
+def _laid_out(weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arrangement) -> nnx.Param:
     """A weight [lead, *in, *out] as the arrangement has it."""
     if name in arrangement.transposed:
         return _transposed(weight, lead, inputs)
@@ -138,5 +138,5 @@ def _apart(decoder: Decoder, arrangement: Arrangement) -> Decoder:
         layers = nnx.List([decoder.layers.at(index) for index in range(decoder.config.layers)])
         setattr(decoder, "layers", layers)  # noqa: B010 - a fresh decoder's are stacked, as its class says
     if decoder.head is not None:
-        decoder.head = _lain(decoder.head, "head", 0, 1, arrangement)
+        decoder.head = _laid_out(decoder.head, "head", 0, 1, arrangement)
     return decoder

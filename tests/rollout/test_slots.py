@@ -93,7 +93,12 @@ def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.Monk
     monkeypatch.setattr(kv, "CHUNKED", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
-    assert_same_rows(compiled(draft, layout.settings._replace(chunk=2), layout.data)((target, network), coupled_prompts()), wanted)
+    settings, given = layout.settings._replace(chunk=2), drafter(network, draft, lengths=layout.lengths)
+    begun = jax.eval_shape(
+        lambda prompts: begin(target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings), coupled_prompts()
+    )
+    assert jax.tree.leaves(begun.caches.target.keys)[0].shape[-1] == 2, "the case tests nothing"
+    assert_same_rows(compiled(draft, settings, layout.data)((target, network), coupled_prompts()), wanted)
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS))
