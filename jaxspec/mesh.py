@@ -83,6 +83,11 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
+def lone_cpu(mesh: Mesh) -> bool:
+    """Whether every data shard is one device, a CPU: there, weights and caches are laid out for XLA's kernels."""
+    return mesh.devices.flat[0].platform == "cpu" and mesh.shape[TENSOR] == 1
+
+
 def make_mesh(data: int, tensor: int) -> Mesh:
     """Builds the `data` x `tensor` mesh over the first devices of all processes; axes are Auto."""
     return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: data * tensor])

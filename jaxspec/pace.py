@@ -100,7 +100,7 @@ def _key(step: Step, prompt: int) -> str:
     config, shape = step.config, step.settings._replace(rule=getattr(step.settings.rule, "__name__", None))
     networks = config.model, config.rollout.draft, config.rollout.lookup, config.head, config.draft_model
     code = sources("pace.py", "models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
-    parts = jax.__version__, machine(step.mesh), shape, prompt, step.arrangement, networks, code
+    parts = jax.__version__, machine(step.mesh), shape, prompt, step.arrangements, networks, code
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
 from jaxspec.drafts.base import Draft
-from jaxspec.drafts.build import build_draft, build_network, check_fits
+from jaxspec.drafts.build import build_draft, build_network, check_fits, draft_model
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.kv import CHUNK
@@ -68,10 +68,12 @@ class Step:
         return self.draft.length if self.draft else 0
 
     @property
-    def arrangement(self) -> Arrangement:
-        """Of weights for generation."""
-        tokens = self.settings.slots * (self.draft_length + 1)
-        return best(self.mesh.devices.flat[0].platform, self.mesh.shape[meshes.TENSOR], self.config.model, tokens, meshes.threads())
+    def arrangements(self) -> tuple[Arrangement, Arrangement]:
+        """Of the policy's weights for generation, and of the draft's, which reads what was kept at once, and drafts token by token."""
+        slots = self.settings.slots
+        together, shard = slots * (self.draft_length + 1), (self.mesh.shape[meshes.TENSOR], meshes.lone_cpu(self.mesh))
+        policy = best(self.config.model, *shard, (together,), meshes.threads())
+        return policy, best(draft_model(self.config), *shard, (together, slots), meshes.threads())
 
     def plain(self) -> "Step":
         """The same step with plain decoding."""
@@ -149,7 +151,7 @@ class Step:
         """Policy, with its adapters merged, and draft in the rollout layout, arrangement and type."""
         networks = merged(state.policy.network), state.draft.network if state.draft else None
         networks = to_rollout(networks, self.mesh, LOGICAL_AXES, jnp.dtype(self.config.model.dtype))
-        policy, network = arranged(networks, self.arrangement)
+        policy, network = map(arranged, networks, self.arrangements)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
         return policy, Drafter(network=network, choice=choice, pace=state.pace)
 
@@ -317,7 +319,7 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
         page_size=rollout.engine.page_size,
-        chunk=CHUNK if mesh.devices.flat[0].platform == "cpu" and mesh.shape[meshes.TENSOR] == 1 else 0,
+        chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
         lengths=rollout.draft.lengths if rollout.draft.kind != "none" else (),
     )

@@ -302,6 +302,14 @@ def test_a_step_and_a_generation_are_measured_and_traced(
     assert {"learn", "train", "train_draft"} & named == set()
 
 
+def test_a_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
+    character_tokenizer().save(str(folder))
+    assert main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert [word for word in ("--draft_vocab is 33", "at most the policy's 32") if word not in error] == []
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

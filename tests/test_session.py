@@ -107,9 +107,9 @@ class TestFindRun:
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
         target, drafter = restored(run)
-        arrangement = make_job(CONFIG, small_mesh(1)).step.answering(1, 2).arrangement
-        for found, wanted in ((target, policy()), (drafter.network, draft())):
-            jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, arrangement))
+        arrangements = make_job(CONFIG, small_mesh(1)).step.answering(1, 2).arrangements
+        for found, wanted, how in zip((target, drafter.network), (policy(), draft()), arrangements, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, how))
         assert drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])

@@ -55,8 +55,8 @@ from jaxspec.tokenizer import load_tokenizer
 ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
 second are those of whole calls, tokenizing included, after two calls to warm up; calls that others on the machine disturbed do not count.
 With --live a table of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length over those of a plain
-decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to
-see what a good draft would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
+decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to see what a good draft
+would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
 Length = int | Literal["auto"]
@@ -141,7 +141,7 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         draft=draft,
         engine=EngineConfig(slots=max(options.batch, *options.live, 1), page_size=options.page_size),
     )
-    config = Config(
+    asked = Config(
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
@@ -150,7 +150,10 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         sft=SftConfig(steps=0),
         offline=OfflineConfig(steps=0),
     )
-    return resolved(config, say)
+    config = resolved(asked, say)
+    vocab = config.model.vocab
+    require(options.draft_vocab <= vocab, f"--draft_vocab is {options.draft_vocab}; at most the policy's {vocab}, or 0 for all of it")
+    return config
 
 
 def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
@@ -281,7 +284,6 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
     program, _ = ahead(step.generate, target, drafter, loaded.like(options.batch))
     compile_seconds = time.perf_counter() - began
     seen: list[Rollout] = []
-
     profiler = Profiler(numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print)
 
     def call(number: int) -> None:
@@ -373,11 +375,9 @@ def main(argv: Sequence[str]) -> int:
     rows = rounds_table(loaded) if options.live else []
     if rows:
         Console().print(_table(rows))
-    width = jnp.dtype(options.dtype).itemsize
     model, mesh = loaded.job.config.model, loaded.job.mesh
-    work = work_of(model, options.batch, options.prompt + (options.new - 1) / 2, width)
-    steps = tokens / options.batch
-    best = remembered(options.dtype)
+    work = work_of(model, options.batch, options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize)
+    steps, best = tokens / options.batch, remembered(options.dtype)
     drafted = float(np.sum(rollout.statistics.drafted[:, :1]))
     line = {
         **common("generate", options, taken, tokens),

@@ -165,25 +165,27 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "tensor", "embed", "tokens", "threads", "wanted"),
+    ("tensor", "lone", "embed", "tokens", "threads", "wanted"),
     [
-        ("gpu", 1, 512, 8, 1, Arrangement(joined=True, apart=True)),
-        ("gpu", 4, 512, 8, 1, Arrangement()),  # two key heads for four devices
-        ("cpu", 4, 512, 8, 1, Arrangement()),
-        ("cpu", 1, 128, 8, 1, Arrangement(joined=True, apart=True)),
-        ("cpu", 2, 512, 8, 1, Arrangement(joined=True, apart=True)),
-        ("cpu", 1, 256, 1, 1, Arrangement(joined=True, apart=True, transposed=("down",))),
-        ("cpu", 1, 512, 1, 2, Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
-        ("cpu", 1, 256, 2, 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
-        ("cpu", 1, 256, 2, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
-        ("cpu", 1, 256, 15, 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
-        ("cpu", 1, 256, 16, 1, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, False, 512, (8,), 1, Arrangement(joined=True, apart=True)),
+        (2, False, 512, (8,), 1, Arrangement(joined=True, apart=True)),
+        (4, False, 512, (8,), 1, Arrangement()),  # two key heads for four devices
+        (1, True, 128, (8,), 1, Arrangement(joined=True, apart=True)),
+        (1, True, 256, (1,), 1, Arrangement(joined=True, apart=True, transposed=("down",))),
+        (1, True, 512, (1,), 2, Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
+        (1, True, 256, (4, 1), 2, Arrangement(joined=True, apart=True, transposed=("down",))),
+        (1, True, 256, (2,), 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
+        (1, True, 256, (15, 1), 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
+        (1, True, 256, (16, 4), 1, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, True, 512, (7,), 2, Arrangement(joined=True, apart=True, blocked=EVERY)),
+        (1, True, 768, (7,), 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, True, 256, (8, 2), 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
     ],
 )
-def test_the_arrangement_follows_platform_mesh_and_sizes(
-    platform: str, tensor: int, embed: int, tokens: int, threads: int, wanted: Arrangement
+def test_the_arrangement_follows_mesh_and_sizes(
+    tensor: int, lone: bool, embed: int, tokens: tuple[int, ...], threads: int, wanted: Arrangement
 ) -> None:
-    assert best(platform, tensor, tiny_model(embed=embed), tokens, threads) == wanted
+    assert best(tiny_model(embed=embed), tensor, lone, tokens, threads) == wanted
 
 
 def test_one_row_with_drafts_is_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,10 @@ def test_one_row_with_drafts_is_several_tokens(monkeypatch: pytest.MonkeyPatch) 
     rollout, grpo = RolloutConfig(max_new_tokens=4, draft=DraftConfig(draft_length=2)), GrpoConfig(prompts=1, group_size=2)
     config = tiny_config(model, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=4))
     step = build_step(config, small_mesh(1), (1,), model.vocab).answering(1, 1)
-    assert step.arrangement.transposed == EVERY
-    assert step.plain().arrangement.transposed == ("down",)
+    assert [how.blocked for how in step.arrangements] == [EVERY, ()]
+    assert [how.transposed for how in step.arrangements] == [(), ("down",)]
+    assert step.plain().arrangements[0].transposed == ("down",)
+    step = step.answering(1, 3)
+    assert [how.transposed for how in step.arrangements] == [EVERY, EVERY]
     monkeypatch.setenv("NPROC", "1")
-    assert step.arrangement.blocked == EVERY
+    assert [how.blocked for how in step.arrangements] == [EVERY, EVERY]
