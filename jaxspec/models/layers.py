@@ -56,8 +56,9 @@ class Split(nnx.Param):
     """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its parts."""
 
 
-FEW = 16
-"""Rows from which on a product with a `Blocked` weight joins it again: each block needs a copy of them all."""
+FEW, MANY = 16, 256
+"""Rows from which on a product with a `Blocked` weight takes block by block, as all at once need a copy of the rows each; and from which on
+one with a `Transposed` weight has it on the right, where turning the rows and what they make costs more than it wins."""
 
 
 def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) -> Float[Array, "B T *O"]:
@@ -66,10 +67,11 @@ def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) ->
     if isinstance(weight, Blocked):
         rows = x.reshape(count, -1)
         if count < FEW:
-            joined = jnp.einsum("cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel).transpose(1, 0, 2)
+            made = jnp.einsum("cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
         else:
-            joined = rows @ kernel.transpose(1, 0, 2).reshape(rows.shape[1], -1)
-        return joined.reshape(count, -1)[:, : math.prod(weight.outputs)].reshape(*x.shape[:2], *weight.outputs)
+            made = jax.lax.map(lambda block: rows @ block, kernel)
+        made = made.transpose(1, 0, 2).reshape(count, -1)[:, : math.prod(weight.outputs)]
+        return made.reshape(*x.shape[:2], *weight.outputs)
     if isinstance(weight, Split):
         outputs = kernel.shape[2:]
         if count == 1:
@@ -79,9 +81,11 @@ def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) ->
         return made.reshape(*x.shape[:2], *outputs)
     if not isinstance(weight, Transposed):
         return jnp.tensordot(x, kernel, axes=inputs)
-    columns = x.reshape(-1, kernel.shape[-1]).T
+    rows, turned = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
+    if count >= MANY:
+        return (rows @ turned.T).reshape(*x.shape[:2], *kernel.shape[:-1])
     # Barriers: XLA would fold the transposes into the product, which undoes it.
-    made = jax.lax.optimization_barrier(kernel.reshape(-1, kernel.shape[-1]) @ jax.lax.optimization_barrier(columns))
+    made = jax.lax.optimization_barrier(turned @ jax.lax.optimization_barrier(rows.T))
     return made.T.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 

@@ -17,7 +17,9 @@ def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.d
     wide = np.promote_types(dtype, np.float32)
     rates, scale = frequencies(config.head_size, config.rope_theta, config.rope_factor, config.rope)
     angle = positions[:, :, None, None].astype(wide) * jnp.asarray(rates, wide)
-    return (jnp.cos(angle) * scale).astype(dtype), (jnp.sin(angle) * scale).astype(dtype)
+    # The remainder changes nothing, but XLA computes cosines anew for whatever uses them, every head of every layer; remainders once.
+    cosine, sine = (jnp.fmod(turned, 2) for turned in (jnp.cos(angle), jnp.sin(angle)))
+    return (cosine * scale).astype(dtype), (sine * scale).astype(dtype)
 
 
 def frequencies(size: int, theta: float, factor: float, rope: RopeConfig) -> tuple[Float[np.ndarray, " h"], float]:

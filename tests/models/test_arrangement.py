@@ -60,10 +60,11 @@ FAMILIES = {"biases": BIASES, "experts": EXPERTS}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks and parts, the last block not full; nine rows and more are many."""
+    """Several blocks and parts, the last block not full; nine rows and more are no longer few, and ten are many."""
     monkeypatch.setattr(arrangement, "BLOCK", 8)
     monkeypatch.setattr(arrangement, "PART", 4)
     monkeypatch.setattr(layers, "FEW", 9)
+    monkeypatch.setattr(layers, "MANY", 10)
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:

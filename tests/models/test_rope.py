@@ -1,10 +1,13 @@
 """Angles stay exact where positions are large, whatever the type of the heads."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.models.arrangement import Arrangement, arranged
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import rotary_table
-from tests.conftest import tiny_model
+from tests.conftest import tiny_model, tiny_network
 
 
 def test_narrow_types_round_the_table_and_not_the_angles() -> None:
@@ -14,3 +17,11 @@ def test_narrow_types_round_the_table_and_not_the_angles() -> None:
     for found, wanted in zip(table, (np.cos(angle), np.sin(angle)), strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(found[0, :, 0], np.float64), wanted, rtol=0, atol=2**-8)
+
+
+def test_cosines_are_computed_once_for_all_heads_of_all_layers() -> None:
+    policy = arranged(tiny_network(Decoder, tiny_model(layers=3, dtype="float32"), 1), Arrangement(joined=True, apart=True))
+    tokens = jnp.zeros((2, 1), jnp.int32)
+    program = jax.jit(lambda policy, cache, at: policy(tokens, at, cache).hidden)
+    text = program.lower(policy, policy.empty_cache(2, 8), tokens).compile().as_text()
+    assert [text.count(f" {function}(") for function in ("cosine", "sine")] == [1, 1]
