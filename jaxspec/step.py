@@ -69,11 +69,12 @@ class Step:
 
     @property
     def arrangements(self) -> tuple[Arrangement, Arrangement]:
-        """Of the policy's weights for generation, and of the draft's, which reads what was kept at once, and drafts token by token."""
-        slots = self.settings.slots
-        together, shard = slots * (self.draft_length + 1), (self.mesh.shape[meshes.TENSOR], meshes.lone_cpu(self.mesh))
-        policy = best(self.config.model, *shard, (together,), meshes.threads())
-        return policy, best(draft_model(self.config), *shard, (together, slots), meshes.threads())
+        """Of the policy's weights for generation, and of the draft's, which reads what is new at once and then drafts token by token."""
+        slots, verified = self.settings.slots, self.draft_length + 1
+        read = 2 if self.config.rollout.draft.kind == "model" else verified
+        shard = self.mesh.shape[meshes.TENSOR], meshes.threads() if meshes.lone_cpu(self.mesh) else 0
+        passes = (read * slots, slots) if self.draft_length > 1 else (read * slots,)
+        return best(self.config.model, *shard, (verified * slots,)), best(draft_model(self.config), *shard, passes)
 
     def plain(self) -> "Step":
         """The same step with plain decoding."""

@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> int:
         Console().print(_table(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
     work = work_of(model, options.batch, options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize)
-    steps, best = tokens / options.batch, remembered(options.dtype)
+    best = remembered(options.dtype)
     drafted = float(np.sum(rollout.statistics.drafted[:, :1]))
     line = {
         **common("generate", options, taken, tokens),
@@ -386,9 +386,9 @@ def main(argv: Sequence[str]) -> int:
         "check_logprob": check_logprob(loaded),
         "acceptance_length": float(np.sum(rollout.statistics.kept)) / drafted if drafted else 1.0,
         "tokens_per_target_pass": tokens / float(np.sum(rollout.statistics.rounds)),
-        "bytes_per_s": work.bytes * steps / taken.seconds,
-        "flops_per_s": work.flops * steps / taken.seconds,
-        "roofline_share": best.floor(work) * steps / taken.seconds if best else None,
+        "bytes_per_s": work.bytes * options.new / taken.seconds,
+        "flops_per_s": work.flops * options.new / taken.seconds,
+        "roofline_share": best.floor(work) * options.new / taken.seconds if best else None,
         "rounds": rows,
         "machine": meshes.machine(mesh),
     }

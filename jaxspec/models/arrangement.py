@@ -35,24 +35,24 @@ class Arrangement(NamedTuple):
     """Products whose weights are `Split`, likewise."""
 
 
-def best(config: ModelConfig, tensor: int, lone: bool, tokens: Sequence[int], threads: int) -> Arrangement:
-    """The fastest known arrangement for passes over each of these numbers of `tokens` on each data shard, of `tensor` devices, or of a
-    `lone` device that is a CPU with so many `threads`.
+def best(config: ModelConfig, tensor: int, threads: int, tokens: Sequence[int]) -> Arrangement:
+    """The fastest known arrangement for passes over each of these numbers of `tokens` on every data shard, of `tensor` devices, or of one
+    that is a CPU with so many `threads` (0: any others).
 
     Measured on two cores of an x86 CPU (AVX-512) in float32, from a width of 256 on (at 128 all of it is slower): transposed weights make
     products of 2 to 32 tokens up to 1.5 times as fast. Blocks make those of 2 to 15 tokens 1.2 to 2.3 times as fast as transposed weights
-    where a device is one thread; XLA uses one thread for them, so that with two threads they gain no more than 5 %, at a width of 512 and
-    4 tokens. Of one token, the feed-forward layer's last product gains by transposed weights, the others from a width of 512 on by parts:
-    1.2 to 1.5 times as fast.
+    where a device is one thread; XLA uses one thread for them. Of one token, the feed-forward layer's last product gains by transposed
+    weights, the others from a width of 512 on by parts: 1.2 to 1.5 times as fast; where several tokens meet the same weights in turn with
+    one, parts cost these nothing if there are two threads, and half their speed if there is one.
     """
     if config.kv_heads % tensor:
         return Arrangement()
-    if not lone or config.embed < 256:
+    if threads == 0 or config.embed < 256:
         return Arrangement(joined=True, apart=True)
     if max(tokens) == 1 or (min(tokens) == 1 and threads > 1):
         split = tuple(name for name in _EVERY if name != "down") if config.embed >= 512 else ()
         return Arrangement(joined=True, apart=True, transposed=("down",), split=split)
-    if max(tokens) < (FEW if threads == 1 else 8 if config.embed <= 512 else 0):
+    if max(tokens) < FEW and threads == 1:
         return Arrangement(joined=True, apart=True, blocked=_EVERY)
     return Arrangement(joined=True, apart=True, transposed=_EVERY)
 

@@ -131,8 +131,10 @@ def finish_layer(
         experts = layer.router[...], layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
         return x + mixture(normed, *experts, family.experts_per_token, family.normalize_experts)
     if layer.gate_up is not None:
-        gate, up = jnp.moveaxis(product(normed, layer.gate_up), 2, 0)
-        # The division comes last, as XLA never repeats one: a product would be made anew for every block of a `Blocked` weight.
+        both = product(normed, layer.gate_up)
+        gate, up = both[:, :, 0], both[:, :, 1]
+        # SiLU with its division last, which XLA never repeats: a multiplication would be, for every block of a `Blocked` weight. For
+        # generation only, as the gradient is NaN where the exponential is infinite.
         return x + product(gate * up / (1 + jnp.exp(-gate)), layer.down)
     return x + swiglu(normed, layer.gate, layer.up, layer.down)
 

@@ -56,9 +56,10 @@ class Split(nnx.Param):
     """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its parts."""
 
 
-FEW, MANY = 16, 256
-"""Rows from which on a product with a `Blocked` weight takes block by block, as all at once need a copy of the rows each; and from which on
-one with a `Transposed` weight has it on the right, where turning the rows and what they make costs more than it wins."""
+FEW = 16
+"""Rows from which on a product takes the blocks of a `Blocked` weight one by one: at once, each needs a copy of all rows."""
+MANY = 256
+"""Rows from which on a product has a `Transposed` weight on the right: on the left, rows and results are transposed too."""
 
 
 def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) -> Float[Array, "B T *O"]:
@@ -81,11 +82,11 @@ def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) ->
         return made.reshape(*x.shape[:2], *outputs)
     if not isinstance(weight, Transposed):
         return jnp.tensordot(x, kernel, axes=inputs)
-    rows, turned = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
+    rows, flat = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
     if count >= MANY:
-        return (rows @ turned.T).reshape(*x.shape[:2], *kernel.shape[:-1])
+        return (rows @ flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
     # Barriers: XLA would fold the transposes into the product, which undoes it.
-    made = jax.lax.optimization_barrier(turned @ jax.lax.optimization_barrier(rows.T))
+    made = jax.lax.optimization_barrier(flat @ jax.lax.optimization_barrier(rows.T))
     return made.T.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 

@@ -18,7 +18,7 @@ def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.d
     rates, scale = frequencies(config.head_size, config.rope_theta, config.rope_factor, config.rope)
     angle = positions[:, :, None, None].astype(wide) * jnp.asarray(rates, wide)
     # The remainder changes nothing, but XLA computes cosines anew for whatever uses them, every head of every layer; remainders once.
-    cosine, sine = (jnp.fmod(turned, 2) for turned in (jnp.cos(angle), jnp.sin(angle)))
+    cosine, sine = jnp.fmod(jnp.cos(angle), 2), jnp.fmod(jnp.sin(angle), 2)
     return (cosine * scale).astype(dtype), (sine * scale).astype(dtype)
 
 

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxspec.config import DataConfig, DraftConfig, FamilyConfig, GrpoConfig, RolloutConfig
+from jaxspec.config import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
 from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import Blocked, Split, Transposed
 from jaxspec.models.mtp import Mtp
-from jaxspec.step import build_step
+from jaxspec.step import Step, build_step
 from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -166,39 +167,56 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "lone", "embed", "tokens", "threads", "wanted"),
+    ("tensor", "threads", "embed", "tokens", "wanted"),
     [
-        (1, False, 512, (8,), 1, Arrangement(joined=True, apart=True)),
-        (2, False, 512, (8,), 1, Arrangement(joined=True, apart=True)),
-        (4, False, 512, (8,), 1, Arrangement()),  # two key heads for four devices
-        (1, True, 128, (8,), 1, Arrangement(joined=True, apart=True)),
-        (1, True, 256, (1,), 1, Arrangement(joined=True, apart=True, transposed=("down",))),
-        (1, True, 512, (1,), 2, Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
-        (1, True, 256, (4, 1), 2, Arrangement(joined=True, apart=True, transposed=("down",))),
-        (1, True, 256, (2,), 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
-        (1, True, 256, (15, 1), 1, Arrangement(joined=True, apart=True, blocked=EVERY)),
-        (1, True, 256, (16, 4), 1, Arrangement(joined=True, apart=True, transposed=EVERY)),
-        (1, True, 512, (7,), 2, Arrangement(joined=True, apart=True, blocked=EVERY)),
-        (1, True, 768, (7,), 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
-        (1, True, 256, (8, 2), 2, Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, 0, 512, (8,), Arrangement(joined=True, apart=True)),
+        (2, 0, 512, (8,), Arrangement(joined=True, apart=True)),
+        (4, 0, 512, (8,), Arrangement()),  # two key heads for four devices
+        (1, 1, 128, (8,), Arrangement(joined=True, apart=True)),
+        (1, 1, 256, (1,), Arrangement(joined=True, apart=True, transposed=("down",))),
+        (1, 2, 512, (1,), Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
+        (1, 2, 256, (4, 1), Arrangement(joined=True, apart=True, transposed=("down",))),
+        (1, 2, 256, (4, 2), Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, 1, 256, (2,), Arrangement(joined=True, apart=True, blocked=EVERY)),
+        (1, 1, 256, (15, 1), Arrangement(joined=True, apart=True, blocked=EVERY)),
+        (1, 1, 256, (16, 4), Arrangement(joined=True, apart=True, transposed=EVERY)),
     ],
 )
 def test_the_arrangement_follows_mesh_and_sizes(
-    tensor: int, lone: bool, embed: int, tokens: tuple[int, ...], threads: int, wanted: Arrangement
+    tensor: int, threads: int, embed: int, tokens: tuple[int, ...], wanted: Arrangement
 ) -> None:
-    assert best(tiny_model(embed=embed), tensor, lone, tokens, threads) == wanted
+    assert best(tiny_model(embed=embed), tensor, threads, tokens) == wanted
 
 
-def test_one_row_with_drafts_is_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPROC", "2")
+def step_of(rows: int, kind: DraftKind, length: int) -> Step:
+    """Rollouts of a width that is arranged."""
     model = tiny_model(embed=256)
-    rollout, grpo = RolloutConfig(max_new_tokens=4, draft=DraftConfig(draft_length=2)), GrpoConfig(prompts=1, group_size=2)
-    config = tiny_config(model, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=4))
-    step = build_step(config, small_mesh(1), (1,), model.vocab).answering(1, 1)
-    assert [how.blocked for how in step.arrangements] == [EVERY, ()]
-    assert [how.transposed for how in step.arrangements] == [(), ("down",)]
-    assert step.plain().arrangements[0].transposed == ("down",)
-    step = step.answering(1, 3)
-    assert [how.transposed for how in step.arrangements] == [EVERY, EVERY]
-    monkeypatch.setenv("NPROC", "1")
-    assert [how.blocked for how in step.arrangements] == [EVERY, EVERY]
+    rollout = RolloutConfig(max_new_tokens=4, draft=DraftConfig(kind=kind, draft_length=length))
+    config = tiny_config(model, rollout=rollout, grpo=GrpoConfig(prompts=1, group_size=2), data=DataConfig(max_prompt_length=4))
+    return build_step(config, small_mesh(1), (1,), model.vocab).answering(1, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "length", "threads", "policy", "draft"),
+    [
+        (1, "eagle3", 2, 2, Transposed, nnx.Param),  # three tokens at once; of the draft, also one
+        (1, "eagle3", 1, 2, Transposed, Transposed),  # two tokens, and no single ones
+        (1, "none", 2, 2, nnx.Param, None),
+        (3, "eagle3", 2, 2, Transposed, Transposed),
+        (3, "eagle3", 2, 1, Blocked, Blocked),  # nine tokens, and three
+        (5, "model", 3, 1, Transposed, Blocked),  # twenty tokens; of the draft, ten and five
+    ],
+)
+def test_policy_and_draft_are_arranged_for_their_own_passes(
+    monkeypatch: pytest.MonkeyPatch, rows: int, kind: DraftKind, length: int, threads: int, policy: type, draft: type | None
+) -> None:
+    monkeypatch.setenv("NPROC", str(threads))
+    step = step_of(rows, kind, length)
+    target, drafter = jax.eval_shape(step.prepare, jax.eval_shape(step.fresh))
+    assert type(target.layers[0].heads) is policy
+    if draft is None:
+        assert drafter.network is None
+    else:
+        layer = drafter.network.first if kind == "eagle3" else drafter.network.layers[0]
+        assert type(layer.heads) is draft
+        assert type(layer.down) is (Transposed if draft is nnx.Param else draft)
