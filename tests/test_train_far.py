@@ -28,7 +28,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
     script = ["bash", str(ROOT / "launch" / "multiprocess_cpu.sh"), "2", *command(tmp_path / "two", **changes)]
     variables = environment(cache, 4) | {"DEVICES_PER_PROCESS": "4", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert output.returncode == 0, output.stdout + output.stderr
     for line, expected in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
         assert line["reward/mean"] == expected["reward/mean"]
@@ -38,10 +38,11 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     for name, value in weights(final_arrays(tmp_path / "two")).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
     # Seconds that one process measured choose the lengths of both; coupled tokens are the same whatever they are.
+    # Compiling takes three minutes with both cores for itself, and other tests run beside it.
     script[3:] = command(
         tmp_path / "auto", **{**changes, "steps": 1, "rollout__draft__draft_length": "auto", "rollout__engine__no_tail": True}
     )
-    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert output.returncode == 0, output.stdout + output.stderr
     assert "K=5 costs" in output.stdout
     assert lines(tmp_path / "auto")[0]["rollout/tokens"] == lines(tmp_path / "one")[0]["rollout/tokens"]
