@@ -28,7 +28,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
     script = ["bash", str(ROOT / "launch" / "multiprocess_cpu.sh"), "2", *command(tmp_path / "two", **changes)]
     variables = environment(cache, 4) | {"DEVICES_PER_PROCESS": "4", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert output.returncode == 0, output.stdout + output.stderr
     for line, expected in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
         assert line["reward/mean"] == expected["reward/mean"]

@@ -1,5 +1,6 @@
 """However a network's weights are arranged for generation, its products are those of the network as it was."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec import mesh as meshes
 from jaxspec.config import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
 from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
@@ -220,3 +222,11 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
         layer = drafter.network.first if kind == "eagle3" else drafter.network.layers[0]
         assert type(layer.heads) is draft
         assert type(layer.down) is (Transposed if draft is nnx.Param else draft)
+
+
+@pytest.mark.parametrize(("tensor", "transposed"), [(1, EVERY), (2, ())])
+def test_weights_are_turned_where_a_device_has_a_shard_alone(monkeypatch: pytest.MonkeyPatch, tensor: int, transposed: tuple) -> None:
+    monkeypatch.setenv("NPROC", "2")
+    step = dataclasses.replace(step_of(3, "eagle3", 2), mesh=meshes.make_mesh(1, tensor))
+    assert [how.transposed for how in step.arrangements] == [transposed, transposed]
+    assert all(how.apart for how in step.arrangements)
