@@ -29,7 +29,7 @@ class Context(NamedTuple):
     tokens: Int[Array, "R S"]
     """Prompt and response so far of every row; zeros beyond its end."""
     lengths: Int[Array, " B"]
-    """Tokens of each slot's row that it may look at."""
+    """Tokens of each slot's row that it may look at; 0 where no row is running."""
     row: Int[Array, " B"] | None = None
     """The row in each slot; None: slot b has row b."""
     row_lengths: Int[Array, " R"] | None = None
@@ -70,8 +70,11 @@ class Draft(NamedTuple):
 
     empty_cache(network, rows, slots) -> a cache for the draft's own layers; None: it has none
     prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows, cache)
+    catch_up(network, target, state, cache, context) -> (state, cache); before a round in which nothing is proposed
     propose(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of `length` tokens, 1 to K)
     commit(state, kept) -> state; a block of one position is that of a round in which nothing was proposed
+
+    What it proposes is a function of the text alone: rounds of other lengths, or of none, leave no trace in it.
     """
 
     length: int
@@ -82,6 +85,7 @@ class Draft(NamedTuple):
     """Whether some of its tokens are drawn from logits."""
     empty_cache: Callable[[PyTree, int, int], KVCache | None]
     prefill: Callable[..., tuple[PyTree, KVCache | None]]
+    catch_up: Callable[..., tuple[PyTree, KVCache | None]]
     propose: Callable[..., tuple[PyTree, KVCache | None, Proposal]]
     commit: Callable[[PyTree, Kept], PyTree]
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
 from jaxspec.models.decoder import Decoder
@@ -128,26 +128,31 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         lookup_state, _, found = lookup.propose(network, target, state.lookup, None, context, sample, length)
         whole = found.offered == length
 
-        def sample_unless_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
-            return jnp.where(whole, found.tokens[:, offset], sample(logits, offset))
+        def certain(logits: Float[Array, "*B V"], tokens: Int[Array, "*B"]) -> Float[Array, "*B V"]:
+            """A law that gives only what was found, where a whole block was."""
+            one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
+            law = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
+            return jnp.where(whole.reshape(-1, *[1] * (logits.ndim - 1)), law, logits)
 
-        learned_state, cache, proposal = learned.propose(network, target, state.learned, cache, context, sample_unless_found, length)
+        def sample_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
+            return sample(certain(logits, found.tokens[:, offset]), offset)
+
+        learned_state, cache, proposal = learned.propose(network, target, state.learned, cache, context, sample_found, length)
         assert proposal.logits is not None, "a draft that draws says from what"
-        certain = jnp.where(_one_hot(found.tokens, proposal.logits.shape[-1]), 0.0, -jnp.inf).astype(proposal.logits.dtype)
-        return (
-            PreferringState(lookup=lookup_state, learned=learned_state),
-            cache,
-            Proposal(
-                tokens=proposal.tokens,
-                logits=jnp.where(whole[:, None, None], certain, proposal.logits),
-                offered=jnp.where(whole, found.offered, proposal.offered),
-            ),
-        )
+        logits, offered = certain(proposal.logits, found.tokens), jnp.where(whole, found.offered, proposal.offered)
+        states = PreferringState(lookup=lookup_state, learned=learned_state)
+        return states, cache, Proposal(tokens=proposal.tokens, logits=logits, offered=offered)
+
+    def catch_up(
+        network: PyTree, target: Decoder, state: PreferringState, cache: KVCache | None, context: Context
+    ) -> tuple[PreferringState, KVCache | None]:
+        learned_state, cache = learned.catch_up(network, target, state.learned, cache, context)
+        return state.replace(learned=learned_state), cache
 
     def commit(state: PreferringState, kept: Kept) -> PreferringState:
         return PreferringState(lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept))
 
-    return Draft(learned.length, learned.taps, True, learned.empty_cache, prefill, propose, commit)
+    return Draft(learned.length, learned.taps, True, learned.empty_cache, prefill, catch_up, propose, commit)
 
 
 def _check(longest: int, min_match: int, max_match: int) -> None:
@@ -159,11 +164,11 @@ def _without_weights(
     longest: int, prefill: Callable[..., tuple[PyTree, None]], propose: Callable[..., tuple[PyTree, None, Proposal]]
 ) -> Draft:
     """A draft that is a function of the context and of what was known before: it has no cache, and nothing is committed to it."""
-    return Draft(longest, (), False, lambda network, rows, slots: None, prefill, propose, lambda state, kept: state)
 
+    def catch_up(network: PyTree, target: Decoder, state: PyTree, cache: None, context: Context) -> tuple[PyTree, None]:
+        return state, None
 
-def _one_hot(tokens: Int[Array, "B K"], vocab: int) -> Bool[Array, "B K V"]:
-    return tokens[:, :, None] == jnp.arange(vocab, dtype=tokens.dtype)
+    return Draft(longest, (), False, lambda network, rows, slots: None, prefill, catch_up, propose, lambda state, kept: state)
 
 
 def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:

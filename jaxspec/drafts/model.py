@@ -1,6 +1,7 @@
 """An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same vocabulary with its own cache."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
@@ -11,11 +12,10 @@ from jaxspec.state import Prompts, Tree, pytree
 
 @pytree
 class ModelState(Tree):
-    """How far the draft model has read. Slots of its cache are positions, less those that were never read."""
+    """How far the draft model has read."""
 
     read: Int[Array, " B"]
-    """Positions before this one are in the cache, or skipped."""
-    skipped: Int[Array, " B"]
+    """Positions before this one are in the cache."""
 
 
 def external(longest: int) -> Draft:
@@ -29,8 +29,10 @@ def external(longest: int) -> Draft:
     ) -> tuple[ModelState, KVCache]:
         rows, width = prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        state = ModelState(read=prompts.lengths, skipped=jnp.zeros_like(prompts.lengths))
-        return state, _cache_of(network(prompts.tokens, positions, cache).cache)
+        return ModelState(read=prompts.lengths), _cache_of(network(prompts.tokens, positions, cache).cache)
+
+    def catch_up(network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context) -> tuple[ModelState, KVCache]:
+        return state, cache  # the tokens stay where they are: the next proposal reads them
 
     def propose(
         network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context, sample: Sampler, length: int
@@ -38,13 +40,19 @@ def external(longest: int) -> Draft:
         # The last token is new. So is the one before it where all drafts were kept: the last of them was drawn, but never read.
         # A row of one token starts with it and reads a slot ahead, which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
-        skipped = state.skipped + jnp.maximum(first - state.read, 0)  # in rounds that drafted nothing
 
-        def read(tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache | None) -> Forward:
-            return network(tokens, positions, cache, slots=positions - skipped[:, None])
+        def read(start: Int[Array, " B"], count: int, cache: KVCache) -> Forward:
+            positions = block_positions(start, count)
+            return network(context.at(positions), positions, cache)
 
-        positions = block_positions(first, 2)
-        forward = read(context.at(positions), positions, cache)
+        def read_on(carry: tuple[Int[Array, " B"], KVCache]) -> tuple[Int[Array, " B"], KVCache]:
+            start, cache = carry
+            return jnp.minimum(start + longest + 1, first), _cache_of(read(start, longest + 1, cache).cache)
+
+        # What rounds without drafts committed.
+        start = jnp.minimum(state.read, first)
+        _, cache = lax.while_loop(lambda carry: jnp.any(carry[0] < first), read_on, (start, cache))
+        forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
         drafted, laws = [], []
@@ -54,19 +62,18 @@ def external(longest: int) -> Draft:
             drafted.append(token)
             laws.append(logits)
             if offset + 1 < length:
-                forward = read(token[:, None], last + 1 + offset, forward.cache)
+                forward = network(token[:, None], last + 1 + offset, forward.cache)
                 hidden = forward.hidden
         count = jnp.full_like(context.lengths, length)
         proposal = Proposal(tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count)
-        return ModelState(read=context.lengths, skipped=skipped), _cache_of(forward.cache), proposal
+        return ModelState(read=context.lengths), _cache_of(forward.cache), proposal
 
     def commit(state: ModelState, kept: Kept) -> ModelState:
-        if kept.positions.shape[1] == 1:
-            return state
-        # What was kept of the block stands in the cache; what was not is overwritten before it is seen.
-        return state.replace(read=state.read + jnp.maximum(kept.length - 1, 0))
+        # The drafts that were kept stand in the cache, but for the last one of the block; what was not is overwritten before it is seen.
+        drafts = kept.positions.shape[1] - 1
+        return state.replace(read=state.read + jnp.clip(kept.length - 1, 0, max(drafts - 1, 0)))
 
-    return Draft(longest, (), True, empty_cache, prefill, propose, commit)
+    return Draft(longest, (), True, empty_cache, prefill, catch_up, propose, commit)
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

@@ -1,6 +1,7 @@
 """EAGLE-3 and MTP drafting: every round first re-reads the kept tokens with the target's true features, then drafts on its own states."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
@@ -19,16 +20,13 @@ Network = Eagle3 | Mtp
 class RecurrentState(Tree):
     """The block that the draft has yet to read.
 
-    In its cache, slot t of turn 0 reads the features of a position and the token after it; of turn k, the output of turn k-1 at slot t-1
-    and that token. Slots are positions, less those that were never read: after many rounds in which nothing was drafted, it reads the last
-    few.
+    In its cache, slot t of turn 0 reads the features of position t and the token after it; of turn k, the output of turn k-1 at slot t-1
+    and that token.
     """
 
     features: Float[Array, "B K1 C"]
     """The target's, at the pending positions: from `first` to the last whose next token is committed."""
     first: Int[Array, " B"]
-    skipped: Int[Array, " B"]
-    """Positions before `first` that were not read."""
     before: Float[Array, "B N1 D"]
     """Outputs of all turns but the last at the slot before `first`; zeros where there is none."""
     ends: Float[Array, "B N1 D"]
@@ -54,28 +52,32 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         positions = jnp.broadcast_to(jnp.arange(width - 1, dtype=jnp.int32), (rows, width - 1))
         nothing = jnp.zeros((rows, depth - 1, config.embed), features.dtype)
         embedded = network.embed(target, prompts.tokens[:, 1:])
-        cache, outputs = _read(network, cache, nothing, features[:, :-1], embedded, positions, positions, depth)
+        cache, outputs = _read(network, cache, nothing, features[:, :-1], embedded, positions, depth)
         # The last whole slot of the prompt (its token is the prompt's last) is read again by the first round, as its pending block.
         first = jnp.maximum(prompts.lengths - 2, 0)
         before = [jnp.take_along_axis(_next_slot(nothing[:, k], outputs[k]), first[:, None, None], axis=1) for k in range(depth - 1)]
         before = jnp.concatenate([nothing[:, :0], *before], axis=1)
         pending = jnp.pad(jnp.take_along_axis(features, first[:, None, None], axis=1), ((0, 0), (0, longest), (0, 0)))
-        return RecurrentState(features=pending, first=first, skipped=jnp.zeros_like(first), before=before, ends=before), cache
+        return RecurrentState(features=pending, first=first, before=before, ends=before), cache
+
+    def catch_up(
+        network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
+    ) -> tuple[RecurrentState, KVCache]:
+        return _within(longest, depth, network, target, state, cache, context)  # leaves room for the position that the round commits
 
     def propose(
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context, sample: Sampler, length: int
     ) -> tuple[RecurrentState, KVCache, Proposal]:
-        state = _latest(state, context.lengths, length + 1)
+        if length < longest:
+            state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
-        slots, tokens = positions - state.skipped[:, None], context.at(positions + 1)
-        block = state.features[:, : length + 1]
-        cache, outputs = _read(network, cache, state.before, block, network.embed(target, tokens), positions, slots, depth)
-        pending = context.lengths - 1 - state.first  # none in a row of one token: it has nothing to draft from
+        embedded, block = network.embed(target, context.at(positions + 1)), state.features[:, : length + 1]
+        cache, outputs = _read(network, cache, state.before, block, embedded, positions, depth)
+        pending = _pending(state, context)  # none in a row of one token: it has nothing to draft from
         last = jnp.maximum(pending - 1, 0)
         at_last = [jnp.take_along_axis(output, last[:, None, None], axis=1) for output in outputs]
         ends = jnp.where((pending > 0)[:, None, None], jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1), state.ends)
-        hidden, last_position = at_last[0], (state.first + last)[:, None]
-        last_slot = last_position - state.skipped[:, None]
+        hidden, last_slot = at_last[0], (state.first + last)[:, None]
         drafted, laws = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
@@ -85,8 +87,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             if offset + 1 < length:
                 step = offset + 1
                 sight = Sight(step % depth, last_slot, last_slot + step, depth)  # what other turns drafted is stale in its layers
-                embedded, position = network.embed(target, token[:, None]), last_position + step
-                cache, hidden = _turn(network, step % depth, cache, hidden, embedded, position, last_slot + step, sight)
+                cache, hidden = _turn(network, step % depth, cache, hidden, network.embed(target, token[:, None]), last_slot + step, sight)
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
         proposal = Proposal(tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count)
         return state.replace(ends=ends), cache, proposal
@@ -102,29 +103,49 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             before=jnp.where(went_on[:, None, None], state.ends, state.before),
         )
 
-    return Draft(longest, taps, True, empty, prefill, propose, commit)
+    return Draft(longest, taps, True, empty, prefill, catch_up, propose, commit)
 
 
-def _moved_on(state: RecurrentState, count: Int[Array, " B"]) -> RecurrentState:
-    """The state without the first `count` pending positions, which are never read."""
-    features = state.features
-    places = jnp.minimum(block_positions(count, features.shape[1]), features.shape[1] - 1)
-    features = jnp.take_along_axis(features, places[:, :, None], axis=1)
-    return state.replace(features=features, first=state.first + count, skipped=state.skipped + count)
+def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
+    """Positions that each row has yet to read; below 1 where there is nothing to read."""
+    return context.lengths - 1 - state.first
 
 
-def _latest(state: RecurrentState, lengths: Int[Array, " B"], count: int) -> RecurrentState:
-    """The state with at most `count` pending positions: the last ones."""
-    if count == state.features.shape[1]:
-        return state
-    return _moved_on(state, jnp.maximum(lengths - 1 - state.first - count, 0))
+def _within(
+    limit: int, depth: int, network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
+) -> tuple[RecurrentState, KVCache]:
+    """At most `limit` pending positions in every row: where one has more, all of them but the last are read, in all rows."""
+    width = state.features.shape[1]
+
+    def read(carry: tuple[RecurrentState, KVCache, Bool[Array, ""]]) -> tuple[RecurrentState, KVCache, Bool[Array, ""]]:
+        state, cache, _ = carry
+        positions = block_positions(state.first, width)
+        embedded = network.embed(target, context.at(positions + 1))
+        cache, outputs = _read(network, cache, state.before, state.features, embedded, positions, depth)
+        return _moved_on(state, outputs, jnp.clip(_pending(state, context) - 1, 0, width - 1)), cache, jnp.zeros((), bool)
+
+    # At most one turn: a `cond` would copy the cache.
+    needed = jnp.any(_pending(state, context) > limit)
+    state, cache, _ = lax.while_loop(lambda carry: carry[2], read, (state, cache, needed))
+    return state, cache
+
+
+def _moved_on(state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]) -> RecurrentState:
+    """The state after its first `count` pending positions, at which each turn gave `outputs`."""
+    width, at_last = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
+    places = jnp.minimum(block_positions(count, width), width - 1)
+    before = [jnp.take_along_axis(output, at_last, axis=1) for output in outputs[:-1]]
+    return state.replace(
+        features=jnp.take_along_axis(state.features, places[:, :, None], axis=1),
+        first=state.first + count,
+        before=jnp.where((count > 0)[:, None, None], jnp.concatenate([state.before[:, :0], *before], axis=1), state.before),
+    )
 
 
 def _appended(state: RecurrentState, kept: Kept, went_on: Bool[Array, " B"]) -> RecurrentState:
-    """The state with one position more to read; the first one makes room where there is none."""
-    width, new = state.features.shape[1], kept.positions[:, 0]
-    state = _moved_on(state, jnp.where(went_on & (new - state.first >= width), 1, 0))
-    place = jnp.where(went_on, new - state.first, width)  # beyond the buffer: dropped
+    """The state with one position more to read, for which `catch_up` made room."""
+    width = state.features.shape[1]
+    place = jnp.where(went_on, kept.positions[:, 0] - state.first, width)  # beyond the buffer: dropped
     rows = jnp.arange(len(place), dtype=jnp.int32)
     return state.replace(features=state.features.at[rows, place].set(kept.features[:, 0], mode="drop"))
 
@@ -136,7 +157,6 @@ def _read(
     features: Float[Array, "B T C"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    slots: Int[Array, "B T"],
     depth: int,
 ) -> tuple[KVCache, list[Float[Array, "B T D"]]]:
     """Reads a block with true features in all turns; returns each turn's outputs."""
@@ -144,8 +164,8 @@ def _read(
     for turn in range(depth):
         if turn > 0:
             hidden = _next_slot(before[:, turn - 1], hidden)[:, :-1]
-        sight = Sight(turn, slots - turn, slots, depth)  # of the last `turn` slots, only the own one is right in its layers
-        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, slots, sight)
+        sight = Sight(turn, positions - turn, positions, depth)  # of the last `turn` slots, only the own one is right in its layers
+        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, sight)
         outputs.append(hidden)
     return cache, outputs
 
@@ -162,13 +182,12 @@ def _turn(
     hidden: Float[Array, "B T D"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    slots: Int[Array, "B T"],
     sight: Sight,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
-    """Runs the layers of one turn at their slots of the cache."""
+    """Runs the layers of one turn; slots of the cache are positions."""
     for layer in range(turn * network.stack, (turn + 1) * network.stack):
         heads = network.heads(layer, hidden, embedded, positions)
-        cache = extend(cache, layer, slots, heads.key, heads.value)
+        cache = extend(cache, layer, positions, heads.key, heads.value)
         attended = attend_cache(heads.query, cache, layer, sight)
         hidden = network.finish(layer, heads.residual, attended)
     return cache, hidden

@@ -160,17 +160,16 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"],
         cache: KVCache | None = None,
         taps: tuple[int, ...] = (),
-        slots: Int[Array, "B T"] | None = None,
     ) -> Forward:
-        """Runs a block of tokens; with a cache the block is written to its `slots` (None: those of the positions) and attends to all up to
-        its own, without one it attends causally to itself.
+        """Runs a block of tokens; with a cache the block is written to the slots of its positions and attends to all up to its own, without
+        one it attends causally to itself.
 
         `taps` are boundaries at which the residual stream is wanted: numbers of layers applied, 0 to all, ascending.
         """
         config = self.config
         x = self.embedding[...][tokens]
         table = rotary_table(positions, config, x.dtype)
-        whole, places = up_to_position(positions, tokens.shape[1]), positions if slots is None else slots
+        whole = up_to_position(positions, tokens.shape[1])
 
         def layer(x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page) -> tuple[Any, Any]:
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
@@ -178,8 +177,8 @@ class Decoder(nnx.Module):
             if cache is None:
                 attended = attend(query, key, value, whole)
             else:
-                cache = extend(cache, index, places, key, value)
-                attended = attend_cache(query, cache, index, causal(places))
+                cache = extend(cache, index, positions, key, value)
+                attended = attend_cache(query, cache, index, causal(positions))
             return finish_layer(x, attended, weights, config), cache
 
         if isinstance(self.layers, Layers):

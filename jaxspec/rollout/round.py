@@ -57,15 +57,18 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
     rollout, row, now = engine.rollout, engine.row, _start(engine)
     matching, measured = by_matching(draft, settings), _measured(engine, settings.group_size)
     noise = _noise(taken(engine.keys, row), now.lengths, length, target.config.vocab, rollout.logprobs.dtype, matching, settings)
-    context = Context(rollout.tokens, now.lengths, row, rollout.lengths)
+    context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
     follows = context.at(block_positions(now.lengths, length + 1))
     draft_state, draft_cache = engine.draft, _with_table(engine.caches.draft, engine)
     proposal = Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths))
-    if draft is not None and length:
+    if draft is not None:
         with jax.named_scope("draft"):
-            sample = _sampler(now, follows, drafter, settings, noise)
-            draft_state, draft_cache, proposal = draft.propose(drafter.network, target, draft_state, draft_cache, context, sample, length)
-            proposal = proposal._replace(tokens=_or_known(now, follows[:, :length], proposal.tokens))
+            held = drafter.network, target, draft_state, draft_cache, context
+            if length:
+                draft_state, draft_cache, proposal = draft.propose(*held, _sampler(now, follows, drafter, settings, noise), length)
+                proposal = proposal._replace(tokens=_or_known(now, follows[:, :length], proposal.tokens))
+            else:
+                draft_state, draft_cache = draft.catch_up(*held)
     with jax.named_scope("verify"):
         positions = block_positions(now.lengths - 1, length + 1)
         tokens = jnp.concatenate([context.at(now.lengths[:, None] - 1), proposal.tokens], axis=1)

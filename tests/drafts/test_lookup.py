@@ -210,8 +210,11 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
     def propose(
         network: Decoder, state: Any, cache: Any, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
     ) -> tuple[PreferringState, Any, Proposal]:
-        context = Context(tokens, lengths)
-        return both.propose(network, network, state, cache, context, lambda logits, offset: drafted[:, offset], length)
+        def sample(logits: jax.Array, offset: int) -> jax.Array:
+            only = jnp.sum(jnp.isfinite(logits), axis=-1) == 1  # then it is drawn
+            return jnp.where(only, jnp.argmax(logits, axis=-1).astype(jnp.int32), drafted[:, offset])
+
+        return both.propose(network, network, state, cache, Context(tokens, lengths), sample, length)
 
     prompts = tiny_prompts(4).replace(tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32))
     state, cache = both.prefill(network, network, prompts, jnp.zeros((4, 5, 0)), both.empty_cache(network, 4, width + length))

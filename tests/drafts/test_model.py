@@ -17,7 +17,7 @@ from tests.conftest import numpy_decoder, tiny_model, tiny_network, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 3, 4, 5, 32, 11
+LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 3, 4, 5, 48, 11
 DRAFT = external(LENGTH)
 
 
@@ -56,36 +56,46 @@ def committed(text: np.ndarray, lengths: np.ndarray, junk: int = 0) -> jax.Array
 
 
 def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) -> None:
-    """Also where all drafts were kept, the last of which was never read, and in rows that start with one token."""
+    """Also where all drafts were kept, the last of which was never read, in rows that start with one token, and after rounds of other
+    lengths or without drafts."""
     random = np.random.default_rng(0)
     text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
     lengths = np.array([1, 5, 2, 4])
     held = prefill(network, committed(text[:, :WIDTH], lengths, 9), jnp.asarray(lengths, jnp.int32))
     counts_seen: set[int] = set()
-    for number in range(5):
-        count = random.integers(1, LENGTH + 2, ROWS)
+    for number, drafts in enumerate((3, 3, 3, 1, 3, 0, 1, 2, 0, 0, 0, 0, 0, 0, 1, 3)):
+        count = random.integers(1, drafts + 2, ROWS)
         if number == 0:
             count[0] = LENGTH + 1  # a row of one token keeps everything
         if number == 2:
             count[1] = 0  # the row has ended
-        coming = text[np.arange(ROWS)[:, None], lengths[:, None] + np.arange(LENGTH)]
+        coming = text[np.arange(ROWS)[:, None], lengths[:, None] + np.arange(drafts)]
         wrong = (coming + random.integers(1, VOCAB, coming.shape)) % VOCAB
-        drafted = np.where(np.arange(LENGTH) < count[:, None] - 1, coming, wrong).astype(np.int32)
-        held, proposal = propose(network, held, committed(text, lengths), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
-        np.testing.assert_array_equal(proposal.tokens, drafted)
-        np.testing.assert_array_equal(proposal.offered, LENGTH)
-        scratch = prefill(network, committed(text, lengths, 7), jnp.asarray(lengths, jnp.int32))
-        for row in range(ROWS):
-            whole = np.concatenate([text[row, : lengths[row]], drafted[row]])
-            wanted = numpy_decoder(network, whole)[0][lengths[row] - 1 : lengths[row] - 1 + LENGTH]
-            np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11, err_msg=f"round {number} row {row}")
-            for name, axis in (("keys", 3), ("values", 2)):
-                ours, theirs = (np.take(getattr(either, name)[:, row], range(lengths[row]), axis) for either in (held.cache, scratch.cache))
-                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        drafted = np.where(np.arange(drafts) < count[:, None] - 1, coming, wrong).astype(np.int32)
+        if drafts:
+            held = proposed(network, held, text, lengths, drafted, f"round {number}")
         counts_seen |= set(count.tolist())
-        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, count, LENGTH)))
+        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, count, drafts)))
         lengths = lengths + count
     assert counts_seen == {0, 1, 2, 3, 4}
+
+
+def proposed(network: Decoder, held: Held, text: np.ndarray, lengths: np.ndarray, drafted: np.ndarray, when: str) -> Held:
+    """What the draft holds after a proposal, which is that of its model after the text, as what it then has in its cache is."""
+    tokens, drafts = committed(text, lengths), drafted.shape[1]
+    held, proposal = propose(network, held, tokens, jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
+    np.testing.assert_array_equal(proposal.tokens, drafted)
+    np.testing.assert_array_equal(proposal.offered, drafts)
+    assert proposal.logits is not None
+    scratch = prefill(network, committed(text, lengths, 7), jnp.asarray(lengths, jnp.int32))
+    for row, length in enumerate(lengths):
+        whole = np.concatenate([text[row, :length], drafted[row]])
+        wanted = numpy_decoder(network, whole)[0][length - 1 : length - 1 + drafts]
+        np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11, err_msg=f"{when} row {row}")
+        for name, axis in (("keys", 3), ("values", 2)):
+            ours, theirs = (np.take(getattr(either, name)[:, row], range(length), axis) for either in (held.cache, scratch.cache))
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    return held
 
 
 def kept_block(text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> Kept:
@@ -97,28 +107,6 @@ def kept_block(text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts:
         positions=jnp.asarray(positions),
         length=jnp.asarray(count, jnp.int32),
     )
-
-
-def test_what_rounds_without_drafts_committed_is_not_read_but_for_its_end(network: Decoder) -> None:
-    """The last two tokens are; the others leave no trace, at their own positions, in what it says next."""
-    random = np.random.default_rng(4)
-    text, lengths = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32), np.array([1, 5, 2, 4])
-    held = prefill(network, committed(text[:, :WIDTH], lengths, 9), jnp.asarray(lengths, jnp.int32))
-    read = [list(range(length)) for length in lengths]
-    for drafts in (LENGTH, 1, 2):
-        for _ in range(4):
-            held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, np.ones(ROWS, int), 0)))
-            lengths = lengths + 1
-        drafted = random.integers(0, VOCAB, (ROWS, drafts)).astype(np.int32)
-        held, proposal = propose(network, held, committed(text, lengths), jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
-        assert proposal.logits is not None
-        for row, length in enumerate(lengths):
-            read[row] += [position for position in (length - 2, length - 1) if position not in read[row]]
-            positions = [*read[row], *range(length, length + drafts)]
-            wanted = numpy_decoder(network, np.concatenate([text[row, read[row]], drafted[row]]), positions)[0][len(read[row]) - 1 : -1]
-            np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11)
-        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, np.ones(ROWS, int), drafts)))
-        lengths = lengths + 1
 
 
 def test_it_reads_nothing_of_the_target(network: Decoder) -> None:

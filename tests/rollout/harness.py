@@ -192,10 +192,13 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
             drafted.append(token)
         return state, None, Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length))
 
+    def catch_up(network: Any, target: Decoder, state: tuple[()], cache: None, context: Context) -> tuple[tuple[()], None]:
+        return state, None
+
     def commit(state: tuple[()], kept: Kept) -> tuple[()]:
         return state
 
-    return Draft(length, (), True, lambda network, rows, slots: None, prefill, propose, commit)
+    return Draft(length, (), True, lambda network, rows, slots: None, prefill, catch_up, propose, commit)
 
 
 def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:
