@@ -39,9 +39,10 @@ class Case(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Six slots for 32 rows, the last of which move to two."""
-        pool = {"page_size": 2, "pages": 8 * -(-WIDTH // 2) + -(-(WIDTH + NEW + DEPTHS) // 2) + 4} if self.paged else {}
+        pages = 8 * -(-WIDTH // 2) + -(-(WIDTH + NEW + DEPTHS) // 2) + 4
         processing = SPREAD._replace(stop_ids=STOP[:1])
-        return Settings(GROUP, NEW, processing, block_rule, slots=6, tail=(2,), lengths=self.lengths, **pool)
+        given = Settings(GROUP, NEW, processing, block_rule, slots=6, tail=(2,), lengths=self.lengths)
+        return given._replace(page_size=2, pages=pages) if self.paged else given
 
     def __str__(self) -> str:
         return f"{self.kind} {self.turns}, {'pages' if self.paged else 'rows'}"
