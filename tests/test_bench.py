@@ -64,7 +64,7 @@ SMALL = {
     "grpo.group_size": 4,
 }
 LAYERS = ("--rollout.draft.temperature", "0.8", "--rollout.lookup.past", "4", "--rollout.draft.layers")
-ROWS = ["draft", "sampling", "verify", "K", "acceptance_length", "tokens_per_target_pass", "coverage", "conditional_rate"]
+ROWS = ["draft", "sampling", "verify", "K", "lengths", "acceptance_length", "tokens_per_target_pass", "coverage", "conditional_rate"]
 ROWS += ["expected_acceptance", "draft_temperature", "round_cost", "tokens_per_s"]
 
 
@@ -223,7 +223,8 @@ def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Pat
 
 @pytest.mark.slow
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
-    chosen = [place for place, variant in enumerate(VARIANTS) if variant.name in ("none", "model", "history")]
+    wanted = [("none", False), ("eagle3", True), ("model", False), ("history", False)]
+    chosen = [place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted]
     script = f"""
 import sys
 from jaxspec.bench import drafts
@@ -242,13 +243,13 @@ sys.exit(main(sys.argv[1:]))
     assert line.keys() == {"bench", "machine", "versions", "answers", "rows"}
     assert (line["bench"], line["answers"]) == ("drafts", 48)  # three batches of 16
     assert line["versions"].keys() == {"python", "jaxspec", "jax", "flax"}
-    assert [row["draft"] for row in line["rows"]] == ["none", "model", "history"]
+    assert [row["draft"] for row in line["rows"]] == ["none", "eagle3", "model", "history"]
     for row in line["rows"]:
         assert list(row) == ROWS
         shown = next(text.split() for text in before if text.split()[:1] == [row["draft"]])
         assert f"{row['acceptance_length']:.2f}" == shown[4]
         assert f"{row['round_cost']:.2f}" == shown[-2]
-        depths = row["K"]
+        depths = 5 if row["K"] == "auto" else row["K"]
         assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [depths, depths]
         drafts_kept = float(np.sum(np.cumprod(row["conditional_rate"])))
         # A round keeps its accepted drafts and one token more, unless the row ends with a draft.
@@ -256,7 +257,11 @@ sys.exit(main(sys.argv[1:]))
         every = 1 + row["coverage"] * (row["acceptance_length"] - 1)
         assert row["tokens_per_target_pass"] == pytest.approx(every, rel=1e-5)
         assert row["tokens_per_s"] > 0
-    none, model, history = line["rows"]
+    none, chosen, model, history = line["rows"]
+    assert (chosen["K"], list(chosen["lengths"]), none["lengths"], model["lengths"]) == ("auto", ["0", "1", "3", "5"], {}, {})
+    assert sum(chosen["lengths"].values()) == pytest.approx(1)
+    assert 1 - chosen["lengths"]["0"] == pytest.approx(chosen["coverage"])
+    assert sum(text.startswith("of the rounds that chose their length with eagle3, ") for text in before) == 1
     assert (none["K"], none["acceptance_length"], none["tokens_per_target_pass"], none["round_cost"]) == (0, 1, 1, 1)
     assert (none["sampling"], none["verify"], history["sampling"], history["verify"]) == (None, None, None, "block")
     assert (model["sampling"], model["verify"], model["coverage"]) == ("auto", "block", 1)

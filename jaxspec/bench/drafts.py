@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -26,16 +27,18 @@ from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress, short
 from jaxspec.models.decoder import Decoder
+from jaxspec.pace import with_pace
 from jaxspec.program import Job, process_0_first, run
-from jaxspec.rollout import draft_temperature
+from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.runner import TimedGeneration, abstract, put
-from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout
+from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout, Statistics
 from jaxspec.step import build_step
 from jaxspec.train_draft import cached_draft, load_policy
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
-temperature; drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is one JSON object."""
+temperature, and some with the lengths that each round chooses; drafts are trained on first use. --rows N (default 512) answers each; the
+last line of the output is one JSON object."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
 REPEATS = 5
@@ -54,6 +57,8 @@ class Variant(NamedTuple):
     beside: LookupKind = "none"
     generic: bool = False
     """Trained on text that the policy did not write."""
+    chosen: bool = False
+    """Each round chooses its draft length, instead of the config's."""
 
 
 VARIANTS = (
@@ -64,7 +69,9 @@ VARIANTS = (
     Variant("eagle3", "eagle3", verify="token"),
     Variant("eagle3", "eagle3", verify="coupled"),
     Variant("eagle3-generic", "eagle3", generic=True),
+    Variant("eagle3", "eagle3", chosen=True),
     Variant("mtp", "mtp"),
+    Variant("mtp", "mtp", chosen=True),
     Variant("model", "model"),
     Variant("ngram", "ngram"),
     Variant("history", "history"),
@@ -77,6 +84,7 @@ def config_of(variant: Variant, config: Config) -> Config:
     """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers, lookup rules."""
     draft = config.rollout.draft
     draft = replace(draft, kind=variant.kind, sampling=variant.sampling, vocab=draft.vocab if variant.kind == "eagle3" else 0)
+    draft = replace(draft, draft_length="auto") if variant.chosen else draft
     lookup = replace(config.rollout.lookup, beside=variant.beside)
     rollout = replace(config.rollout, draft=draft, lookup=lookup, verify=variant.verify)
     offline = replace(config.offline, text="generic") if variant.generic else config.offline
@@ -115,6 +123,13 @@ class Bench:
         self.round_seconds.append(made.loop_seconds / made.rounds)
         self.rates.append(tokens / made.seconds)
 
+    def learn(self, rollout: Rollout) -> None:
+        """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
+        self.measured = draft_temperature.update(self.measured, rollout.statistics)
+        if self.drafter.pace is not None:
+            pace = draft_length.update(self.drafter.pace, rollout.statistics)
+            self.drafter = self.drafter.replace(pace=put(pace, self.drafter.pace))
+
     def row(self, plain_round: float) -> dict[str, Any]:
         """The row of the table."""
         grid, length = self.job.step.settings.grid, self.job.step.draft_length
@@ -131,13 +146,21 @@ class Bench:
             "draft": self.variant.name,
             "sampling": sampling or None,
             "verify": verify or None,
-            "K": length,
+            "K": "auto" if self.variant.chosen else length,
+            "lengths": _shares(every, self.job.step.settings.lengths),
             **{name: measured[name] for name in ("acceptance_length", "tokens_per_target_pass", "coverage")},
             **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
             "draft_temperature": by_depth("draft_temperature") if sampling else [],
             "round_cost": float(np.median(self.round_seconds)) / plain_round,
             "tokens_per_s": float(np.median(self.rates)),
         }
+
+
+def _shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Share of the rounds, over rows, that drafted so many tokens; nothing where all draft alike."""
+    rounds = float(statistics.rounds.sum())
+    at_least = [float(statistics.drafted[:, length - 1].sum()) / rounds if length else 1.0 for length in lengths] + [0.0]
+    return {str(length): more - less for length, (more, less) in zip(lengths, pairwise(at_least), strict=True)}
 
 
 def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts) -> tuple[Bench, Decoder]:
@@ -147,7 +170,8 @@ def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, p
     if shapes.draft is not None:
         text = training_text(job.config, job.tokenizer)
         network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.draft.network)
-    target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(policy, network)
+    state = with_pace(step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts)
+    target, drafter = jax.jit(step.prepare)(state)
     measured = draft_temperature.start(step.draft_length, step.settings.grid)
     call = TimedGeneration(step, target, drafter, prompts)
     return Bench(variant=variant, job=job, drafter=drafter, call=call, measured=measured), target
@@ -158,7 +182,8 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     config = job.config
     require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
     length = config.rollout.draft.draft_length
-    require(length != "auto", "bench drafts compares drafts of one length; give --rollout.draft.draft_length 3 or another number")
+    remedy = "give --rollout.draft.draft_length 3 or another number"
+    require(length != "auto", f"bench drafts compares drafts of one length with those that choose it, in rows of their own; {remedy}")
     path = config.rollout.draft.path
     require(not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}")
     require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
@@ -184,6 +209,10 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     table = [bench.row(plain) for bench in benches]
     answers = calls * config.grpo.prompts * config.grpo.group_size
     Console().print(*_tables(table), sep="\n")
+    for row in table:
+        if row["lengths"]:
+            shares = ", ".join(f"{share:.0%} drafted {length}" for length, share in row["lengths"].items())
+            job.say(f"of the rounds that chose their length with {row['draft']}, {shares}")
     law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
     about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
@@ -214,7 +243,7 @@ def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, call
             for batch in range(TUNING + calls):
                 rollout = bench.generate(target, asked.train(batch))
                 if batch < TUNING:
-                    bench.measured = draft_temperature.update(bench.measured, rollout.statistics)
+                    bench.learn(rollout)
                 else:
                     bench.rollouts.append(jax.device_get(rollout))
                 progress.update(number * (TUNING + calls) + batch + 1)
