@@ -35,16 +35,16 @@ def require(condition: bool, message: str) -> None:
 class Range:
     """What numbers a setting takes, as part of its type: `Annotated[float, Range(above=0)]`."""
 
-    least: float = -INF
-    above: float = -INF
-    most: float = INF
-    below: float = INF
+    least: int | float = -INF
+    above: int | float = -INF
+    most: int | float = INF
+    below: int | float = INF
     or_zero: bool = False
     """Zero is taken as well."""
     remedy: str = ""
     """What to do instead, where the bounds do not say it."""
 
-    def takes(self, number: float) -> bool:
+    def takes(self, number: int | float) -> bool:
         """Whether a number is inside."""
         inside = self.least <= number <= self.most and self.above < number < self.below
         return inside or (self.or_zero and number == 0)

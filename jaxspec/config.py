@@ -37,9 +37,10 @@ DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 DraftSampling = Literal["argmax", "sample", "auto"]
 LookupKind = Literal["none", "ngram", "history"]
 VerifyRule = Literal["block", "token", "coupled"]
-Temperature = Annotated[float, Range(least=1e-3, most=1e3, or_zero=True)]
+Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
 """Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
 DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
+GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two responses")]
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 """What numpy, JAX and grain all tell apart."""
 AUTO_LENGTHS = (0, 1, 3, 5)
@@ -203,7 +204,7 @@ class GrpoConfig(Checked, prefix="grpo."):
 
     prompts: Count = 16
     """Prompts a batch."""
-    group_size: Annotated[int, Range(least=2, remedy="a group advantage needs two responses")] = 8
+    group_size: GroupSize = 8
     """Responses to each prompt (G); rows = prompts x G."""
     learning_rate: Positive = 2e-4
     """AdamW learning rate of the policy, after warm-up."""
@@ -349,6 +350,7 @@ def numbers_of(name: str, text: str) -> range:
       ConfigError: it stands for none.
     """
     first, _, end = (text or "0:0").partition(":")
-    whole = first.isdecimal() and end.isdecimal() and (int(first) < int(end) or not text)
+    digits = first.isdecimal() and end.isdecimal() and len(first + end) < 20
+    whole = digits and (int(first) < int(end) or not text)
     require(whole, f"{name} is {text!r}; FIRST:END with END above FIRST, such as 10:12 for the two from 10 on")
     return range(int(first), int(end))

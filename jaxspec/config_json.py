@@ -65,11 +65,12 @@ def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
 
 def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME) -> list[str]:
     """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved -> now`."""
-    before, now = _flat(saved), _flat(to_json(config))
+    before, now = flat(saved), flat(to_json(config))
     pairs = {key: (before.get(key, "(absent)"), now.get(key, "(absent)")) for key in before | now if key not in free}
     return [f"{key}: {was} -> {value}" for key, (was, value) in pairs.items() if was != value]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    nested = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a `to_json` by their dotted names."""
+    nested = [flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
     return {key: value for part in nested for key, value in part.items()}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.checked import Checked, ConfigError
 from jaxspec.cli import load_config, override, read_config, settle, take_option
-from jaxspec.config import Config, ConfigError, DraftConfig, DraftKind, LookupConfig, RolloutConfig
+from jaxspec.config import Config, DraftConfig, DraftKind, LookupConfig, RolloutConfig
 from jaxspec.consistency import check
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -67,9 +68,8 @@ class TestLoad:
         assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (32, 5, "here")
 
     def test_values_keep_their_text(self) -> None:
-        config, _ = load(
-            "--config", "rl_think.py", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"
-        )
+        argv = ["--data.path", "train.jsonl", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"]
+        config, _ = load("--config", "rl_think.py", *argv)
         assert config.data.instruction == "Answer: $X, in \\boxed{}"
         assert config.draft_training.learning_rate == 1e-5
 
@@ -116,7 +116,7 @@ class TestLoad:
     def test_settings_foreign_to_the_kind(self, kind: list[str], foreign: list[str]) -> None:
         message = refused("--config", "rl_think.py", *kind, *foreign)
         assert message == refused("--config", "rl_think.py", *kind, *(word.replace("_", "-") for word in foreign))
-        assert f"kind {kind[-1].split('=')[-1]}" in message
+        assert f"kind {kind[-1].split('=')[-1]}" in message or "with look-up " in message
         assert foreign[0].split("=")[0].replace("no_", "") in message
 
     @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ class TestRefusals:
     def test_value(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "eagle3" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.kind", "eagle4")
 
-    def test_local_check_behind_an_override(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "grpo.group_size is 1" in exit_message(capsys, "--config", "rl_think.py", "--grpo.group_size", "1")
+    def test_local_check_behind_an_override(self) -> None:
+        assert refused("--config", "rl_think.py", "--grpo.group_size", "1").startswith("grpo.group_size is 1; it must be at least 2")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -204,7 +204,7 @@ def test_config_files_say_how_to_run_them_and_what_to_expect_where(name: str, pr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Other:
+class Other(Checked):
     """The options of another command line."""
 
     rows: int = 3
@@ -234,9 +234,9 @@ class TestAnotherCommandLine:
             default, draft=replace(default.draft, draft_length=5)
         )
 
-    def test_foreign_settings_are_named_as_its_options(self) -> None:
-        with pytest.raises(ConfigError, match=r"draft\.kind ngram.* no use for --draft\.vocab; "):
-            settle(RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3)), ["--draft.vocab", "3"], "")
+    def test_options_may_go_without_the_name_of_their_section(self) -> None:
+        with pytest.raises(ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "):
+            settle(Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))), ["--draft.vocab", "3"], under="rollout.")
 
 
 class TestSettle:
@@ -256,18 +256,17 @@ class TestSettle:
         ],
     )
     def test_what_is_not_named_gives_way(self, kind: DraftKind, argv: list[str], vocab: int, beside: str) -> None:
-        settled = settle(replace(self.own, draft=replace(self.own.draft, kind=kind)), argv, "")
+        rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
+        settled = settle(Config(rollout=rollout), argv, under="rollout.").rollout
         assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (kind, vocab, beside)
 
     def test_what_is_named_does_not(self) -> None:
-        with pytest.raises(ConfigError, match=r"kind none.* no use for --x\.draft\.vocab; "):
-            settle(replace(self.own, draft=DraftConfig(kind="none", vocab=24)), ["--x.draft.kind", "none", "--x.draft.vocab", "24"], "x.")
-        with pytest.raises(ConfigError, match=r"look-up none have no use for --lookup\.max_match; "):
-            settle(
-                replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)),
-                ["--draft.kind", "none", "--lookup.max_match", "6"],
-                "",
-            )
+        config = Config(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
+        with pytest.raises(ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "):
+            settle(config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"])
+        looked_up = Config(rollout=replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)))
+        with pytest.raises(ConfigError, match=r"look-up none there is no use for --rollout\.lookup\.max_match; "):
+            settle(looked_up, ["--rollout.draft.kind", "none", "--rollout.lookup.max_match", "6"])
 
 
 class TestVaried:
