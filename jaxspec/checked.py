@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,6 +30,15 @@ def require(condition: bool, message: str) -> None:
     """Raises ConfigError with `message` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def read_from(source: str) -> Iterator[None]:
+    """Puts the file that settings are made from before what is wrong with them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

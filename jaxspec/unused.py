@@ -39,6 +39,7 @@ _OBJECTIVE = "draft_training.loss draft_training.ttt_steps draft_training.decay 
 _OFFLINE = "offline.samples offline.text offline.rows offline.learning_rate"
 _FORM = " ".join(f"head.{item.name}" for item in fields(HeadConfig) if item.name != "taps")
 _KIND, _PATH = "rollout.draft.kind {c.rollout.draft.kind}", "rollout.draft.path, whose files say it,"
+_LOOKUP = f"{_KIND} and look-up {{c.rollout.lookup_kind}}"
 
 WITH_ANY_DRAFT = (
     Unused(
@@ -92,9 +93,9 @@ BY_DRAFT = (
     Unused("rollout.draft.layers", _PATH, _loaded("mtp", "model")),
     Unused("rollout.draft.embedding_first", _PATH, _loaded("mtp")),
     Unused("draft_model.", _PATH, _loaded("eagle3", "model")),
-    Unused("rollout.lookup.rule", "look-up {c.rollout.lookup_kind}", lambda c: c.rollout.lookup_kind != "ngram"),
-    Unused("rollout.lookup.past", "look-up {c.rollout.lookup_kind}", lambda c: c.rollout.lookup_kind != "history"),
-    Unused("rollout.lookup.min_match rollout.lookup.max_match", "look-up none", lambda c: c.rollout.lookup_kind == "none"),
+    Unused("rollout.lookup.rule", _LOOKUP, lambda c: c.rollout.lookup_kind != "ngram"),
+    Unused("rollout.lookup.past", _LOOKUP, lambda c: c.rollout.lookup_kind != "history"),
+    Unused("rollout.lookup.min_match rollout.lookup.max_match", _LOOKUP, lambda c: c.rollout.lookup_kind == "none"),
     Unused(f"{_OBJECTIVE} draft_training.learning_rate {_OFFLINE}", _KIND, lambda c: not c.rollout.draft.learned),
     Unused("offline.steps", _KIND, lambda c: not c.rollout.draft.learned and c.offline.steps > 0),
     Unused("draft_training.ttt_steps draft_training.decay", "rollout.draft.kind model, which has one depth,", _kind("model")),

@@ -122,7 +122,9 @@ class GenerateOptions(Checked, prefix="--"):
         needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
-        require(self.draft != "none" or not self.lengths, "--lengths are those of a draft; name one with --draft")
+        drafting = {"lengths": self.lengths, "draft_path": self.draft_path, "draft_vocab": self.draft_vocab}
+        vain = ", ".join(f"--{name}" for name, value in drafting.items() if value)
+        require(self.draft != "none" or not vain, f"{vain}: for a draft only; name one with --draft")
 
 
 def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
