@@ -62,21 +62,21 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         )
         factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
         rope = RopeConfig(context=rope.context)
-    sizes: dict[str, Any] = dict(
-        vocab=_number(raw, source, "vocab_size"),
-        layers=_number(raw, source, "num_hidden_layers"),
-        embed=embed,
-        heads=heads,
-        kv_heads=_number(raw, source, "num_key_value_heads", heads),
-        head_size=_number(raw, source, "head_dim", embed // heads),
-        ffn=_number(raw, source, "moe_intermediate_size" if family.experts else "intermediate_size"),
-        rope_theta=theta,
-        rope_factor=factor,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        rope=rope,
-        family=family,
-    )
+    sizes: dict[str, Any] = {
+        "vocab": _number(raw, source, "vocab_size"),
+        "layers": _number(raw, source, "num_hidden_layers"),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": _number(raw, source, "num_key_value_heads", heads),
+        "head_size": _number(raw, source, "head_dim", embed // heads),
+        "ffn": _number(raw, source, "moe_intermediate_size" if family.experts else "intermediate_size"),
+        "rope_theta": theta,
+        "rope_factor": factor,
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tied": bool(raw.get("tie_word_embeddings", False)),
+        "rope": rope,
+        "family": family,
+    }
     with read_from(source):
         return replace(base, **sizes)
 
