@@ -127,7 +127,7 @@ def _outside(number: Any, kind: type, bounds: Range) -> str:
 
 def _is(value: Any, wanted: type) -> bool:
     if wanted is float:
-        return _is(value, int) or (isinstance(value, float) and (value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1]))
+        return (_is(value, int) or isinstance(value, float)) and (value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1])
     return isinstance(value, wanted) and (wanted is not int or not isinstance(value, bool))
 
 
