@@ -1,56 +1,49 @@
-"""What a checkpoint fixes: the policy's sizes and family, the form of an EAGLE-3 head; and the error for bad settings."""
+"""What a checkpoint fixes: the policy's sizes and family, the form of an EAGLE-3 head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxspec.checked import Checked, Range, require
 
 ModelType = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mimo"]
-
-
-class ConfigError(ValueError):
-    """Bad input that the user can mend; programs print it without a traceback and exit with code 2."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
+Natural = Annotated[int, Range(least=0)]
+Count = Annotated[int, Range(least=1)]
+Positive = Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig:
+class RopeConfig(Checked, prefix="model.rope."):
     """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but the context."""
 
     kind: Literal["yarn", "llama3", "linear"] = "yarn"
     """YaRN (arXiv 2309.00071), Llama 3's bands, or all frequencies alike."""
-    context: int = 0
+    context: Natural = 0
     """Positions that the model was made for, before any stretching; 0: not known, and not checked."""
-    longest: int = 0
+    longest: Natural = 0
     """Positions that the stretched model allows for; 0: the context times rope_factor."""
-    beta_fast: float = 32.0
+    beta_fast: Positive = 32.0
     """YaRN: frequencies that turn more often in the context keep their pace."""
-    beta_slow: float = 1.0
+    beta_slow: Positive = 1.0
     """YaRN: frequencies that turn less often are stretched by the whole factor."""
-    attention_factor: float = 0.0
+    attention_factor: Annotated[float, Range(least=0)] = 0.0
     """YaRN: factor on cosines and sines; 0: 0.1 ln(rope_factor) + 1."""
     truncate: bool = True
     """YaRN: the band's ends are rounded to whole frequencies."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Positive = 1.0
     """Llama 3: as beta_slow."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Positive = 4.0
     """Llama 3: as beta_fast."""
 
-    def __post_init__(self) -> None:
-        for name in ("context", "longest"):
-            require(getattr(self, name) >= 0, f"rope.{name} is {getattr(self, name)}; at least 0")
+    def check(self) -> None:
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
             pair = getattr(self, low), getattr(self, high)
-            require(0 < pair[0] < pair[1], f"rope.{low} {pair[0]} and rope.{high} {pair[1]}: above 0, the first below the second")
+            require(pair[0] < pair[1], f"model.rope.{low} {pair[0]} is not below model.rope.{high} {pair[1]}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyConfig:
+class FamilyConfig(Checked, prefix="model.family."):
     """What the families of decoders differ in; the defaults are Qwen3's."""
 
     model_type: ModelType = "qwen3"
@@ -61,20 +54,20 @@ class FamilyConfig:
     """Biases of the query, key and value products."""
     output_bias: bool = False
     """Bias of the attention's output product."""
-    experts: int = 0
+    experts: Natural = 0
     """Experts a layer, each of width `ffn`; 0: one dense feed-forward layer."""
-    experts_per_token: int = 8
+    experts_per_token: Count = 8
     """Experts that a token is sent to."""
     normalize_experts: bool = True
     """Whether the weights of a token's experts are made to sum to 1."""
 
-    def __post_init__(self) -> None:
-        chosen = f"family.experts_per_token is {self.experts_per_token}; 1 to family.experts {self.experts}"
-        require(self.experts == 0 or 1 <= self.experts_per_token <= self.experts, chosen)
+    def check(self) -> None:
+        chosen = f"model.family.experts_per_token is {self.experts_per_token}; at most model.family.experts {self.experts}"
+        require(self.experts == 0 or self.experts_per_token <= self.experts, chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Checked, prefix="model."):
     """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with sizes of its own."""
 
     path: str = ""
@@ -82,25 +75,25 @@ class ModelConfig:
     rope_factor, dtype and remat; empty: these settings, and random weights or a warm start."""
     ignore: bool = False
     """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
-    vocab: int = 40
+    vocab: Count = 40
     """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
-    layers: int = 12
+    layers: Count = 12
     """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least 4."""
-    embed: int = 64
+    embed: Count = 64
     """Width of the residual stream."""
-    heads: int = 4
+    heads: Count = 4
     """Query heads."""
-    kv_heads: int = 2
+    kv_heads: Count = 2
     """Key and value heads (grouped-query attention); divides `heads`."""
-    head_size: int = 16
+    head_size: Count = 16
     """Size of one head; even, for rotary positions."""
-    ffn: int = 192
+    ffn: Count = 192
     """Width of the SwiGLU layer."""
-    rope_theta: float = 1e4
+    rope_theta: Annotated[float, Range(above=1)] = 1e4
     """Base of the rotary frequencies."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(least=1)] = 1.0
     """Stretches the positions for contexts so many times as long: as rope.kind says, of a checkpoint by YaRN; 1: as they are."""
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
     """Added to the mean square in RMSNorm."""
     tied: bool = True
     """Whether the output head is the embedding table."""
@@ -111,13 +104,10 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     family: FamilyConfig = field(default_factory=FamilyConfig)
 
-    def __post_init__(self) -> None:
-        require(self.rope_factor >= 1, f"model.rope_factor is {self.rope_factor}; 1 or more")
+    def check(self) -> None:
         scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0 or bool(self.path)
         remedy = "set --model.rope.context to the positions that the model was trained on"
         require(scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}")
-        for name in ("vocab", "layers", "embed", "heads", "kv_heads", "head_size", "ffn"):
-            require(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}; it must be positive")
         require(self.heads % self.kv_heads == 0, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
         require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; rotary positions need an even size")
 
@@ -128,10 +118,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadConfig(Checked, prefix="head."):
     """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its own."""
 
-    taps: tuple[int, ...] = ()
+    taps: tuple[Natural, ...] = ()
     """Numbers of the policy's layers applied where its residual stream is read; empty: those of a loaded head, else 2, L//2 and L-3."""
     use_taps: bool = True
     """False: the head reads the policy's final-norm hidden state, as it is."""
@@ -143,12 +133,12 @@ class HeadConfig:
     """The residual stream starts with the normed hidden state."""
     norm_output: bool = False
     """Deeper steps are fed the final-norm output instead of what precedes it (EAGLE-3.1)."""
-    logit_scale: float = 1.0
+    logit_scale: Positive = 1.0
     """Factor on the logits."""
     own_embedding: bool = False
     """An embedding table of its own, which is not trained; False: the policy's."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(list(self.taps) == sorted(set(self.taps)), f"head.taps {list(self.taps)} must ascend, without repetition")
         require(
             self.use_taps or not (self.taps or self.norm_before_fuse or self.fuse_norms),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
 import runpy
-from collections.abc import Sequence
-from dataclasses import fields, replace
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
-from jaxspec.config import Config, ConfigError, RolloutConfig, require
+from jaxspec.checked import Checked, ConfigError, require
+from jaxspec.config import Config
+from jaxspec.unused import WITH_ANY_DRAFT, refuse_unused
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Checked)
 
 _PACKAGE = Path(__file__).resolve().parent
 _SHIPPED = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE / "configs")
@@ -29,7 +33,7 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
     the draft itself, and so has use for the settings of every kind, names what it sets in `varied`.
 
     Raises:
-      ConfigError: no config, an unknown config or scale, a draft setting where there is no draft, or one that is `varied`.
+      ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing beside the others, or one that is `varied`.
       SystemExit: 0 after `--help`; 2 after a message, for a setting or value that does not exist.
     """
     command = f"python -m jaxspec.{program}"
@@ -44,9 +48,10 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
     config = override(default, overrides, f"{command} --config {given or 'NAME.py[:SCALE]'}", f"{description}\n\n{_guide(command)}")
     fixed = ", ".join(f"--{name}" for name in varied if name in _named(overrides))
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
-    if not varied:
-        config = replace(config, rollout=settle(config.rollout, overrides, "rollout."))
-        _check_head(config, overrides)
+    if varied:
+        refuse_unused(config, _named(overrides), WITH_ANY_DRAFT)
+    else:
+        config = settle(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
 
 
@@ -60,55 +65,33 @@ def take_option(argv: Sequence[str], command: str, name: str, form: str, default
 
 
 def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
-    """Returns a frozen dataclass with the fields that the command line names exchanged; ends the program as `load_config` does."""
+    """Returns checked settings with the fields that the command line names exchanged.
+
+    Raises:
+      ConfigError: a value outside its range, or values that do not go together.
+      SystemExit: as in `load_config`.
+    """
     flat = (tyro.conf.AvoidSubcommands,)
     return tyro.cli(type(default), prog=prog, description=about, args=argv, default=default, config=flat, use_underscores=True)
 
 
-_DRAFT_FIELDS = {
-    "none": set(),
-    "ngram": {"draft_length"},
-    "history": {"draft_length"},
-    "eagle3": {"draft_length", "sampling", "temperature", "vocab", "ffn", "path", "tap_convention"},
-    "mtp": {"draft_length", "sampling", "temperature", "ffn", "layers", "embedding_first", "path"},
-    "model": {"draft_length", "sampling", "temperature", "ffn", "layers", "path"},
-}
-"""What each kind of draft makes use of."""
-_LOOKUP_FIELDS = {"none": set(), "ngram": {"rule", "min_match", "max_match"}, "history": {"past", "min_match", "max_match"}}
+def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:
+    """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside it that another kind had is dropped.
 
-
-def settle(rollout: RolloutConfig, argv: Sequence[str], prefix: str) -> RolloutConfig:
-    """Returns the rollout for the kind of draft on the command line: a vocabulary or look-up beside it that another kind had is dropped.
-
-    What the command line names stays, for `consistency.check` to judge.
+    What the command line names stays, for `consistency.check` to judge. Its words are names of settings without `under`.
 
     Raises:
-      ConfigError: settings on the command line, such as `--{prefix}draft.vocab`, that the chosen kind has no use for.
+      ConfigError: settings on the command line that do nothing beside the others.
     """
-    named = {name.removeprefix(prefix) for name in _named(argv) if name.startswith(prefix)}
-    draft, lookup = rollout.draft, rollout.lookup
-    if "draft.kind" in named and draft.kind != "eagle3" and "draft.vocab" not in named:
+    named = {under + name for name in _named(argv)}
+    draft, lookup = config.rollout.draft, config.rollout.lookup
+    if "rollout.draft.kind" in named and draft.kind != "eagle3" and "rollout.draft.vocab" not in named:
         draft = replace(draft, vocab=0)
-    if "draft.kind" in named and not draft.learned and "lookup.beside" not in named:
+    if "rollout.draft.kind" in named and not draft.learned and "rollout.lookup.beside" not in named:
         lookup = replace(lookup, beside="none")
-    rollout = replace(rollout, draft=draft, lookup=lookup)
-    idle = set() if draft.sampling == "sample" else {"temperature"}
-    used = {f"draft.{name}" for name in (_DRAFT_FIELDS[draft.kind] | {"kind"}) - idle}
-    used |= {f"lookup.{name}" for name in _LOOKUP_FIELDS[rollout.lookup_kind] | {"beside"}}
-    changed = {f"draft.{item.name}" for item in fields(draft) if getattr(draft, item.name) != item.default}
-    changed |= {f"lookup.{item.name}" for item in fields(lookup) if getattr(lookup, item.name) != item.default}
-    foreign = ", ".join(f"--{prefix}{name}" for name in sorted(named & changed - used))
-    chosen = f"{prefix}draft.kind {draft.kind}, sampling {draft.sampling} and look-up {rollout.lookup_kind}"
-    require(not foreign, f"{chosen} have no use for {foreign}; leave it out, or choose another kind")
-    return rollout
-
-
-def _check_head(config: Config, argv: Sequence[str]) -> None:
-    """Refuses the form of an EAGLE-3 head on the command line for another kind of draft; one of the config file is left alone."""
-    changed = {f"head.{item.name}" for item in fields(config.head) if getattr(config.head, item.name) != item.default}
-    foreign = ", ".join(f"--{name}" for name in sorted(_named(argv) & changed))
-    kind = config.rollout.draft.kind
-    require(kind == "eagle3" or not foreign, f"rollout.draft.kind {kind} has no use for {foreign}, which is for eagle3; leave it out")
+    config = replace(config, rollout=replace(config.rollout, draft=draft, lookup=lookup))
+    refuse_unused(config, named)
+    return config
 
 
 def _named(argv: Sequence[str]) -> set[str]:
@@ -121,19 +104,34 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
     """Runs a config file and returns its config at `scale` (empty: the first of its SCALES) with the run's name.
 
     Raises:
-      ConfigError: the file is not Python, lacks SCALES or get_config, or does not list the scale.
+      ConfigError: the file is not Python, raises an error, lacks SCALES or get_config, or does not list the scale.
     """
-    try:
+    with _one_line(path):
         names = runpy.run_path(str(path))
-    except SyntaxError as error:
-        raise ConfigError(f"{path} is not a Python file: {error}") from error
     scales = names.get("SCALES", ())
     require(bool(scales) and "get_config" in names, f"{path} must define SCALES and get_config(scale), as rl_think.py does")
+    listed = isinstance(scales, tuple | list) and all(isinstance(name, str) for name in scales)
+    require(listed, f"{path}: SCALES is {scales!r}; it must be a tuple of names, such as ('tiny',)")
     scale = scale or scales[0]
     require(scale in scales, f"{path} has no scale {scale!r}; {_nearest(scale, scales)}it has {', '.join(scales)}")
-    config = names["get_config"](scale)
+    with _one_line(path):
+        config = names["get_config"](scale)
     require(isinstance(config, Config), f"{path}: get_config({scale!r}) returns a {type(config).__name__}, not a jaxspec.config.Config")
     return config, f"{path.stem}-{scale}"
+
+
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Turns what the code of a config file raises, whatever it is, into a message with its place in the file."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise ConfigError(f"{path} is not a Python file: {error}") from error
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{where}: {kind}{' '.join(str(error).split())}") from error
 
 
 def _find(file: str) -> Path:

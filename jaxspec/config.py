@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxspec.architecture import ConfigError, FamilyConfig, HeadConfig, ModelConfig, RopeConfig, require
+from jaxspec.architecture import Count, FamilyConfig, HeadConfig, ModelConfig, Natural, Positive, RopeConfig
+from jaxspec.checked import Checked, ConfigError, Range, require
 
 __all__ = [
     "Config",
@@ -36,30 +37,36 @@ DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 DraftSampling = Literal["argmax", "sample", "auto"]
 LookupKind = Literal["none", "ngram", "history"]
 VerifyRule = Literal["block", "token", "coupled"]
+Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
+"""Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
+DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
+GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two responses")]
+Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
+"""What numpy, JAX and grain all tell apart."""
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles; 0 is plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
+class DraftConfig(Checked, prefix="rollout.draft."):
     """What proposes tokens, and how they are drawn."""
 
     kind: DraftKind = "eagle3"
     """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction layers; `model`: a small decoder;
     `ngram`, `history`: look-up alone (see rollout.lookup); `none`: plain decoding through the same code."""
-    draft_length: int | Literal["auto"] = 3
+    draft_length: DraftLength | Literal["auto"] = 3
     """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3 or 5, whichever promises most tokens a
     second by what was accepted so far and by what rounds cost on this machine."""
     sampling: DraftSampling = "auto"
     """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the temperature that the run itself
     measures to be best for each depth."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
-    vocab: int = 0
+    vocab: Natural = 0
     """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's samples; 0: the policy's."""
-    ffn: int = 0
+    ffn: Natural = 0
     """Width of the draft's SwiGLU layer; 0: the policy's."""
-    layers: int = 1
+    layers: Count = 1
     """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
     embedding_first: bool = True
     """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo does."""
@@ -68,14 +75,9 @@ class DraftConfig:
     tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
     """What layer numbers in that folder count: layers applied (vLLM, speculators), or the layer whose output is read (SpecForge)."""
 
-    def __post_init__(self) -> None:
-        remedy = "at least 1 (draft.kind none is plain decoding)"
-        require(self.longest >= 1, f"draft.draft_length is {self.draft_length}; {remedy}")
-        looked_up = f"draft.draft_length auto weighs drafts that every round has, and {self.kind} finds them in some only"
+    def check(self) -> None:
+        looked_up = f"rollout.draft.draft_length auto weighs drafts that every round has, and {self.kind} finds them in some only"
         require(not self.lengths or self.learned or self.kind == "none", f"{looked_up}; give a number, such as 5")
-        require(self.temperature >= 0, f"draft.temperature is {self.temperature}; 0 (the most likely token) or more")
-        for name, least in (("vocab", 0), ("ffn", 0), ("layers", 1)):
-            require(getattr(self, name) >= least, f"draft.{name} is {getattr(self, name)}; at least {least}")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -94,44 +96,41 @@ class DraftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig:
+class LookupConfig(Checked, prefix="rollout.lookup."):
     """Drafts found in text that is there already: of the row itself, or of other answers to its prompt."""
 
     beside: LookupKind = "none"
     """Look-up beside a learned draft: a row uses it where it offers a whole block, else the learned draft."""
     rule: Literal["vllm", "hf", "latest"] = "vllm"
     """N-gram: longest match, earliest occurrence (`vllm`); the same, cut at an end token (`hf`); longest match, latest occurrence."""
-    min_match: int = 2
+    min_match: Count = 2
     """Shortest run of tokens, at the end of the text, that is looked for."""
-    max_match: int = 5
+    max_match: Count = 5
     """Longest run of tokens that is compared."""
-    past: int = 2
+    past: Natural = 2
     """History: answers of the last epoch that are kept for each prompt; 0: only its sibling rows."""
 
-    def __post_init__(self) -> None:
-        least = f"lookup.min_match {self.min_match} and max_match {self.max_match}: at least 1, the first not above the second"
-        require(1 <= self.min_match <= self.max_match, least)
-        require(self.past >= 0, f"lookup.past is {self.past}; at least 0")
+    def check(self) -> None:
+        longer = f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match {self.max_match}"
+        require(self.min_match <= self.max_match, f"{longer}; lower the first or raise the second")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked, prefix="rollout.engine."):
     """Memory and loops of generation; nothing here changes a token's law, and in coupled mode no token."""
 
-    slots: int = 256
+    slots: Count = 256
     """Rows that a data shard generates at once; further ones wait until a slot is free."""
-    page_size: int = 0
+    page_size: Natural = 0
     """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the rows of a group share their prompt, at
     the price of gathering them."""
-    pages: int = 0
+    pages: Natural = 0
     """Pages of a data shard, with page_size; 0: as many as prompts and slots can need. With fewer, a row may lose its pages for a while,
     and reads its text again later."""
     tail: bool = True
     """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the slots."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("page_size", 0), ("pages", 0)):
-            require(getattr(self, name) >= least, f"rollout.engine.{name} is {getattr(self, name)}; at least {least}")
+    def check(self) -> None:
         remedy = "give a page size too, 64 for example, or leave pages 0"
         require(
             self.page_size > 0 or self.pages == 0,
@@ -140,35 +139,32 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Checked, prefix="rollout."):
     """How responses are generated; the policy's law is that of `temperature`, `top_k`, `top_p`, `min_new_tokens` and `banned`."""
 
-    max_new_tokens: int = 28
+    max_new_tokens: Count = 28
     """Longest response, in tokens."""
-    min_new_tokens: int = 0
+    min_new_tokens: Natural = 0
     """Tokens before an end token may be sampled."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; rollout and learner divide the logits by it alike. 0: the most likely token (not for training)."""
-    top_k: int = 0
+    top_k: Natural = 0
     """Sample from the k most likely tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1: from all."""
-    banned: tuple[int, ...] = ()
+    banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
     enable_thinking: bool = True
     """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to answer without thinking first."""
     verify: VerifyRule = "block"
     """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled` gives the very tokens of plain decoding."""
-    slice_rounds: int = 8
+    slice_rounds: Count = 8
     """With --staged, rounds between two looks at signals."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("slice_rounds", 1), ("min_new_tokens", 0), ("top_k", 0), ("temperature", 0)):
-            require(getattr(self, name) >= least, f"rollout.{name} is {getattr(self, name)}; at least {least}")
-        require(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}; it must be in (0, 1] (1: no truncation)")
+    def check(self) -> None:
         shorter = self.min_new_tokens < self.max_new_tokens
         require(shorter, f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens {self.max_new_tokens}")
 
@@ -184,53 +180,44 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftTrainingConfig:
+class DraftTrainingConfig(Checked, prefix="draft_training."):
     """How a learned draft is trained, offline before the run and online during it."""
 
     loss: Literal["ce", "kl", "lk", "lambda", "tv"] = "ce"
     """Soft cross-entropy, KL divergence, or acceptance itself: `lk` -log sum min(target, draft), `tv` one minus that sum, `lambda` from KL
     to `tv` as acceptance grows."""
-    ttt_steps: int = 3
+    ttt_steps: Count = 3
     """Depths of the training-time-test unroll (EAGLE-3, MTP): step i trains on the draft's own states."""
-    decay: float = 0.8
+    decay: Annotated[float, Range(above=0, most=1)] = 0.8
     """Weight of depth i in the draft loss is `decay**i`."""
     online: bool = True
     """Whether the draft is trained during the run, on the learner's own detached hidden states."""
-    learning_rate: float = 4e-4
+    learning_rate: Positive = 4e-4
     """AdamW learning rate of the online update."""
-    grad_clip: float = 0.5
+    grad_clip: Positive = 0.5
     """Global-norm clip of the draft's gradient, apart from the policy's."""
 
-    def __post_init__(self) -> None:
-        require(self.ttt_steps >= 1, f"draft_training.ttt_steps is {self.ttt_steps}; at least 1")
-        require(0 < self.decay <= 1, f"draft_training.decay is {self.decay}; it must be in (0, 1]")
-
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
+class GrpoConfig(Checked, prefix="grpo."):
     """Group Relative Policy Optimization (arXiv 2402.03300), one update a batch."""
 
-    prompts: int = 16
+    prompts: Count = 16
     """Prompts a batch."""
-    group_size: int = 8
+    group_size: GroupSize = 8
     """Responses to each prompt (G); rows = prompts x G."""
-    learning_rate: float = 2e-4
+    learning_rate: Positive = 2e-4
     """AdamW learning rate of the policy, after warm-up."""
-    warmup_steps: int = 10
+    warmup_steps: Natural = 10
     """Linear warm-up of the learning rate, in batches."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(least=0)] = 0.0
     """AdamW weight decay."""
-    grad_clip: float = 1.0
+    grad_clip: Positive = 1.0
     """Global-norm clip of the policy's gradient."""
-
-    def __post_init__(self) -> None:
-        require(self.prompts >= 1, f"grpo.prompts is {self.prompts}; at least 1")
-        require(self.group_size >= 2, f"grpo.group_size is {self.group_size}; a group advantage needs at least 2 responses")
-        require(self.learning_rate > 0, f"grpo.learning_rate is {self.learning_rate}; it must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked, prefix="data."):
     """Prompts with checkable answers: generated tasks, or JSON lines."""
 
     path: str = ""
@@ -247,88 +234,72 @@ class DataConfig:
     """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, or on the last `Answer:` line."""
     instruction: str = ""
     """Text appended to each problem of `path`, such as how to mark the final answer."""
-    max_prompt_length: int = 8
+    max_prompt_length: Annotated[int, Range(least=2)] = 8
     """Longest prompt, in tokens; longer problems are left out and counted."""
     task: Literal["add", "subtract", "mixed"] = "add"
     """Family of the generated tasks."""
-    digits: int = 2
+    digits: Annotated[int, Range(least=1, most=4)] = 2
     """Difficulty of the generated tasks: digits of the operands, 1 to 4."""
     format: Literal["worked", "text"] = "worked"
     """Warm-start data: `worked` solves each prompt step by step (some steps wrong); `text` is a mixed corpus to continue."""
-    eval_prompts: int = 64
+    eval_prompts: Count = 64
     """Held-out problems for `eval/exact_match`."""
 
-    def __post_init__(self) -> None:
-        require(1 <= self.digits <= 4, f"data.digits is {self.digits}; 1 to 4")
-        require(self.max_prompt_length >= 2, f"data.max_prompt_length is {self.max_prompt_length}; at least 2")
-        require(self.eval_prompts >= 1, f"data.eval_prompts is {self.eval_prompts}; at least 1")
-
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Checked, prefix="mesh."):
     """Devices as `data` x `tensor`."""
 
-    data: int = 0
+    data: Natural = 0
     """Shards of the rows (and of the stored weights); 0: as many as fit the devices."""
-    tensor: int = 1
+    tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
-    shard_above: int = 2**20
+    shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**20
     """Weights with at least so many elements are stored sharded over `data` too; gathering smaller ones costs more than it saves."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("tensor", 1), ("shard_above", 0)):
-            require(getattr(self, name) >= least, f"mesh.{name} is {getattr(self, name)}; at least {least}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(Checked, prefix="sft."):
     """Supervised warm start of the embedded model (`train_sft`)."""
 
-    steps: int = 360
+    steps: Natural = 360
     """Updates; 0 starts from random weights."""
-    rows: int = 64
+    rows: Count = 64
     """Sequences a batch."""
-    learning_rate: float = 4e-3
+    learning_rate: Positive = 4e-3
     """Peak AdamW learning rate; cosine decay to a tenth."""
-    wrong_steps: float = 0.3
+    wrong_steps: Annotated[float, Range(least=0, below=1)] = 0.3
     """Share of worked steps with a wrong digit, so that the start is imperfect."""
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, f"sft.steps is {self.steps}; 0 or more")
-        require(self.rows >= 1, f"sft.rows is {self.rows}; at least 1")
-        require(0 <= self.wrong_steps < 1, f"sft.wrong_steps is {self.wrong_steps}; it must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineConfig:
+class OfflineConfig(Checked, prefix="offline."):
     """Offline training of the draft on the policy's own responses (`train_draft`)."""
 
-    samples: int = 2048
+    samples: Count = 2048
     """Responses sampled from the policy on the training prompts; the last sixteenth, at least a batch, is held out to measure the draft."""
     text: str = ""
     """Train on this file instead: JSON lines, each with a column `text` or `messages` (a chat, of which the assistant's turns are learnt),
     or `generic` for the built-in mixed corpus."""
-    steps: int = 300
+    steps: Natural = 300
     """Updates; 0 keeps the weights as they are: loaded, or random."""
-    rows: int = 64
+    rows: Count = 64
     """Sequences a batch."""
-    learning_rate: float = 1e-2
+    learning_rate: Positive = 1e-2
     """Peak AdamW learning rate; cosine decay to a tenth."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("rows", 1), ("samples", 1)):
-            require(getattr(self, name) >= least, f"offline.{name} is {getattr(self, name)}; at least {least}")
+    def check(self) -> None:
         batch = f"offline.samples {self.samples} fit one batch of offline.rows {self.rows}, which is held out"
         require(self.samples > self.rows or bool(self.text), f"{batch}; at least {self.rows + 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Checked, prefix="lora."):
     """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
 
-    rank: int = 0
+    rank: Natural = 0
     """Train adapters of this rank instead of the policy's weights; 0: train the weights."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """The adapters' product is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention and of a
@@ -336,26 +307,22 @@ class LoraConfig:
     path: str = ""
     """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
 
-    def __post_init__(self) -> None:
-        require(self.rank >= 0, f"lora.rank is {self.rank}; at least 0")
-        require(self.alpha > 0, f"lora.alpha is {self.alpha}; it must be positive")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Checked):
     """One run."""
 
-    steps: int = 80
+    steps: Count = 80
     """Batches to generate and learn from."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of weights, data order and sampling."""
     workdir: str = ""
     """Folder of the run; empty: runs/NAME-SCALE."""
     staged: bool = False
     """Run the phases one by one (seconds for each) instead of as one program; same numbers."""
-    save_every: int = 20
+    save_every: Count = 20
     """Batches between checkpoints (the last is always saved)."""
-    eval_every: int = 20
+    eval_every: Count = 20
     """Batches between held-out evaluations (first and last always)."""
     profile: str = ""
     """Batches to trace, as FIRST:END without the last (10:12 are two); the trace for ui.perfetto.dev goes to `workdir`. Empty: none."""
@@ -372,9 +339,7 @@ class Config:
     draft_model: ModelConfig | None = None
     """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "save_every", "eval_every"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; at least 1")
+    def check(self) -> None:
         numbers_of("profile", self.profile)
 
 
@@ -385,6 +350,7 @@ def numbers_of(name: str, text: str) -> range:
       ConfigError: it stands for none.
     """
     first, _, end = (text or "0:0").partition(":")
-    whole = first.isdecimal() and end.isdecimal() and (int(first) < int(end) or not text)
+    digits = first.isdecimal() and end.isdecimal() and len(first + end) < 20
+    whole = digits and (int(first) < int(end) or not text)
     require(whole, f"{name} is {text!r}; FIRST:END with END above FIRST, such as 10:12 for the two from 10 on")
     return range(int(first), int(end))

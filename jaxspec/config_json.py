@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict
+from typing import Any, get_origin
 
-from jaxspec.config import Config, require
+from jaxspec.checked import classes_in, require, types_of
+from jaxspec.config import Config
 
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 FREE_ON_RESUME = frozenset({"steps", "workdir", "staged", "save_every", "eval_every", "profile", "rollout.slice_rounds", *_MESH})
@@ -37,8 +37,8 @@ def from_json(saved: Mapping[str, Any]) -> Config:
 def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], list[str]]:
     """Settings of a class that the saved values lack, and saved ones that it does not have."""
     if not isinstance(saved, Mapping):
-        return [], []  # `_filled` says what is wrong with it
-    names = [item.name for item in fields(cls)]
+        return [], []  # the class that it belongs to says what is wrong with it
+    names = types_of(cls)
     missing, unknown = [f"{prefix}{name}" for name in names if name not in saved], [f"{prefix}{key}" for key in saved if key not in names]
     for name, wanted in _nested(cls).items():
         inner = _differences(wanted, saved.get(name), f"{prefix}{name}.")
@@ -48,59 +48,29 @@ def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], lis
 
 def _nested(cls: Any) -> dict[str, Any]:
     """The classes among a class's settings; one may be None instead."""
-    found = {
-        name: next((part for part in (wanted, *get_args(wanted)) if is_dataclass(part)), None)
-        for name, wanted in get_type_hints(cls).items()
-    }
-    return {name: part for name, part in found.items() if part is not None}
+    return {name: found[0] for name, wanted in types_of(cls).items() if (found := classes_in(wanted))}
 
 
-def _filled(cls: Any, saved: Any, prefix: str = "") -> Any:
-    require(isinstance(saved, Mapping), f"{prefix.rstrip('.')} is {saved!r}; it must be an object")
-    types, nested, values = get_type_hints(cls), _nested(cls), {}
-    for key, value in saved.items():
-        wanted = types[key]
-        if value is None and type(None) in get_args(wanted):
-            values[key] = None
-        elif key in nested:
-            values[key] = _filled(nested[key], value, f"{prefix}{key}.")
-        else:
-            require(_fits(value, wanted), f"{prefix}{key} is {value!r}; it must be {_named(wanted)}")
-            values[key] = _typed(value, wanted)
-    return cls(**values)
+def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
+    """An instance, which checks types and numbers itself; JSON has lists for tuples."""
+    types, nested = types_of(cls), _nested(cls)
 
+    def value(key: str, given: Any) -> Any:
+        if key in nested and isinstance(given, Mapping):
+            return _filled(nested[key], given)
+        return tuple(given) if isinstance(given, list) and get_origin(types[key]) is tuple else given
 
-def _typed(value: Any, wanted: Any) -> Any:
-    return float(value) if wanted is float else tuple(value) if isinstance(value, list) else value
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value of JSON is of a setting's type."""
-    if get_origin(wanted) in (Union, UnionType):
-        return any(_fits(value, part) for part in get_args(wanted))
-    if get_origin(wanted) is tuple:
-        return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
-    if get_origin(wanted) is Literal:
-        return value in get_args(wanted)
-    return type(value) is wanted or (wanted is float and type(value) is int)
-
-
-def _named(wanted: Any) -> str:
-    """A setting's type, in words."""
-    if get_origin(wanted) in (Union, UnionType):
-        return " or ".join(_named(part) for part in get_args(wanted))
-    if get_origin(wanted) is tuple:
-        return f"a list of {get_args(wanted)[0].__name__}"
-    return f"one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else f"of type {wanted.__name__}"
+    return cls(**{key: value(key, given) for key, given in saved.items()})
 
 
 def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME) -> list[str]:
     """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved -> now`."""
-    before, now = _flat(saved), _flat(to_json(config))
+    before, now = flat(saved), flat(to_json(config))
     pairs = {key: (before.get(key, "(absent)"), now.get(key, "(absent)")) for key in before | now if key not in free}
     return [f"{key}: {was} -> {value}" for key, (was, value) in pairs.items() if was != value]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    nested = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a `to_json` by their dotted names."""
+    nested = [flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
     return {key: value for part in nested for key, value in part.items()}

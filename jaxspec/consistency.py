@@ -2,7 +2,8 @@
 
 import math
 
-from jaxspec.config import Config, require
+from jaxspec.checked import INT32, require
+from jaxspec.config import Config
 
 
 def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
@@ -42,8 +43,13 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
 
 
 def _check_positions(config: Config) -> None:
-    """Whether the longest row fits the positions that the policy was made for."""
+    """Whether a batch can be counted, and its longest row fits the positions that the policy was made for."""
     model, prompt, response = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens
+    rows = config.grpo.prompts * config.grpo.group_size
+    batch = f"grpo.prompts {config.grpo.prompts} x grpo.group_size {config.grpo.group_size} rows of {prompt + response} positions"
+    require(
+        rows * (prompt + response) <= INT32, f"{batch} are more than {INT32}, which is as far as a batch's tokens are counted; lower one"
+    )
     longest = f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to {prompt + response} positions"
     enough = -(-(prompt + response) // max(model.positions, 1))
     remedy = f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"

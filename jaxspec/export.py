@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
+from jaxspec.checked import Checked, require
 from jaxspec.checkpoint import SaveError
 from jaxspec.cli import override, take_option
-from jaxspec.config import Config, MeshConfig, ModelConfig, require
+from jaxspec.config import Config, MeshConfig, ModelConfig
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -55,7 +56,7 @@ GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Checked, prefix="--"):
     """What the command line may choose."""
 
     out: str = ""
@@ -84,6 +85,8 @@ def export(run: Run, options: Options) -> Path:
     require(not out.exists(), f"--out {options.out} exists already; name another folder, or remove it first")
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
+    kind = run.config.rollout.draft.kind
+    require(options.draft != "speculators" or kind == "eagle3", f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}")
     job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
     building = out.with_name(f"{out.name}.writing")
     shutil.rmtree(building, ignore_errors=True)

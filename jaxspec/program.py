@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxspec import mesh as meshes
 from jaxspec.checkpoint import cache_folder
 from jaxspec.cli import load_config
-from jaxspec.config import Config, ConfigError, ModelConfig
+from jaxspec.config import Config, ConfigError, ModelConfig, require
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
 from jaxspec.pretrained import policy_checkpoint
@@ -114,16 +114,27 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     """Reads the tokenizer and builds the step for a mesh.
 
     Raises:
-      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; a warm start is asked
-        for where there is nothing to train it on.
+      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; bans leave no token to
+        sample; a warm start is asked for where there is nothing to train it on.
     """
     thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
     tokenizer = load_tokenizer(folder, thinking) if folder else character_tokenizer()
     tokenizer.check_vocab(config.model.vocab)
+    _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         given = "model.path" if config.model.path else "data.path or data.tokenizer"
         raise ConfigError(f"the warm start trains a fresh model on the built-in tasks; with {given} set --sft.steps 0")
     return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size))
+
+
+def _check_bans(config: Config, tokenizer: Tokenizer) -> None:
+    """Whether `rollout.banned` leaves a token to begin an answer with."""
+    rollout = config.rollout
+    left = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
+    require(bool(left), f"rollout.banned has all {tokenizer.size} tokens of the tokenizer, so that none could be sampled; leave some out")
+    ends = f"only end tokens {sorted(left)[:8]} are not in rollout.banned, and rollout.min_new_tokens is {rollout.min_new_tokens}"
+    begins = rollout.min_new_tokens == 0 or not left <= set(tokenizer.stop_ids)
+    require(begins, f"{ends}, so that no answer could begin; ban fewer tokens, or set --rollout.min_new_tokens 0")
 
 
 def on_this_process(job: Job) -> Job:

@@ -5,12 +5,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
 
+from jaxspec.architecture import Count
+from jaxspec.checked import Checked, ConfigError, Range, require
 from jaxspec.cli import override, settle, take_option
-from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, RolloutConfig, VerifyRule, require
+from jaxspec.config import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
 from jaxspec.data import Problem
 from jaxspec.metrics import short
 from jaxspec.program import reported
@@ -33,20 +36,20 @@ ENDINGS = {EOS: "eos", LENGTH: "length", FAILED: "failed (logits that are not fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Checked, prefix="--"):
     """What the command line may change."""
 
     prompt: str = ""
     """The prompt; empty: prompts come from standard input, one a line."""
-    samples: int = 1
+    samples: Count = 1
     """Answers to each prompt; several are made together, and printed when all are done."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling; the same seed, settings and prompts give the same answers."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; 0: the most likely token."""
-    max_new_tokens: int = 28
+    max_new_tokens: Count = 28
     """Longest answer, in tokens."""
-    max_prompt_length: int = 8
+    max_prompt_length: Annotated[int, Range(least=2)] = 8
     """Longest prompt, in tokens."""
     tokenizer: str = ""
     """Folder of the run's tokenizer, if it is not where the run was told."""
@@ -54,9 +57,6 @@ class Options:
     """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain decoding."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
-
-    def __post_init__(self) -> None:
-        require(self.samples >= 1, f"--samples is {self.samples}; at least 1")
 
 
 def options_of(config: Config) -> Options:
@@ -88,7 +88,7 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
         draft=options.draft,
         lookup=options.lookup,
     )
-    rollout = settle(rollout, words, "")
+    rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout
     _check_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)
     data = replace(run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer)
@@ -215,8 +215,8 @@ def main(argv: Sequence[str]) -> int:
         override(Options(), words, prog, ABOUT)
     require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
     run = find_run(path)
-    options = override(options_of(run.config), words, prog, ABOUT)
     try:
+        options = override(options_of(run.config), words, prog, ABOUT)
         config = sampling_config(run.config, options, words)
         job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
     except ConfigError as error:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec import mesh as meshes
+from jaxspec.checked import read_from
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, MeshConfig, require
 from jaxspec.config_json import from_json
@@ -60,10 +61,8 @@ def find_run(path: str) -> Run:
     require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
     number = int(named.name) if chosen else found[-1]
     require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
-    try:
+    with read_from(str(file)):
         return Run(folder, number, from_json(saved))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def check_tokenizer(trained: str, wanted: str) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from jaxspec import metrics as measures
 from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
-from jaxspec.config import ConfigError, numbers_of
+from jaxspec.config import Config, ConfigError, numbers_of
 from jaxspec.config_json import differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
@@ -143,8 +143,20 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
         say_agreement(job, policy, network)
     else:
         network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
+        if remark := random_draft(config):
+            job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     return Position(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
+
+
+def random_draft(config: Config) -> str:
+    """A remark on a draft that nothing was trained for before the run; empty for any other."""
+    draft = config.rollout.draft
+    if not draft.learned or draft.path or config.offline.steps:
+        return ""
+    later = "learns during the run alone" if config.draft_training.online else "never learns, so that next to nothing is accepted"
+    remedy = "--offline.steps 300 trains it first, --rollout.draft.path loads one"
+    return f"the {draft.kind} draft started from random weights (offline.steps 0, no rollout.draft.path) and {later}; {remedy}"
 
 
 def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
@@ -308,6 +320,8 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
         summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
     if jax.process_index() == 0:
         Console().print(measures.closing_table(measures.read(workdir), summary))
+    if remark := random_draft(job.config):
+        job.say(remark)
     return 0
 
 

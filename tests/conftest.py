@@ -23,7 +23,9 @@ import pytest
 from jaxtyping import install_import_hook
 from scipy import stats
 
-# Before anything of jaxspec is imported: every shape annotation is checked, also while tracing.
+import jaxspec.config  # noqa: F401  # settings check their types themselves, and their tests see what users see
+
+# Before anything else of jaxspec is imported: every shape annotation is checked, also while tracing.
 install_import_hook("jaxspec", "beartype.beartype")
 
 from jax.sharding import Mesh  # noqa: E402

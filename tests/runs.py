@@ -42,7 +42,10 @@ SMALL = {
 
 
 def command(workdir: Path, **changes: object) -> list[str]:
-    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    idle = {"sft.rows"} if changed.get("sft.steps") == 0 else set()  # refused where they do nothing
+    idle |= {"data.digits"} if changed.get("data.path") else set()
+    settings = {name: value for name, value in SMALL.items() if name not in idle} | changed
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value)) if value is not True]
     flags += [f"--{name}" for name, value in settings.items() if value is True]
     return ["--config", str(ROOT / "configs" / "rl_think.py"), "--workdir", str(workdir), *flags]

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.checked import Checked, ConfigError
 from jaxspec.cli import load_config, override, read_config, settle, take_option
-from jaxspec.config import Config, ConfigError, DraftConfig, DraftKind, LookupConfig, RolloutConfig
+from jaxspec.config import Config, DraftConfig, DraftKind, LookupConfig, ModelConfig, RolloutConfig
+from jaxspec.config_json import flat, to_json
 from jaxspec.consistency import check
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -67,9 +69,8 @@ class TestLoad:
         assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (32, 5, "here")
 
     def test_values_keep_their_text(self) -> None:
-        config, _ = load(
-            "--config", "rl_think.py", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"
-        )
+        argv = ["--data.path", "train.jsonl", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"]
+        config, _ = load("--config", "rl_think.py", *argv)
         assert config.data.instruction == "Answer: $X, in \\boxed{}"
         assert config.draft_training.learning_rate == 1e-5
 
@@ -160,8 +161,8 @@ class TestRefusals:
     def test_value(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "eagle3" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.kind", "eagle4")
 
-    def test_local_check_behind_an_override(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "grpo.group_size is 1" in exit_message(capsys, "--config", "rl_think.py", "--grpo.group_size", "1")
+    def test_local_check_behind_an_override(self) -> None:
+        assert refused("--config", "rl_think.py", "--grpo.group_size", "1").startswith("grpo.group_size is 1; it must be at least 2")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -175,6 +176,53 @@ class TestRefusals:
         (elsewhere / "mine.py").write_text(text)
         assert reason in refused("--config", "mine.py")
 
+    @pytest.mark.parametrize(
+        ("body", "line", "reason"),
+        [
+            ("return Config(steps=1.5)", 4, "steps is 1.5; it must be a whole number"),
+            ("return Config(steps='4')", 4, "steps is '4'; it must be a whole number"),
+            ("return Config(model=None)", 4, "model is None; it must be of type ModelConfig"),
+            (
+                "return Config(rollout=RolloutConfig(verify='greedy'))",
+                4,
+                "rollout.verify is 'greedy'; it must be one of block, token, coupled",
+            ),
+            ("return Config(rollout=RolloutConfig(banned=[3]))", 4, "rollout.banned is [3]; it must be a tuple"),
+            ("return Config(stepz=3)", 4, "TypeError: Config.__init__() got an unexpected keyword argument 'stepz'"),
+            ("config = Config()\n    config.steps = 3", 5, "FrozenInstanceError: cannot assign to field 'steps'"),
+            ("return Confg()", 4, "NameError: name 'Confg' is not defined"),
+            ("return 1 / 0", 4, "ZeroDivisionError: division by zero"),
+            ("raise ValueError('two\\nlines')", 4, "ValueError: two lines"),
+            ("import nothing_of_this_name", 4, "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+            ("raise SystemExit(0)", 4, "SystemExit: 0"),
+        ],
+    )
+    def test_files_that_raise_are_named_with_their_line(self, elsewhere: Path, body: str, line: int, reason: str) -> None:
+        head = "from jaxspec.config import Config, RolloutConfig\nSCALES = ('a',)\ndef get_config(scale):\n    "
+        (elsewhere / "mine.py").write_text(head + body)
+        message = refused("--config", "mine.py")
+        assert message.startswith(f"mine.py, line {line}: {reason}")
+        assert len(message.splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("SCALES = 3\ndef get_config(scale): ...", "mine.py: SCALES is 3; it must be a tuple of names"),
+            ("SCALES = 'tiny'\ndef get_config(scale): ...", "mine.py: SCALES is 'tiny'; it must be a tuple of names"),
+            ("SCALES = ('a',)\ndef get_config(): ...", "mine.py: TypeError: get_config() takes 0 positional arguments"),
+            ("SCALES = ('a',)\nget_config = 3", "mine.py: TypeError: 'int' object is not callable"),
+            ("import sys\n\nsys.exit()", "mine.py, line 3: SystemExit: "),
+        ],
+    )
+    def test_files_that_raise_around_their_config(self, elsewhere: Path, text: str, reason: str) -> None:
+        (elsewhere / "mine.py").write_text(text)
+        assert refused("--config", "mine.py").startswith(reason)
+
+    def test_a_file_names_the_one_that_it_reads(self, elsewhere: Path) -> None:
+        (elsewhere / "inner.py").write_text("SCALES = ('a',)\ndef get_config(scale):\n    return nothing")
+        (elsewhere / "mine.py").write_text("from pathlib import Path\nfrom jaxspec.cli import read_config\nread_config(Path('inner.py'))")
+        assert refused("--config", "mine.py") == "mine.py, line 3: inner.py, line 3: NameError: name 'nothing' is not defined"
+
     def test_help_without_config_teaches(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             load("--help")
@@ -182,6 +230,114 @@ class TestRefusals:
         text = capsys.readouterr().out
         for part in (*NAMES, "Trains.", "Examples:", "--rollout.draft.kind none", "Batches to generate and learn from."):
             assert part in text
+
+
+USELESS = [
+    ("--lora.targets q_proj", "lora.rank 0"),
+    ("--lora.alpha 8", "lora.rank 0"),
+    ("--lora.path folder --lora.alpha 8", "lora.rank 0"),
+    ("--model.path folder --model.layers 4", "model.path"),
+    ("--model.path folder --model.norm_eps 1e-5", "model.path"),
+    ("--model.path folder --model.rope.context 4096", "model.path"),
+    ("--model.path folder --model.family.no_query_key_norm", "model.path"),
+    ("--model.ignore", "model.path"),
+    ("--model.rope.beta_fast 16", "model.rope_factor 1"),
+    ("--model.rope.kind linear", "model.rope_factor 1"),
+    ("--model.rope_factor 2 --model.rope.context 64 --model.rope.kind llama3 --model.rope.beta_fast 16", "model.rope.kind llama3"),
+    ("--model.rope_factor 2 --model.rope.context 64 --model.rope.high_freq_factor 5", "model.rope.kind yarn"),
+    ("--model.family.no_normalize_experts", "model.family.experts 0"),
+    ("--data.eval_path eval.jsonl", "no data.path"),
+    ("--data.prompt_column q", "no data.path"),
+    ("--data.answer_column a", "no data.path"),
+    ("--data.instruction Think.", "no data.path"),
+    ("--data.path train.jsonl --data.digits 3", "data.path"),
+    ("--data.path train.jsonl --data.task mixed", "data.path"),
+    ("--sft.steps 0 --data.format text", "sft.steps 0"),
+    ("--sft.steps 0 --sft.rows 32", "sft.steps 0"),
+    ("--sft.steps 0 --sft.learning_rate 1e-4", "sft.steps 0"),
+    ("--sft.steps 0 --sft.wrong_steps 0.1", "sft.steps 0"),
+    ("--rollout.no_enable_thinking", "built-in tokenizer"),
+    ("--rollout.slice_rounds 2", "--staged"),
+    ("--rollout.temperature 0 --rollout.top_k 5", "rollout.temperature 0"),
+    ("--rollout.temperature 0 --rollout.top_p 0.5", "rollout.temperature 0"),
+    ("--rollout.temperature 0 --rollout.draft.sampling argmax", "rollout.temperature 0"),
+    ("--rollout.draft.kind none --rollout.verify token", "kind none"),
+    ("--rollout.draft.kind none --draft_training.loss kl", "kind none"),
+    ("--rollout.draft.kind ngram --draft_training.learning_rate 1e-4", "kind ngram"),
+    ("--rollout.draft.kind none --offline.steps 100", "kind none"),
+    ("--rollout.draft.kind history --offline.samples 100", "kind history"),
+    ("--rollout.draft.kind model --draft_training.ttt_steps 2", "kind model"),
+    ("--rollout.draft.path folder --rollout.draft.vocab 24", "rollout.draft.path"),
+    ("--rollout.draft.path folder --head.norm_output", "rollout.draft.path"),
+    ("--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 2", "rollout.draft.path"),
+    ("--rollout.draft.tap_convention boundary", "no rollout.draft.path"),
+    ("--draft_training.no_online --draft_training.learning_rate 1e-4", "draft_training.online off"),
+    ("--draft_training.no_online --offline.steps 0 --draft_training.grad_clip 1", "not trained"),
+    ("--offline.steps 0 --offline.samples 100", "offline.steps 0"),
+    ("--offline.steps 0 --offline.learning_rate 1e-4", "offline.steps 0"),
+]
+
+
+class TestUseless:
+    """What the command line names in vain."""
+
+    @pytest.mark.parametrize(("words", "fact"), USELESS)
+    def test_it_is_refused_by_name(self, words: str, fact: str) -> None:
+        message = refused("--config", "rl_think.py", *words.split())
+        last = next(word for word in reversed(words.split()) if word.startswith("--"))
+        assert f"no use for {re.sub('no_(?=[a-z_]+$)', '', last)}" in message
+        assert fact in message
+        assert message.endswith("; leave it out")
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "--lora.rank 4 --lora.targets q_proj --lora.alpha 8",
+            "--lora.path folder",
+            "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat --model.ignore",
+            "--rollout.draft.kind model --rollout.draft.path folder --model.ignore",
+            "--model.rope_factor 2 --model.rope.context 64 --model.rope.beta_fast 16",
+            "--model.rope.context 64 --model.rope.longest 128",
+            "--data.path train.jsonl --data.eval_path eval.jsonl --data.prompt_column q --data.answer_column a --data.answer_style boxed",
+            "--data.path train.jsonl --data.digits 3 --offline.text generic",
+            "--data.tokenizer folder --rollout.no_enable_thinking",
+            "--sft.steps 0 --offline.text generic --sft.wrong_steps 0.1",
+            "--staged --rollout.slice_rounds 2",
+            "--rollout.draft.kind none --rollout.verify coupled --offline.steps 0 --draft_training.no_online",
+            "--rollout.draft.path folder --head.taps 1 2 3 --rollout.draft.tap_convention boundary",
+            "--draft_training.no_online --draft_training.loss kl",
+            "--offline.steps 0 --draft_training.learning_rate 1e-4 --offline.samples 2048",
+            "--lora.alpha 32 --sft.steps 0 --sft.rows 64",  # the defaults
+        ],
+    )
+    def test_what_is_of_use_is_taken(self, words: str) -> None:
+        load("--config", "rl_think.py", *words.split())
+
+    def test_what_a_config_file_says_is_left_alone(self, elsewhere: Path) -> None:
+        (elsewhere / "mine.py").write_text(
+            "from jaxspec.config import Config, LoraConfig\nSCALES = ('a',)\n"
+            "def get_config(scale):\n    return Config(lora=LoraConfig(targets=('q_proj',)))"
+        )
+        assert load("--config", "mine.py")[0].lora.targets == ("q_proj",)
+
+    def test_the_table_names_settings_that_there_are(self) -> None:
+        from jaxspec.unused import BY_DRAFT, WITH_ANY_DRAFT
+
+        there = flat(to_json(Config(draft_model=ModelConfig())))
+        named = [name for row in WITH_ANY_DRAFT + BY_DRAFT for name in row.settings.split()]
+        assert [name for name in named if not any(each == name or (name[-1] == "." and each.startswith(name)) for each in there)] == []
+        for row in WITH_ANY_DRAFT + BY_DRAFT:
+            assert "{" not in row.fact.format(c=Config())
+
+
+def test_commands_that_are_shown_to_users_are_taken(repository: Path) -> None:
+    shown = [repository / "README.md", *(CONFIGS / name for name in NAMES), repository / "jaxspec" / "cli.py"]
+    text = "\n".join(file.read_text().replace("\\\n", " ") for file in shown)
+    found = re.findall(r"^\s*(?:\.venv/bin/)?(?:python -m jaxspec\.\w+|train|\{command\}) (--config [^#({\n]*)", text, re.MULTILINE)
+    commands = [command.replace("...", "").split() for command in found if "--help" not in command]
+    assert len(commands) >= 12
+    for words in commands:
+        load(*words)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,7 +360,7 @@ def test_config_files_say_how_to_run_them_and_what_to_expect_where(name: str, pr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Other:
+class Other(Checked):
     """The options of another command line."""
 
     rows: int = 3
@@ -234,9 +390,9 @@ class TestAnotherCommandLine:
             default, draft=replace(default.draft, draft_length=5)
         )
 
-    def test_foreign_settings_are_named_as_its_options(self) -> None:
-        with pytest.raises(ConfigError, match=r"draft\.kind ngram.* no use for --draft\.vocab; "):
-            settle(RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3)), ["--draft.vocab", "3"], "")
+    def test_options_may_go_without_the_name_of_their_section(self) -> None:
+        with pytest.raises(ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "):
+            settle(Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))), ["--draft.vocab", "3"], under="rollout.")
 
 
 class TestSettle:
@@ -256,18 +412,17 @@ class TestSettle:
         ],
     )
     def test_what_is_not_named_gives_way(self, kind: DraftKind, argv: list[str], vocab: int, beside: str) -> None:
-        settled = settle(replace(self.own, draft=replace(self.own.draft, kind=kind)), argv, "")
+        rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
+        settled = settle(Config(rollout=rollout), argv, under="rollout.").rollout
         assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (kind, vocab, beside)
 
     def test_what_is_named_does_not(self) -> None:
-        with pytest.raises(ConfigError, match=r"kind none.* no use for --x\.draft\.vocab; "):
-            settle(replace(self.own, draft=DraftConfig(kind="none", vocab=24)), ["--x.draft.kind", "none", "--x.draft.vocab", "24"], "x.")
-        with pytest.raises(ConfigError, match=r"look-up none have no use for --lookup\.max_match; "):
-            settle(
-                replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)),
-                ["--draft.kind", "none", "--lookup.max_match", "6"],
-                "",
-            )
+        config = Config(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
+        with pytest.raises(ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "):
+            settle(config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"])
+        looked_up = Config(rollout=replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)))
+        with pytest.raises(ConfigError, match=r"kind none and look-up none there is no use for --rollout\.lookup\.max_match; "):
+            settle(looked_up, ["--rollout.draft.kind", "none", "--rollout.lookup.max_match", "6"])
 
 
 class TestVaried:

@@ -43,7 +43,7 @@ class TestSettings:
         assert max(depth for _, _, depth in found) <= 3
 
     def test_local_checks_name_key_and_number(self) -> None:
-        with pytest.raises(ConfigError, match=r"grpo\.group_size is 1; .*at least 2"):
+        with pytest.raises(ConfigError, match=r"grpo\.group_size is 1; it must be at least 2 \(a group advantage needs two responses\)"):
             GrpoConfig(group_size=1)
 
     @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ class TestSettings:
             (lambda: DraftConfig(draft_length=-1), ["draft.draft_length is -1", "kind none"]),
             (lambda: DraftConfig(draft_length=0), ["draft.draft_length is 0"]),
             (lambda: DraftConfig(temperature=-0.5), ["draft.temperature is -0.5"]),
-            (lambda: RolloutConfig(top_p=0.0), ["rollout.top_p is 0.0", "(0, 1]"]),
+            (lambda: RolloutConfig(top_p=0.0), ["rollout.top_p is 0.0", "above 0 and at most 1"]),
             (lambda: RolloutConfig(top_p=1.5), ["rollout.top_p is 1.5"]),
             (lambda: RolloutConfig(top_p=float("nan")), ["rollout.top_p is nan"]),
             (lambda: RolloutConfig(top_k=-1), ["rollout.top_k is -1"]),
             (lambda: RolloutConfig(temperature=-1.0), ["rollout.temperature is -1.0"]),
             (lambda: RolloutConfig(max_new_tokens=5, min_new_tokens=5), ["min_new_tokens 5", "max_new_tokens 5"]),
-            (lambda: LookupConfig(min_match=6), ["min_match 6", "max_match 5"]),
+            (lambda: LookupConfig(min_match=6), ["rollout.lookup.min_match 6", "rollout.lookup.max_match 5"]),
             (lambda: LookupConfig(past=-1), ["lookup.past is -1"]),
             (lambda: DraftTrainingConfig(ttt_steps=0), ["draft_training.ttt_steps is 0"]),
             (lambda: OfflineConfig(samples=64, rows=64), ["offline.samples 64", "offline.rows 64", "at least 65"]),
@@ -107,7 +107,7 @@ class TestSaved:
             from_json(saved)
 
     def test_a_section_that_is_none_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"mesh is 3; it must be an object"):
+        with pytest.raises(ConfigError, match=r"mesh is 3; it must be of type MeshConfig"):
             from_json(to_json(Config()) | {"mesh": 3})
 
     def test_bad_values_are_refused_as_everywhere(self) -> None:
@@ -119,11 +119,11 @@ class TestSaved:
     @pytest.mark.parametrize(
         ("section", "key", "value", "words"),
         [
-            ("", "steps", "x", "steps is 'x'; it must be of type int"),
+            ("", "steps", "x", "steps is 'x'; it must be a whole number"),
             ("", "steps", True, "steps is True"),
-            ("", "staged", 1, "staged is 1; it must be of type bool"),
-            ("rollout", "temperature", None, "rollout.temperature is None; it must be of type float"),
-            ("rollout", "banned", [1, "a"], "rollout.banned is [1, 'a']; it must be a list of int"),
+            ("", "staged", 1, "staged is 1; it must be True or False"),
+            ("rollout", "temperature", None, "rollout.temperature is None; it must be a number"),
+            ("rollout", "banned", [1, "a"], "rollout.banned is (1, 'a'); it must be a tuple, each item a whole number"),
             ("rollout", "verify", "greedy", "rollout.verify is 'greedy'; it must be one of block, token, coupled"),
             ("rollout", "verify", [], "rollout.verify is []"),
         ],

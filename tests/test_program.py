@@ -1,11 +1,16 @@
 """What a job opens once for all programs: the tokenizer as the config wants it, and a step that knows it."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.config import DataConfig, RolloutConfig, SftConfig
+import pytest
+
+from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, DraftTrainingConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.program import make_job
 from jaxspec.tokenizer import character_tokenizer
+from jaxspec.train import random_draft
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 
@@ -21,3 +26,41 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(tm
     assert job.tokenizer.render("+2") == "1+2"
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
     assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
+
+
+@pytest.mark.parametrize(
+    ("banned", "least", "words"),
+    [
+        (range(21), 0, "rollout.banned has all 21 tokens"),
+        (range(32), 0, "rollout.banned has all 21 tokens"),
+        ([0, *range(2, 21)], 1, "only end tokens [1] are not in rollout.banned, and rollout.min_new_tokens is 1"),
+    ],
+)
+def test_bans_that_leave_nothing_to_sample_are_refused(banned: Iterable[int], least: int, words: str) -> None:
+    rollout = RolloutConfig(banned=tuple(banned), min_new_tokens=least)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make_job(tiny_config(tiny_model(vocab=32), rollout=rollout), small_mesh())
+
+
+@pytest.mark.parametrize(("banned", "least"), [(range(20), 1), ([0, *range(2, 21)], 0)])
+def test_bans_that_leave_a_token_are_taken(banned: Iterable[int], least: int) -> None:
+    rollout = RolloutConfig(banned=tuple(banned), min_new_tokens=least)
+    assert make_job(tiny_config(tiny_model(vocab=32), rollout=rollout), small_mesh()).config.rollout == rollout
+
+
+@pytest.mark.parametrize(
+    ("draft", "offline", "training", "words"),
+    [
+        (DraftConfig(), 0, DraftTrainingConfig(), "the eagle3 draft started from random weights (offline.steps 0, no rollout.draft.path)"),
+        (DraftConfig(kind="mtp"), 0, DraftTrainingConfig(online=False), "the mtp draft started from random weights"),
+        (DraftConfig(), 300, DraftTrainingConfig(), ""),
+        (DraftConfig(path="folder"), 0, DraftTrainingConfig(), ""),
+        (DraftConfig(kind="none"), 0, DraftTrainingConfig(), ""),
+    ],
+)
+def test_a_random_draft_is_told(draft: DraftConfig, offline: int, training: DraftTrainingConfig, words: str) -> None:
+    config = Config(rollout=RolloutConfig(draft=draft), offline=OfflineConfig(steps=offline), draft_training=training)
+    remark = random_draft(config)
+    assert bool(remark) == bool(words)
+    assert words in remark
+    assert ("never learns" in remark) == (bool(words) and not training.online)

@@ -70,6 +70,8 @@ def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "round_cost",
     ):
         assert row in output
+    told = [line for line in output.splitlines() if "eagle3 draft started from random weights (offline.steps 0" in line]
+    assert len(told) == 2, "at the start, and below the table"
     return workdir
 
 

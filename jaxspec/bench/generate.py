@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
+from jaxspec.architecture import Count, Natural
 from jaxspec.bench.measure import Timed, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
+from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
 from jaxspec.config import (
     AUTO_LENGTHS,
@@ -27,15 +29,17 @@ from jaxspec.config import (
     DataConfig,
     DraftConfig,
     DraftKind,
+    DraftLength,
     EngineConfig,
     GrpoConfig,
     ModelConfig,
     OfflineConfig,
     RolloutConfig,
+    Seed,
     SftConfig,
+    Temperature,
     VerifyRule,
     numbers_of,
-    require,
 )
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.drafts.build import build_draft, build_network
@@ -59,7 +63,8 @@ decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on a
 would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
-Length = int | Literal["auto"]
+Length = DraftLength | Literal["auto"]
+Budget = Annotated[float, Range(least=0)]
 CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""
 SYNTHETIC_LENGTH = 3
@@ -67,18 +72,18 @@ SYNTHETIC_LENGTH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(Checked, prefix="--"):
     """What `bench generate` runs."""
 
     model: str = ""
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
-    batch: int = 8
+    batch: Count = 8
     """Rows."""
-    prompt: int = 64
+    prompt: Count = 64
     """Tokens of each prompt."""
-    new: int = 128
+    new: Count = 128
     """Tokens of each answer."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values."""
@@ -88,41 +93,38 @@ class GenerateOptions:
     """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
     draft_length: Length = 3
     """Tokens drafted a round (K); `auto`: each round chooses."""
-    draft_vocab: int = 0
+    draft_vocab: Natural = 0
     """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
     verify: VerifyRule = "block"
     """Lossless rule."""
-    synthetic_acceptance: float = 0.0
+    synthetic_acceptance: Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)] = 0.0
     """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really accepted."""
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[DraftLength, ...] = ()
     """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
-    live: tuple[int, ...] = ()
+    live: tuple[Count, ...] = ()
     """Numbers of rows of the table of rounds; empty: no table."""
-    page_size: int = 0
+    page_size: Natural = 0
     """Positions of a page of keys and values; 0: a page is as long as a row."""
-    threads: int = 0
+    threads: Natural = 0
     """Cores of a CPU that may be used; 0: all."""
-    repeats: int = 5
+    repeats: Count = 5
     """Undisturbed calls that are wanted."""
-    budget: float = 15.0
+    budget: Budget = 15.0
     """Seconds after which disturbed calls are no longer made up for."""
-    seed: int = 0
+    seed: Seed = 0
     """Of prompts, sampling and random weights."""
     profile: str = ""
     """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-generate.json.gz. Empty: none."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(bool(self.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench generate --help")
-        for name in ("batch", "prompt", "new", "repeats"):
-            require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; at least 1")
         numbers_of("--profile", self.profile)
         needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
-        require(self.draft != "none" or not self.lengths, "--lengths are those of a draft; name one with --draft")
-        inside = self.synthetic_acceptance == 0 or 1 <= self.synthetic_acceptance <= SYNTHETIC_LENGTH + 1
-        most = f"a round of {SYNTHETIC_LENGTH} drafts keeps 1 to {SYNTHETIC_LENGTH + 1} tokens"
-        require(inside, f"--synthetic_acceptance is {self.synthetic_acceptance}; {most}")
+        drafting = {"lengths": self.lengths, "draft_path": self.draft_path, "draft_vocab": self.draft_vocab}
+        vain = ", ".join(f"--{name}" for name, value in drafting.items() if value)
+        require(self.draft != "none" or not vain, f"{vain}: for a draft only; name one with --draft")
 
 
 def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:

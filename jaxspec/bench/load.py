@@ -11,9 +11,11 @@ import jax
 
 from jaxspec import mesh as meshes
 from jaxspec import sync
+from jaxspec.architecture import Count, Natural
 from jaxspec.bench.measure import PeakMemory, versions
+from jaxspec.checked import Checked, require
 from jaxspec.cli import override
-from jaxspec.config import MeshConfig, ModelConfig, require
+from jaxspec.config import MeshConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.pretrained import policy_checkpoint, policy_config
@@ -26,14 +28,14 @@ JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(Checked, prefix="--"):
     """What `bench load` reads, and onto what."""
 
     model: str = ""
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
-    data: int = 0
+    data: Natural = 0
     """Shards of the weights; 0: all devices. On a CPU, so many virtual devices are made."""
-    tensor: int = 1
+    tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the weights are held."""

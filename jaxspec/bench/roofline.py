@@ -18,6 +18,7 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
+from jaxspec.checked import Checked
 from jaxspec.checkpoint import cache_folder
 from jaxspec.cli import override
 from jaxspec.config import ModelConfig
@@ -121,7 +122,7 @@ def remembered(dtype: str) -> Roofline | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineOptions:
+class RooflineOptions(Checked, prefix="--"):
     """What `bench roofline` measures with."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.generate import GenerateOptions, Length, Loaded, check_logprob, digits, load
+from jaxspec.architecture import Count, Natural
+from jaxspec.bench.generate import Budget, GenerateOptions, Length, Loaded, check_logprob, digits, load
 from jaxspec.bench.measure import common, process_seconds, timed
+from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
-from jaxspec.config import DraftKind, VerifyRule, numbers_of, require
+from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
 from jaxspec.runner import Runner, abstract, put, staged_step, whole_step
@@ -28,20 +30,20 @@ one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions:
+class StepOptions(Checked, prefix="--"):
     """What to measure."""
 
     model: str
     """Folder of a Hugging Face checkpoint."""
-    batch: int = 32
+    batch: Count = 32
     """Answers a step."""
-    group: int = 8
+    group: GroupSize = 8
     """Answers to each prompt (G)."""
-    beta: float = 0.0
+    beta: Annotated[float, Range(least=0)] = 0.0
     """Weight of a KL term; 0 is what jaxspec's loss has."""
-    prompt: int = 64
+    prompt: Count = 64
     """Prompt tokens a row."""
-    new: int = 128
+    new: Count = 128
     """New tokens a row."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of weights, keys and values in generation."""
@@ -53,20 +55,19 @@ class StepOptions:
     """Tokens drafted a round (K); `auto`: each round chooses."""
     verify: VerifyRule = "block"
     """Lossless rule."""
-    threads: int = 0
+    threads: Natural = 0
     """CPU cores to use; 0: all."""
-    repeats: int = 5
+    repeats: Count = 5
     """Timed steps wanted."""
-    budget: float = 15.0
+    budget: Budget = 15.0
     """Seconds after which disturbed steps are no longer made up for."""
-    seed: int = 0
+    seed: Seed = 0
     """Of prompts, sampling and random weights."""
     profile: str = ""
     """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-step.json.gz. Empty: none."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(bool(self.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench step --help")
-        require(self.group >= 2, f"--group is {self.group}; a group advantage needs at least 2 answers")
         whole = self.batch >= self.group and self.batch % self.group == 0
         require(whole, f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every prompt has all its answers")
         numbers_of("--profile", self.profile)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig, require
+from jaxspec.checked import read_from, require
+from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig
 
 _QWEN3 = FamilyConfig()
 _ARCHITECTURES: dict[str, FamilyConfig] = {
@@ -61,22 +62,23 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         )
         factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
         rope = RopeConfig(context=rope.context)
-    return replace(
-        base,
-        vocab=_number(raw, source, "vocab_size"),
-        layers=_number(raw, source, "num_hidden_layers"),
-        embed=embed,
-        heads=heads,
-        kv_heads=_number(raw, source, "num_key_value_heads", heads),
-        head_size=_number(raw, source, "head_dim", embed // heads),
-        ffn=_number(raw, source, "moe_intermediate_size" if family.experts else "intermediate_size"),
-        rope_theta=theta,
-        rope_factor=factor,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        rope=rope,
-        family=family,
-    )
+    sizes: dict[str, Any] = {
+        "vocab": _number(raw, source, "vocab_size"),
+        "layers": _number(raw, source, "num_hidden_layers"),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": _number(raw, source, "num_key_value_heads", heads),
+        "head_size": _number(raw, source, "head_dim", embed // heads),
+        "ffn": _number(raw, source, "moe_intermediate_size" if family.experts else "intermediate_size"),
+        "rope_theta": theta,
+        "rope_factor": factor,
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tied": bool(raw.get("tie_word_embeddings", False)),
+        "rope": rope,
+        "family": family,
+    }
+    with read_from(source):
+        return replace(base, **sizes)
 
 
 def _family(raw: Mapping[str, Any], source: str, family: FamilyConfig) -> FamilyConfig:
@@ -130,11 +132,12 @@ def rope_of(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConf
     require(bool(factor), f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
     assert factor is not None
     rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)
-    if kind == "llama3":
-        rope = replace(rope, **{key: float(given[key]) for key in ("low_freq_factor", "high_freq_factor") if key in given})
-    if kind == "yarn":
-        numbers = {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key) is not None}
-        rope = replace(rope, **numbers, attention_factor=_attention_factor(given, factor), truncate=given.get("truncate", True))
+    with read_from(source):
+        if kind == "llama3":
+            rope = replace(rope, **{key: float(given[key]) for key in ("low_freq_factor", "high_freq_factor") if key in given})
+        if kind == "yarn":
+            numbers = {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key) is not None}
+            rope = replace(rope, **numbers, attention_factor=_attention_factor(given, factor), truncate=given.get("truncate", True))
     return theta, float(factor), rope
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig, require
+from jaxspec.checked import read_from, require
+from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
 from jaxspec.models.hf_config import architecture_of, rope_json, rope_of
@@ -115,23 +116,24 @@ def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Ca
         say(f"{source} lacks head_dim: {size}, the width over its heads, unless the tensors say otherwise")
     bias = bool(inner.get("attention_bias", False))
     theta, factor, rope = rope_of(inner, source)  # the head's own, not the policy's
-    return ModelConfig(
-        vocab=target.vocab,
-        layers=int(inner.get("num_hidden_layers", 1)),
-        embed=width,
-        heads=heads,
-        kv_heads=int(inner.get("num_key_value_heads") or heads),
-        head_size=int(size),
-        ffn=ffn,
-        norm_eps=float(inner.get("rms_norm_eps", 1e-6)),
-        tied=False,
-        dtype=target.dtype,
-        remat=target.remat,
-        family=FamilyConfig(model_type=kind, query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias),
-        rope_theta=theta,
-        rope_factor=factor,
-        rope=rope,
-    )
+    with read_from(source):
+        return ModelConfig(
+            vocab=target.vocab,
+            layers=int(inner.get("num_hidden_layers", 1)),
+            embed=width,
+            heads=heads,
+            kv_heads=int(inner.get("num_key_value_heads") or heads),
+            head_size=int(size),
+            ffn=ffn,
+            norm_eps=float(inner.get("rms_norm_eps", 1e-6)),
+            tied=False,
+            dtype=target.dtype,
+            remat=target.remat,
+            family=FamilyConfig(model_type=kind, query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias),
+            rope_theta=theta,
+            rope_factor=factor,
+            rope=rope,
+        )
 
 
 def draft_config_json(

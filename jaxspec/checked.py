@@ -1,0 +1,141 @@
+"""Settings that are checked when they are made, whatever makes them: every field by its type, and every number by its range."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+INF = float("inf")
+INT32 = 2**31 - 1
+"""The largest whole number where a range states no other: what devices and array libraries count with."""
+FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest number that float32 keeps as it is; beyond, it has 0 or infinity instead."""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 120
+
+
+class ConfigError(Exception):
+    """Bad input that the user can mend; programs print it without a traceback and exit with code 2.
+
+    It is no `ValueError`, which tyro would print as a message of its own.
+    """
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def read_from(source: str) -> Iterator[None]:
+    """Puts the file that settings are made from before what is wrong with them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """What numbers a setting takes, as part of its type: `Annotated[float, Range(above=0)]`."""
+
+    least: int | float = -INF
+    above: int | float = -INF
+    most: int | float = INF
+    below: int | float = INF
+    or_zero: bool = False
+    """Zero is taken as well."""
+    remedy: str = ""
+    """What to do instead, where the bounds do not say it."""
+
+    def takes(self, number: int | float) -> bool:
+        """Whether a number is inside."""
+        inside = self.least <= number <= self.most and self.above < number < self.below
+        return inside or (self.or_zero and number == 0)
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < INF)
+        return "0, or " * self.or_zero + words + f" ({self.remedy})" * bool(self.remedy)
+
+
+class Checked:
+    """A frozen dataclass whose fields are checked after `__init__`; a subclass adds what crosses its fields in `check`.
+
+    `prefix` is what messages put before the name of a field. A whole number is kept as a float where the field is one.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        super().__init_subclass__()
+        cls.prefix = prefix
+
+    def __post_init__(self) -> None:
+        for name, wanted in types_of(type(self)).items():
+            value = getattr(self, name)
+            if instead := mismatch(value, wanted):
+                raise ConfigError(f"{self.prefix}{name} is {' '.join(_REPR.repr(value).split())}; it must be {instead}")
+            if _bare(wanted) is float:
+                object.__setattr__(self, name, float(value))
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError where fields do not go together; each of them is good by itself."""
+
+
+@functools.cache
+def types_of(cls: Any) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, with their ranges."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+def _bare(wanted: Any) -> Any:
+    return get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
+
+
+def mismatch(value: Any, wanted: Any) -> str:
+    """What a value must be, in words, if it is not of a setting's type or outside its range; else nothing."""
+    kind = get_origin(wanted)
+    if kind is Annotated:
+        return mismatch(value, _bare(wanted)) or _outside(value, *get_args(wanted))
+    if kind in (Union, UnionType):
+        found = [mismatch(value, part) for part in get_args(wanted)]
+        return " or ".join(found) if all(found) else ""
+    if kind is tuple:
+        item = get_args(wanted)[0]
+        if not isinstance(value, tuple):
+            return f"a tuple, each item {_named(_bare(item))}"
+        return next((f"a tuple, each item {instead}" for instead in (mismatch(each, item) for each in value) if instead), "")
+    if kind is Literal:
+        return "" if isinstance(value, str) and value in get_args(wanted) else f"one of {', '.join(get_args(wanted))}"
+    return "" if _is(value, wanted) else _named(wanted)
+
+
+def _outside(number: Any, kind: type, bounds: Range) -> str:
+    if not bounds.takes(number):
+        return str(bounds)
+    return f"at most {INT32}" if kind is int and bounds.most == INF and number > INT32 else ""
+
+
+def _is(value: Any, wanted: type) -> bool:
+    if wanted is float:
+        return (_is(value, int) or isinstance(value, float)) and (value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1])
+    return isinstance(value, wanted) and (wanted is not int or not isinstance(value, bool))
+
+
+def _named(wanted: Any) -> str:
+    words = {bool: "True or False", int: "a whole number", float: "a number that float32 can hold", str: "text", type(None): "None"}
+    return words.get(wanted) or f"of type {wanted.__name__}"
+
+
+def classes_in(wanted: Any) -> list[Any]:
+    """The classes of settings that a field's type names; there are none in most."""
+    return [part for part in (wanted, *get_args(wanted)) if is_dataclass(part)]
