@@ -1,5 +1,6 @@
 """Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees to its own rows."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,9 @@ class Scored(NamedTuple):
 
     finished: Finished
     reward: float
-    """Mean over the rows that have one."""
+    """Mean over the rows that have one; NaN where none has."""
     outcomes: dict[str, float]
-    """Share of the rows by outcome."""
+    """Share of those rows by outcome."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
 
@@ -132,7 +133,7 @@ class Batches:
         for outcome in Outcome:
             table[2 + outcome, rows] = has_reward & (scores.outcomes == outcome)
         table = _sum_over_processes(table)
-        counted = max(float(table[1].sum()), 1.0)
+        counted = float(table[1].sum()) or math.nan
         like = self._finished
         rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
         samples = [

@@ -14,11 +14,11 @@ from jaxtyping import Bool, Int32
 
 from jaxspec import mesh as meshes
 from jaxspec import tasks
-from jaxspec.config import Config, ConfigError, OfflineConfig
+from jaxspec.config import Config, ConfigError, OfflineConfig, require
 from jaxspec.data import PromptStream, load_problems, pad_prompts
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
-from jaxspec.state import OFFLINE, Prompts, PyTree
+from jaxspec.state import FAILED, OFFLINE, Prompts, PyTree
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ def split(offline: OfflineConfig) -> tuple[range, range]:
 def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """Returns what answers batch number n of the training prompts, once each, under the rollout's own processing.
 
-    Decoding is plain. A batch depends on the seed, the policy and its number alone.
+    Decoding is plain. A batch depends on the seed, the policy and its number alone. A response that failed is given as an empty one.
     """
     config, rows = job.config, job.config.offline.rows
     alone = job.step.plain().answering(rows, 1)
@@ -64,7 +64,8 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
         target, nothing = alone.prepare(alone.start(policy, None))
         rollout = alone.generate(target, nothing, prompts)
-        return rollout.tokens, rollout.prompt_lengths, rollout.lengths
+        ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
+        return rollout.tokens, rollout.prompt_lengths, ends
 
     def respond(number: int) -> SftBatch:
         chosen = [stream[number * rows + row] for row in range(rows)]
@@ -170,6 +171,27 @@ def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> tuple[list[int], l
 def joined(batches: Sequence[Rows]) -> Rows:
     """All rows of some batches."""
     return Rows(*(np.concatenate(part) for part in zip(*batches, strict=True)))
+
+
+def in_use(batches: Sequence[Rows]) -> Rows:
+    """All rows of some batches but those with nothing to predict: what made a response fail would fail the learner's pass as well.
+
+    Raises:
+      ConfigError: nothing is left.
+    """
+    rows = joined(batches)
+    used = rows.mask.any(axis=1)
+    lost = f"all {len(used)} responses of the policy failed (logits that are not finite), so there is nothing to train a draft on"
+    require(bool(used.any()), f"{lost} or to measure it by; check the policy's weights, or set --model.dtype float32")
+    return Rows(rows.tokens[used], rows.mask[used])
+
+
+def in_batches(rows: Rows, size: int) -> list[Rows]:
+    """Rows in order, in batches of `size`; the last is filled up with rows of which nothing is to be predicted."""
+    places = np.arange(-(-len(rows.tokens) // size) * size)
+    tokens, mask = (part[places % len(rows.tokens)] for part in rows)
+    mask[len(rows.tokens) :] = False
+    return [Rows(tokens[first : first + size], mask[first : first + size]) for first in range(0, len(places), size)]
 
 
 def batch_of(rows: Rows, number: int, size: int, seed: int) -> Rows:

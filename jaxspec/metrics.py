@@ -26,6 +26,7 @@ _PHASES = ("data", "prepare", "generate", "reward", "logprob", "train", "draft",
 _Event: Any = vars(event_pb2)["Event"]
 _SessionLog: Any = vars(event_pb2)["SessionLog"]
 _Summary: Any = vars(summary_pb2)["Summary"]
+_REWARD, _EVALUATION = "reward/mean", "eval/exact_match"
 _FLUSH_SECONDS = 10.0
 _PLAIN_SECONDS = 10.0
 _PLAIN_LINES = 20
@@ -218,12 +219,16 @@ class Progress:
 
 
 def short(number: float | int) -> str:
-    """Returns a number with three significant digits, and thousands in full."""
+    """Returns a number with three significant digits, and thousands in full; NaN as `none`."""
+    if math.isnan(number):
+        return "none"
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, float | int]) -> Table:
     """Returns what a run achieved, for rich to print; rows whose numbers were not measured are left out.
+
+    A batch or an evaluation that has no number counts, as `none`.
 
     `lines` are those of `read`. `summary` compares plain and speculative decoding of the same `rows`: target passes a sequence
     (`plain/passes`, `spec/passes`), seconds (`plain/seconds`, `spec/seconds`) and what a round costs in plain steps (`round_cost`).
@@ -235,13 +240,8 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
     def column(name: str) -> list[float | int]:
         return [line[name] for line in lines if line.get(name) is not None]
 
-    for title, name in (("reward", "reward/mean"), ("acceptance_length", "rollout/acceptance_length")):
-        if values := column(name):
-            tenth = max(1, len(values) // 10)
-            first, last = sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
-            table.add_row(title, f"{first:.2f} -> {last:.2f} (first and last {tenth} of {len(values)})")
-    if values := column("eval/exact_match"):
-        table.add_row("held-out exact match", f"{values[0]:.2f} -> {values[-1]:.2f}")
+    for title, text in _from_first_to_last(lines):
+        table.add_row(title, text)
     if values := column("rollout/tokens_per_s"):
         table.add_row("tokens/s", f"{short(sorted(values)[len(values) // 2])} (median batch)")
     if phases := {phase: sum(values) for phase in _PHASES if (values := column(f"time/{phase}"))}:
@@ -254,3 +254,48 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
     if cost := summary.get("round_cost"):
         table.add_row("round_cost", f"{short(cost)} (a round over a plain step, in seconds)")
     return table
+
+
+def _from_first_to_last(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Rows of the table: how rewards, acceptance and the evaluation went, and how many rows have no part in that."""
+    for title, name in (("reward", _REWARD), ("acceptance_length", "rollout/acceptance_length")):
+        if values := [line[name] for line in lines if name in line]:
+            tenth = max(1, len(values) // 10)
+            ends = f"first and last {tenth} of {len(values)}{_lacking(values)}"
+            yield title, f"{_mean(values[:tenth])} -> {_mean(values[-tenth:])} ({ends})"
+    if any(failed := [line.get("status/failed", 0) for line in lines]):
+        rows, batches = sum(map(_ended, lines)), sum(map(bool, failed))
+        yield "failed rows", f"{sum(failed):,.0f} of {rows:,.0f}, in {batches} of {len(lines)} batches (logits that are not finite)"
+    if values := [line[_EVALUATION] for line in lines if _EVALUATION in line]:
+        lacking = f" ({len(values)} evaluations{_lacking(values)})" if _lacking(values) else ""
+        yield "held-out exact match", f"{_mean(values[:1])} -> {_mean(values[-1:])}{lacking}"
+
+
+def _ended(line: Mapping[str, Any]) -> float | int:
+    """Rows of a batch, however they ended."""
+    return sum(line.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """Of those that are numbers."""
+    numbers = [value for value in values if value is not None]
+    return f"{sum(numbers) / len(numbers):.2f}" if numbers else "none"
+
+
+def _lacking(values: Sequence[float | None]) -> str:
+    """How many are no numbers, to be put behind their count."""
+    missing = sum(value is None for value in values)
+    return f", {missing} without a number" if missing else ""
+
+
+def without_result(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run that made all its batches has no result: its last batch or its last evaluation has no number; empty where both have one."""
+    evaluations = [line for line in lines if _EVALUATION in line]
+    found = []
+    if lines and lines[-1].get(_REWARD, 0) is None:
+        failed = f"{lines[-1].get('status/failed', 0):.0f} of its {_ended(lines[-1]):.0f} rows failed (logits that are not finite)"
+        found.append(f"the last batch, {lines[-1]['step']}, has no reward: {failed}")
+    if evaluations and evaluations[-1][_EVALUATION] is None:
+        found.append(f"the last evaluation, after batch {evaluations[-1]['step']}, has no number: every answer failed")
+    remedy = "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower --grpo.learning_rate is the usual remedy"
+    return f"{' and '.join(found)}; {remedy}" if found else ""

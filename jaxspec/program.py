@@ -45,7 +45,7 @@ class Job:
 def run(
     program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None, varied: Sequence[str] = ()
 ) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a training that diverged.
+    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a `Diverged`.
 
     `varied` is as in `load_config`.
     """
@@ -153,6 +153,11 @@ def process_0_first(work: Callable[[], _T]) -> _T:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("process 0 is done")
     return work() if result is None else result
+
+
+def agreed_by_process_0(answer: bool) -> bool:
+    """What process 0 answers, in every process."""
+    return answer if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:

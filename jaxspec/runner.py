@@ -151,7 +151,7 @@ def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
     advance, _ = ahead(one_slice, target, drafter, running, donate_argnums=2, out_shardings=same)
     unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
     measure, _ = ahead(step.measure, finished.rollout, drafter, out_shardings=whole)
-    logprob, recomputed = ahead(step.logprob, state, finished.rollout)
+    logprob, recomputed = ahead(step.logprob, state, finished)
     tuned = layout.overlap_by_factor, layout.pace
     tune, _ = ahead(step.tune, state.overlap_by_factor, state.pace, finished, out_shardings=tuned)
     train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
@@ -168,7 +168,7 @@ def staged_step(step: Step, prompts: int) -> Runner:
 
     def learn(state: TrainState, finished: Finished) -> tuple[TrainState, dict[str, float]]:
         clock = _Clock()
-        recomputed = clock("logprob", phases.logprob, state, finished.rollout)
+        recomputed = clock("logprob", phases.logprob, state, finished)
         # The draft first: it learns from the weights that sampled, which the policy's update consumes.
         draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
         policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)

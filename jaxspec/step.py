@@ -25,7 +25,7 @@ from jaxspec.models.lora import ADAPTER_AXES, Adapted, merged
 from jaxspec.rl import optim
 from jaxspec.rl.advantage import group_advantages
 from jaxspec.rl.draft_loss import LOSSES, DraftLoss, Objective, draft_loss
-from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
+from jaxspec.rl.logprob import learnt_texts, positions_of, response_mask, token_logprobs
 from jaxspec.rl.loss import grpo_loss, masked_mean
 from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout import generate as engine
@@ -46,6 +46,8 @@ SMALLEST_TAIL = 4
 class Recomputed(NamedTuple):
     """The learner's own pass over a rollout, before the update."""
 
+    tokens: Int[Array, "B S"]
+    """What was read, and what the updates read: no text without a reward (`learnt_texts`)."""
     old_logprobs: Float[Array, "B S"]
     entropy: Float[Array, "B S"]
     forward: Forward
@@ -189,28 +191,29 @@ class Step:
         }
 
     @jax.named_scope("logprob")
-    def logprob(self, state: TrainState, rollout: Rollout) -> Recomputed:
+    def logprob(self, state: TrainState, finished: Finished) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
         policy = cast(merged(state.policy.network), jnp.dtype(self.config.model.dtype))
-        forward = policy(rollout.tokens, positions_of(rollout.tokens), taps=self.draft.taps if self.draft else ())
-        old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
-        return Recomputed(old_logprobs, entropy, forward)
+        tokens, starts = learnt_texts(finished.rollout.tokens, finished.valid), finished.rollout.prompt_lengths
+        forward = policy(tokens, positions_of(tokens), taps=self.draft.taps if self.draft else ())
+        old_logprobs, entropy = token_logprobs(policy, forward.hidden, tokens, starts, self.settings.processing)
+        return Recomputed(tokens, old_logprobs, entropy, forward)
 
     @jax.named_scope("train")
     def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
-        """One GRPO update; nothing of the draft enters it."""
-        rollout = finished.rollout
+        """One GRPO update; nothing of the draft enters it. Where no row has a reward it is skipped, and counted as not finite."""
+        rollout, tokens = finished.rollout, recomputed.tokens
         mask = response_mask(rollout) & finished.valid[:, None]
         advantages = group_advantages(finished.rewards.astype(recomputed.old_logprobs.dtype), finished.valid, self.settings.group_size)
 
         def loss_of(trained: Decoder | Adapted) -> Float[Array, ""]:
             network = cast(merged(trained), jnp.dtype(self.config.model.dtype))
-            forward = network(rollout.tokens, positions_of(rollout.tokens))
-            processing = self.settings.processing
-            logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, rollout.prompt_lengths, processing)
+            forward = network(tokens, positions_of(tokens))
+            logprobs, _ = token_logprobs(network, forward.hidden, tokens, rollout.prompt_lengths, self.settings.processing)
             return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask)
 
         loss, gradients = optim.value_and_grad(loss_of, policy.network)
+        loss = jnp.where(jnp.any(mask), loss, jnp.nan)
         policy, norm = optim.update(policy, gradients, loss, self.policy_optimizer)
         gap = jnp.abs(rollout.logprobs - recomputed.old_logprobs)
         return policy, {
@@ -226,13 +229,17 @@ class Step:
     def train_draft(
         self, draft: Learner, policy: Decoder, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"], forward: Forward
     ) -> tuple[Learner, Metrics]:
-        """One update of the draft on the policy's detached hidden states, with its own optimizer and clip."""
+        """One update of the draft on the policy's detached hidden states, with its own optimizer and clip.
+
+        Where `mask` has nothing it is skipped, and counted as not finite.
+        """
 
         def loss_of(network: PyTree) -> tuple[Float[Array, ""], Float[Array, " A"]]:
             result = self.draft_loss(network, policy, tokens, mask, forward, self.config.draft_training.ttt_steps)
             return result.loss, result.acceptance
 
         (loss, acceptance), gradients = optim.value_and_grad(loss_of, draft.network, has_aux=True)
+        loss = jnp.where(jnp.any(mask), loss, jnp.nan)
         draft, norm = optim.update(draft, gradients, loss, self.draft_optimizer)
         depths = {f"draft/expected_acceptance_{depth}": value for depth, value in enumerate(acceptance, start=1)}
         skipped = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
@@ -267,10 +274,10 @@ class Step:
         if state.draft is None:
             return None, {}
 
-        rollout, mask = finished.rollout, response_mask(finished.rollout) & finished.valid[:, None]
+        mask = response_mask(finished.rollout) & finished.valid[:, None]
 
         def update(draft: Learner) -> tuple[Learner, Metrics]:
-            return self.train_draft(draft, merged(state.policy.network), rollout.tokens, mask, recomputed.forward)
+            return self.train_draft(draft, merged(state.policy.network), recomputed.tokens, mask, recomputed.forward)
 
         return jax.lax.cond(state.draft_online, update, lambda draft: (draft, _nothing(update, draft)), state.draft)
 
@@ -280,7 +287,7 @@ class Step:
         """Logprob recompute and both updates, when there is something to learn."""
 
         def learn(state: TrainState) -> tuple[TrainState, Metrics]:
-            return self.train(state, finished, self.logprob(state, finished.rollout))
+            return self.train(state, finished, self.logprob(state, finished))
 
         return jax.lax.cond(finished.learn, learn, lambda state: (state, _nothing(learn, state)), state)
 

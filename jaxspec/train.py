@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 from rich.console import Console
 
+from jaxspec import mesh as meshes
 from jaxspec import metrics as measures
 from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
@@ -30,8 +33,8 @@ from jaxspec.memory import explained
 from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
-from jaxspec.program import Job, process_0_first, run
-from jaxspec.rl.optim import require_progress
+from jaxspec.program import Job, agreed_by_process_0, process_0_first, run
+from jaxspec.rl.optim import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.rollout import draft_length
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
@@ -40,6 +43,7 @@ from jaxspec.train_sft import cached_policy
 
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
+_FAULTS = {SKIPPED: "last update was skipped, because its loss or gradient was not finite", BROKEN: "weights are not finite"}
 
 
 @dataclasses.dataclass
@@ -94,12 +98,14 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         writer.cut_back(position.batch if position.line is None else position.line["step"])
         profiler = Profiler(numbers_of("profile", config.profile), workdir / f"trace-{jax.process_index()}.json.gz", runner.programs, print)
         with contextlib.closing(profiler), Progress("rl", config.steps, jax.process_index()) as progress:
-            done = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler).go(position)
+            loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
+            done = loop.go(position)
     if not done:
-        job.say(f"stopped before batch {position.batch}; the same command goes on from there")
+        where = "the newest checkpoint" if loop.unsaved else "there"
+        job.say(f"stopped before batch {position.batch}; the same command goes on from {where}")
         return 0
     with interrupt.nothing_unsaved("comparing with plain decoding"):
-        return close(job, batches, position, workdir)
+        return close(job, batches, position, workdir, loop.unsaved)
 
 
 def open_workdir(job: Job) -> Path:
@@ -208,6 +214,9 @@ class Loop:
         self.job, self.interrupt, self.batches, self.checkpoints = job, interrupt, batches, checkpoints
         self.writer, self.progress, self.runner, self.profiler = writer, progress, runner, profiler
         self._looks = 0
+        self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(job.mesh))
+        self.unsaved = ""
+        """Why the position that was last to be saved is not; empty where it is."""
 
     def go(self, position: Position) -> bool:
         """Runs from `position`, which it moves, to the end; False when asked to stop before."""
@@ -266,16 +275,21 @@ class Loop:
         self.writer.write_samples(line["step"], samples)
         shown = {"reward": "reward/mean", "acceptance_length": "rollout/acceptance_length", "tokens_per_s": "rollout/tokens_per_s"}
         skipped = {f"skipped_{name}": line[f"skipped/{name}"] for name in ("policy", "draft") if line.get(f"skipped/{name}")}
-        self.progress.update(line["step"] + 1, **{name: line[key] for name, key in shown.items()}, **skipped)
+        failed = {"failed": line["status/failed"]} if line["status/failed"] else {}
+        self.progress.update(line["step"] + 1, **{name: line[key] for name, key in shown.items()}, **failed, **skipped)
         for name in ("policy", "draft"):
             look = (
-                f"Look at loss/{name}, grad_norm/{name} and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at "
-                f"samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier checkpoints are intact."
+                f"{'None of its rows has a reward. ' if np.isnan(line['reward/mean']) else ''}Look at loss/{name}, grad_norm/{name}, "
+                f"status/failed and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at samples.jsonl beside it; "
+                f"a lower learning rate is the usual remedy. Earlier checkpoints are intact."
             )
             require_progress(line.get(f"skipped_in_row/{name}", 0), name, f"batch {line['step']}", look)
 
     def evaluate(self, position: Position, stop: Callable[[], bool]) -> dict[str, float]:
-        """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop."""
+        """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop.
+
+        NaN where no answer has a reward.
+        """
         rewards, weights = [], []
         for number in range(self.batches.evaluations):
             if stop():
@@ -284,12 +298,21 @@ class Loop:
             position.state = called.state
             assert called.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, called.rollout)
-            rewards.append(scored.reward)
-            weights.append(called.generated["status/eos"] + called.generated["status/length"])
-        return {"eval/exact_match": float(np.average(rewards, weights=weights)) if sum(weights) else float("nan")}
+            if ended := called.generated["status/eos"] + called.generated["status/length"]:
+                rewards.append(scored.reward)
+                weights.append(ended)
+        return {"eval/exact_match": float(np.average(rewards, weights=weights)) if weights else float("nan")}
 
     def save(self, position: Position) -> None:
-        """Starts a checkpoint of everything the next call needs."""
+        """Starts a checkpoint of everything the next call needs, unless it is nothing to go on from: then `unsaved` says why."""
+        found = zip(("policy", "draft"), np.asarray(self._conditions(position.state)).tolist(), strict=False)
+        faults = [f"the {name}'s {_FAULTS[condition]}" for name, condition in found if condition != SOUND]
+        self.unsaved = " and ".join(faults)
+        if faults:
+            newest = self.checkpoints.latest()
+            kept = "there is none before it" if newest is None else f"checkpoint {newest} stays the newest"
+            self.progress.say(f"checkpoint {position.number} is not saved: {self.unsaved}; {kept}")
+            return
         host = {"batch": position.batch, "line": position.line, "samples": position.samples, "history": self.batches.history.dump()}
         self.checkpoints.save(position.number, (position.state, position.finished), host)
 
@@ -297,6 +320,11 @@ class Loop:
         """Whether to stop now, the same in every process."""
         self._looks += 1
         return self.interrupt.agreed(self._looks)
+
+
+def _conditions(state: TrainState) -> Int[Array, " n"]:
+    """Of the policy and, if there is one, the draft."""
+    return jnp.stack([condition(learner) for learner in (state.policy, state.draft) if learner is not None])
 
 
 def _never() -> bool:
@@ -310,18 +338,28 @@ def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict
     return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated, **rate}
 
 
-def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
-    """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch; returns the exit status."""
+def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved: str = "") -> int:
+    """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch; returns the exit status.
+
+    Raises:
+      Diverged: the last batch or the last evaluation has no number, or the end of the run is not saved, as `unsaved` says.
+    """
     summary: dict[str, float] = {}
     if job.step.draft is not None:
         job.say("comparing with plain decoding of the last batch")
         made = compare(job.step, position.state, batches.compare(job.config.steps - 1))
         summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}
         summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
-    if jax.process_index() == 0:
-        Console().print(measures.closing_table(measures.read(workdir), summary))
+    goes_on = "the same command goes on from the newest checkpoint, with more --steps beyond this end"
+    why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
+    if jax.process_index() == 0:  # the only one that surely sees the run's folder
+        lines = measures.read(workdir)
+        Console().print(measures.closing_table(lines, summary))
+        why = "; ".join(filter(None, (measures.without_result(lines), why)))
     if remark := random_draft(job.config):
         job.say(remark)
+    if agreed_by_process_0(bool(why)):
+        raise Diverged(why or "the run ended without a result; process 0 says which")
     return 0
 
 

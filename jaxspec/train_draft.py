@@ -172,15 +172,18 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     numbers = [*(() if text else ours), *held_out]
     with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved("sampling", progress.stop, then=then):
         batches = collect(job, policy, numbers, partial, progress)
-    rows, measured = text or draft_data.joined([batches[number] for number in ours]), [batches[number] for number in held_out]
+    rows, measured = text or draft_data.in_use([batches[number] for number in ours]), draft_data.in_use([batches[n] for n in held_out])
+    used, asked = len(measured.tokens) + (0 if text else len(rows.tokens)), len(numbers) * offline.rows
+    if used < asked:
+        job.say(f"{asked - used} of {asked} responses failed (logits that are not finite) and are left out")
     with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop, then=then):
         network = train(job, policy, rows, partial, progress, loaded)
-    reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured) * offline.rows, "vocabulary": None, "coverage": None}
+    reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured.tokens), "vocabulary": None, "coverage": None}
     if draft.vocab:
         ids = np.asarray(network.vocabulary[...])
-        reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(draft_data.joined(measured), ids)}
+        reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
     with interrupt.nothing_unsaved("measuring the draft", then=then):
-        reached["acceptance"] = measure(job, policy, network, measured)
+        reached["acceptance"] = measure(job, policy, network, draft_data.in_batches(measured, offline.rows))
         save_tree(folder / WEIGHTS, network)
         (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")
     by_length = tokens_kept(reached["acceptance"][: draft.longest])

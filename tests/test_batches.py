@@ -73,6 +73,12 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert bool(scored.finished.learn)
 
 
+def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(job: Job, batches: Batches) -> None:
+    scored = batches.score_training(0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP))
+    assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
+    assert not np.asarray(scored.finished.valid).any()
+
+
 def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
     again = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
     first, second = batches.train(0), batches.train(1)

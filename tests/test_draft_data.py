@@ -10,15 +10,16 @@ import pytest
 
 from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, EngineConfig, MeshConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.data import PromptStream, load_problems
-from jaxspec.draft_data import Rows, answered, batch_of, coverage, joined, responder, split, training_text, vocabulary
+from jaxspec.draft_data import Rows, answered, batch_of, coverage, in_batches, in_use, joined, responder, split, training_text, vocabulary
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer, load_tokenizer
-from tests.conftest import numpy_decoder, small_mesh, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, small_mesh, tiny_model, tiny_network, with_weights
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.stop_ids[0]
+SEVEN = TOKENIZER.encode("7")[0]
 
 
 def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
@@ -35,6 +36,12 @@ def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
 
 def a_job(**changes: Any) -> Job:
     return make_job(a_config(**changes), small_mesh())
+
+
+def poisoned(job: Job) -> Decoder:
+    """A policy that fails where it reads a seven."""
+    policy = tiny_network(Decoder, job.config.model)
+    return with_weights(policy, embedding=policy.embedding[...].at[SEVEN].set(np.nan))
 
 
 def some_rows(*rows: tuple[list[int], list[int]]) -> Rows:
@@ -86,6 +93,39 @@ class TestResponder:
         again = responder(job, policy)(1)
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         assert not np.array_equal(first.tokens[:, 6:], second.tokens[:, 6:])
+
+    def test_a_response_that_failed_is_an_empty_one(self) -> None:
+        """Rows whose prompt has a token with an embedding of NaN, which no response may have."""
+        job = a_job(rollout={"banned": (SEVEN,)}, rows=8)
+        batch = responder(job, poisoned(job))(0)
+        hit = np.array([SEVEN in tokens[:start] for tokens, start in zip(batch.tokens, batch.prompt_lengths, strict=True)])
+        assert 0 < hit.sum() < 8
+        np.testing.assert_array_equal(batch.lengths == batch.prompt_lengths, hit)
+        np.testing.assert_array_equal(answered(batch).mask.any(1), ~hit)
+
+
+class TestInUse:
+    ROWS = some_rows(([9, 4], []), ([9], [7, 3]), ([2, 2], [5]), ([8], []), ([6], [1, 1]))
+
+    def test_rows_that_failed_are_left_out_and_the_others_keep_their_order(self) -> None:
+        rows = in_use([self.ROWS, self.ROWS])
+        np.testing.assert_array_equal(rows.tokens, self.ROWS.tokens[[1, 2, 4, 1, 2, 4]])
+        np.testing.assert_array_equal(rows.mask, self.ROWS.mask[[1, 2, 4, 1, 2, 4]])
+
+    def test_a_last_batch_is_filled_up_with_what_counts_nowhere(self) -> None:
+        rows = in_use([self.ROWS])
+        first, second = in_batches(rows, 2)
+        assert (first.tokens.tolist(), first.mask.tolist()) == (rows.tokens[:2].tolist(), rows.mask[:2].tolist())
+        assert second.tokens[0].tolist() == rows.tokens[2].tolist()
+        assert second.mask.tolist() == [rows.mask[2].tolist(), [False] * len(rows.mask[2])]
+        assert second.tokens[1].tolist() in rows.tokens.tolist()
+        assert [len(batch.tokens) for batch in in_batches(rows, 7)] == [7]
+        assert len(in_batches(rows, 3)) == 1
+
+    def test_where_all_failed_it_is_said_how_many(self) -> None:
+        failed = some_rows(([9, 4], []), ([8], []))
+        with pytest.raises(ConfigError, match=r"all 4 responses of the policy failed \(logits that are not finite\).*--model.dtype"):
+            in_use([failed, failed])
 
 
 class TestTrainingText:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -202,6 +203,24 @@ def test_closing_table() -> None:
 def test_closing_table_leaves_out_what_was_not_measured() -> None:
     assert _printed(closing_table([{"step": 0, "reward/mean": 0.25}], {})) == ["1 batches", "reward | 0.25 -> 0.25 (first and last 1 of 1)"]
     assert _printed(closing_table([], {})) == ["0 batches"]
+
+
+def test_closing_table_says_what_has_no_number() -> None:
+    """The last three of 20 batches have no reward, and two of three evaluations no number; rows failed in a fourth batch too."""
+    lines: list[dict[str, Any]] = [
+        {"step": step, "reward/mean": 0.38, "status/eos": 100, "status/length": 28, "status/failed": 0} for step in range(20)
+    ]
+    lines[3] |= {"status/eos": 98, "status/failed": 2}
+    for line in lines[-3:]:
+        line |= {"reward/mean": None, "status/eos": 0, "status/length": 0, "status/failed": 128}
+    for step, value in ((0, 0.38), (17, None), (19, None)):
+        lines[step]["eval/exact_match"] = value
+    assert _printed(closing_table(lines, {})) == [
+        "20 batches",
+        "reward | 0.38 -> none (first and last 2 of 20, 3 without a number)",
+        "failed rows | 386 of 2,560, in 4 of 20 batches (logits that are not finite)",
+        "held-out exact match | 0.38 -> none (3 evaluations, 2 without a number)",
+    ]
 
 
 def test_closing_table_prints_in_ascii() -> None:

@@ -1,5 +1,6 @@
 """The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -7,17 +8,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 
 from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, EngineConfig, GrpoConfig, MeshConfig, RolloutConfig
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
+from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
+from jaxspec.rl.loss import grpo_loss
 from jaxspec.rollout.draft_temperature import DECAY, GRID
 from jaxspec.rollout.generate import collect
-from jaxspec.state import Finished, Prompts, Rollout, TrainState
+from jaxspec.runner import abstract, put, staged_step
+from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
-from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts, with_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -152,7 +157,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
     state, finished = start(step), None
     for batch in range(3):
         if finished is not None:
-            state, learnt = train(state, finished, logprob(state, finished.rollout))
+            state, learnt = train(state, finished, logprob(state, finished))
             for name, value in learnt.items():
                 assert float(value) == pytest.approx(whole.learnt[batch][name], rel=1e-11, abs=1e-12), name
         target, network = prepare(state)
@@ -316,6 +321,131 @@ def test_rows_without_a_reward_have_no_influence() -> None:
         assert_bitwise(state, states[0])
     assert moved(states[4].policy, states[0].policy)
     assert moved(states[4].draft, states[0].draft)
+
+
+# ---- rows without a reward that overflow
+
+POISON = 9
+"""A token with an infinite embedding: whoever reads it has NaN for activations."""
+FAILED_ROW = 5
+
+
+def poisoned(state: TrainState) -> TrainState:
+    return state.replace(policy=state.policy.replace(network=with_poison(state.policy.network, jnp.inf)))
+
+
+def with_poison(network: Decoder, value: float) -> Decoder:
+    return with_weights(network, embedding=network.embedding[...].at[POISON].set(value))
+
+
+def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> Finished:
+    """One row says nothing but `says` and has no reward; no other says `POISON`."""
+    tokens = np.where(rollout.tokens == POISON, POISON + 1, rollout.tokens)
+    row = np.arange(ROWS)[:, None] == FAILED_ROW
+    tokens = np.where(row & np.asarray(response_mask(jax.tree.map(jnp.asarray, rollout))), says, tokens).astype(np.int32)
+    return score(step, rollout.replace(tokens=tokens, status=np.where(row[:, 0], FAILED, rollout.status)), batch=FAILED_ROW)
+
+
+@pytest.mark.parametrize(("data", "tensor", "options"), [(1, 1, {}), (4, 2, {"shard_above": 0})])
+def test_a_failed_row_that_overflows_changes_nothing(data: int, tensor: int, options: dict[str, Any]) -> None:
+    """Policy, draft and all metrics of learning are those of a batch in which the row says something harmless."""
+    made = program(data, tensor, **options)
+    step, rollout = made.step, twenty(True).rollouts[0]
+    state, *_ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON), prompts_of(step, 1))
+    other, _, learnt, _ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON + 1), prompts_of(step, 1))
+    assert_bitwise(host(state), host(other))
+    assert state.draft is not None
+    assert (int(state.policy.skipped), int(state.draft.skipped)) == (0, 0)
+    assert moved(host(state.policy.network.layers), host(start(step)).policy.network.layers)
+    assert moved(host(state.draft.network), host(start(step)).draft.network)
+    assert float(learnt["grad_norm/policy"]) > 1e-3
+
+
+def descending(step: Step) -> Step:
+    """The step with plain gradient descent at rate 1: what weights lose is the gradient."""
+    return dataclasses.replace(step, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0))
+
+
+def gradients_without(step: Step, state: TrainState, finished: Finished, row: int) -> tuple[Any, Any]:
+    """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has no advantage."""
+    assert GROUP == 2
+    others = np.arange(ROWS) != row
+    rows, rewards = finished.rollout, np.asarray(finished.rewards, np.float64).reshape(-1, GROUP)
+    deviation = rewards.std(1, keepdims=True)
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-6)).ravel()
+    advantages[row // GROUP * GROUP : row // GROUP * GROUP + GROUP] = 0
+    whole = rows.tokens, rows.prompt_lengths, advantages, response_mask(rows)
+    tokens, starts, chosen, mask = (jnp.asarray(np.asarray(part)[others]) for part in whole)
+
+    @jax.jit
+    def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
+        forward = policy(tokens, positions_of(tokens), taps=step.draft.taps if step.draft else ())
+
+        def loss_of(network: Decoder) -> jax.Array:
+            hidden = network(tokens, positions_of(tokens)).hidden
+            logprobs, _ = token_logprobs(network, hidden, tokens, starts, step.settings.processing)
+            old = jax.lax.stop_gradient(logprobs)
+            return grpo_loss(logprobs, old, chosen, mask)
+
+        def draft_loss_of(network: Any) -> jax.Array:
+            return step.draft_loss(network, policy, tokens, mask, forward, 2).loss
+
+        return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
+
+    assert state.draft is not None
+    return host(gradients(state.policy.network, state.draft.network))
+
+
+def assert_learns_from_the_others(step: Step, learn: Any) -> None:
+    """`learn` makes of a state and a finished batch the next state and its metrics."""
+    state = poisoned(start(step))
+    finished = with_a_failed_row(step, twenty(True).rollouts[0], POISON)
+    before, wanted = host(state), gradients_without(step, host(state), finished, FAILED_ROW)
+    after, metrics = learn(state, finished)
+    networks = [(with_poison(each.policy.network, 0), each.draft.network) for each in (jax.tree.map(jnp.asarray, before), after)]
+    for name, gradient, old, new in zip(("policy", "draft"), wanted, *networks, strict=True):
+        found = jax.tree.map(np.subtract, host(old), host(new))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+        assert_close(found, gradient, 1e-9)
+        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))
+        assert float(metrics[f"grad_norm/{name}"]) == pytest.approx(norm)
+        assert norm > 1e-3
+        assert np.isfinite(float(metrics[f"loss/{name}"]))
+        assert float(metrics[f"skipped/{name}"]) == 0
+
+
+@pytest.mark.slow
+def test_a_failed_row_that_overflows_leaves_the_gradient_of_the_others() -> None:
+    step = descending(build_step(config_of(shard_above=0), small_mesh(4, 2), STOP, MODEL.vocab))
+    assert_learns_from_the_others(step, jax.jit(step.learn))
+
+
+@pytest.mark.slow
+def test_phase_by_phase_it_does_too() -> None:
+    step = descending(build_step(config_of(), small_mesh(2), STOP, MODEL.vocab))
+    runner, (*_, like) = staged_step(step, PROMPTS), abstract(step, PROMPTS)
+    prompts = put(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
+
+    def learn(state: TrainState, finished: Finished) -> Any:
+        called = runner(state, finished, prompts, lambda: True)
+        return called.state, called.learnt
+
+    assert_learns_from_the_others(step, learn)
+
+
+def test_where_no_row_has_a_reward_nothing_is_updated_and_it_counts_as_skipped() -> None:
+    made = program()
+    step, run = made.step, twenty(True)
+    good = score(step, run.rollouts[0])
+    nothing = good.replace(valid=place(step, np.zeros(ROWS, bool)))
+    trained = made.call(start(step), good, prompts_of(step, 1))[0]  # with momentum, which alone would move weights
+    before = host(trained)
+    after, _, learnt, _ = made.call(trained, nothing, prompts_of(step, 1))
+    for name in ("policy", "draft"):
+        found, wanted = host(getattr(after, name)), getattr(before, name)
+        assert_bitwise((found.network, found.optimizer), (wanted.network, wanted.optimizer))
+        assert (int(found.skipped), int(found.skipped_in_row)) == (1, 1)
+        assert np.isnan(float(learnt[f"loss/{name}"]))
 
 
 @pytest.mark.slow

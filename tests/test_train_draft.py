@@ -27,6 +27,7 @@ from jaxspec.config import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.data import PromptStream, load_problems
 from jaxspec.draft_data import Rows, answered, training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
@@ -37,7 +38,7 @@ from jaxspec.rl.optim import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
-from tests.conftest import eagle3, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network
+from tests.conftest import eagle3, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, with_weights
 
 ROOT = Path(__file__).parent.parent
 VOCAB = character_tokenizer().size
@@ -250,6 +251,38 @@ class TestCachedDraft:
         assert len(trained[1].tokens) == 8
         assert same_bits(measured[0], measured[1])
         assert not any(np.array_equal(row, other) for row in measured[0][0].tokens for other in trained[1].tokens)
+
+    def test_responses_that_failed_are_neither_trained_on_nor_measured(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Those to prompts with a seven, which no response may have; the policy's embedding of it is NaN."""
+        seven = character_tokenizer().encode("7")[0]
+        rollout = RolloutConfig(max_new_tokens=6, draft=DraftConfig(kind="model", layers=4, draft_length=2), banned=(seven,))
+        job = a_job(rollout=rollout, offline=OfflineConfig(samples=24, rows=8, steps=2))
+        policy = tiny_network(Decoder, job.config.model)
+        policy = with_weights(policy, embedding=policy.embedding[...].at[seven].set(np.nan))
+        monkeypatch.setattr(train_draft, "load_policy", lambda job, interrupt: policy)
+        trained = []
+        plain = train_draft.train
+
+        def remember(job: Job, policy: Any, rows: Rows, *rest: Any) -> Any:
+            trained.append(rows)
+            return plain(job, policy, rows, *rest)
+
+        monkeypatch.setattr(train_draft, "train", remember)
+        with Interrupt() as interrupt:
+            weights = trained_draft(job, interrupt)
+        assert all(np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index")
+        reached, stream = (
+            json.loads(weights.with_name(ACCEPTANCE).read_text()),
+            PromptStream(load_problems(job.config.data, job.tokenizer)[0], 0),
+        )
+        good = np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
+        assert (len(trained[0].tokens), reached["responses"]) == (good[:2].sum(), good[2])
+        assert 0 < good[2] < 8
+        assert f"{24 - good.sum()} of 24 responses failed" in capsys.readouterr().out
+        assert not (trained[0].tokens == seven).any()
+        assert all(0 < share < 1 for share in reached["acceptance"])
 
     def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = tmp_path / "corpus.jsonl"

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Processing, entropy, processed_logprobs
@@ -41,6 +41,18 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
 def positions_of(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """0, 1, 2, ... for every row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+
+def learnt_texts(tokens: Int[Array, "B S"], valid: Bool[Array, " B"]) -> Int[Array, "B S"]:
+    """The texts that a learner's pass reads: in place of a row that is not `valid`, the first that is; token 0 where there is none.
+
+    A mask is not enough for a text that makes activations overflow: behind it, zero cotangents times NaN are NaN. The row that stands in
+    is in the pass anyway, and where rows are sharded it takes the sum of one row's tokens over the shards, not a gather of all.
+    """
+    rows = jnp.arange(len(valid), dtype=jnp.int32)
+    first = jnp.min(jnp.where(valid, rows, len(valid)))
+    stands_in = jnp.sum(jnp.where((rows == first)[:, None], tokens, 0), axis=0, dtype=tokens.dtype)
+    return jnp.where(valid[:, None], tokens, stands_in)
 
 
 def response_mask(rollout: Rollout) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.state import Learner, PyTree
 
@@ -15,8 +15,12 @@ PATIENCE = 3
 """Non-finite updates in a row that end a training."""
 
 
+SOUND, SKIPPED, BROKEN = range(3)
+"""Conditions of a learner: its last update went through, it was skipped, or there are numbers that are not finite."""
+
+
 class Diverged(RuntimeError):
-    """Too many updates in a row were not finite."""
+    """A training that is not worth going on with, or that ended without a result."""
 
 
 def require_progress(skipped_in_row: float, name: str, after: str, look: str) -> None:
@@ -64,6 +68,13 @@ def start(network: PyTree, optimizer: optax.GradientTransformation) -> Learner:
     """A learner that has learnt nothing yet; the optimizer's state covers only what is trained."""
     skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: one could not be donated twice
     return Learner(network=network, optimizer=optimizer.init(parameters(network)), skipped=skipped, skipped_in_row=in_row)
+
+
+def condition(learner: Learner) -> Int[Array, ""]:
+    """Whether to go on from a learner later, by its weights, its optimizer's state and its last update."""
+    floats = [leaf for leaf in jax.tree.leaves(learner) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+    return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(jnp.int32)
 
 
 def value_and_grad(loss_of: Callable[[Any], Any], network: PyTree, has_aux: bool = False) -> tuple[Any, PyTree]:

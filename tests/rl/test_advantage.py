@@ -26,6 +26,17 @@ def test_a_group_that_agrees_teaches_nothing(reward: float) -> None:
     np.testing.assert_allclose(advantages([reward] * 4), 0, atol=1e-9)
 
 
+@pytest.mark.parametrize("reward", [0.7, 0.1, 1 / 3, 1e-8, 12345.678])
+def test_a_group_that_agrees_teaches_exactly_nothing_where_float32_cannot_hold_its_mean(reward: float) -> None:
+    rewards, valid = np.full((3, 12), reward, np.float32), np.ones((3, 12), bool)
+    rewards[1, [0, 7]], valid[1, [0, 7]] = [np.nan, 5], False  # whatever stands where there is no reward
+    rewards[2, 11] = 0  # one that differs is learnt from, and so are those that it differs from
+    found = np.asarray(group_advantages(jnp.asarray(rewards.ravel()), jnp.asarray(valid.ravel()), 12)).reshape(3, 12)
+    np.testing.assert_array_equal(found[:2], 0)
+    assert (found[2, :11] > 0).all()
+    assert found[2, 11] < 0
+
+
 def test_rows_without_a_reward_count_nowhere() -> None:
     """Whatever stands there; what is left is the group of the others."""
     for junk in (0.0, 1e9, np.nan, np.inf):

@@ -1,17 +1,20 @@
 """Logprobs and entropies against plain numpy, in one chunk or many, with the same gradients."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.mesh import rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl import logprob
-from jaxspec.rl.logprob import in_chunks, positions_of, response_mask, token_logprobs
+from jaxspec.rl.logprob import in_chunks, learnt_texts, positions_of, response_mask, token_logprobs
 from jaxspec.rollout.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
-from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, small_mesh, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -99,3 +102,21 @@ def test_response_mask_covers_responses_only() -> None:
         statistics=no_statistics(3, 1, 1, 1, jnp.float64),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]
+
+
+def test_in_place_of_texts_without_a_reward_stands_one_that_has_one() -> None:
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
+    found = learnt_texts(tokens, jnp.array([False, False, True, False, True, True]))
+    np.testing.assert_array_equal(found, np.asarray(tokens)[[2, 2, 2, 2, 4, 5]])
+    np.testing.assert_array_equal(learnt_texts(tokens, jnp.ones(6, bool)), tokens)
+    np.testing.assert_array_equal(learnt_texts(tokens, jnp.zeros(6, bool)), 0)
+
+
+def test_that_text_reaches_other_shards_alone() -> None:
+    """Shards exchange one row of tokens and its number, not the batch."""
+    mesh = small_mesh(8)
+    rows, valid = jax.ShapeDtypeStruct((64, 100), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
+    program = jax.jit(learnt_texts, in_shardings=rows_sharding(mesh), out_shardings=rows_sharding(mesh)).lower(rows, valid).compile()
+    moved = re.findall(r"= (\S+) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program.as_text())
+    sizes = [int(np.prod([int(number) for number in re.findall(r"\d+", shape.split("[")[1].split("]")[0])])) for shape in moved]
+    assert sorted(sizes) == [1, 100], moved

@@ -1,0 +1,207 @@
+"""What the training loop does between two calls, on states made by hand: what is saved, what is told, and with what status a run ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import train
+from jaxspec.batches import Batches, Scored
+from jaxspec.checkpoint import Checkpoints
+from jaxspec.data import load_problems
+from jaxspec.interrupt import Interrupt
+from jaxspec.metrics import MetricsWriter, Progress
+from jaxspec.models.decoder import Decoder
+from jaxspec.profile import Profiler
+from jaxspec.program import Job, make_job, reported
+from jaxspec.rl.optim import Diverged
+from jaxspec.runner import Called, Comparison, Runner
+from jaxspec.state import Finished, Prompts, Rollout, TrainState
+from jaxspec.train import Loop, Position, close
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
+
+NAN = float("nan")
+MODEL = tiny_model(vocab=24, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return make_job(tiny_config(MODEL, steps=4, save_every=1, eval_every=1), small_mesh(4, 2))
+
+
+@pytest.fixture(scope="module")
+def state(job: Job) -> TrainState:
+    """A sound one."""
+    state = job.step.start(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
+    return jax.device_put(state, job.step.state_shardings())
+
+
+def spoiled(job: Job, state: TrainState, name: str, how: str) -> TrainState:
+    """A state whose policy or draft has skipped its last update, or has one weight or one moment that is not finite, on some device."""
+    learner = getattr(state, name)
+    if how == "skipped":
+        learner = learner.replace(skipped_in_row=jnp.int32(1))
+    elif how == "weight":
+        query = (learner.network.layers if name == "policy" else learner.network.first).query[...]
+        learner = learner.replace(network=with_weights(learner.network, query=query.at[0, -1, -1, -1].set(jnp.inf)))
+    else:
+        learner = learner.replace(
+            optimizer=jax.tree.map(lambda leaf: leaf.at[(-1,) * leaf.ndim].set(NAN) if leaf.ndim > 2 else leaf, learner.optimizer)
+        )
+    return jax.device_put(state.replace(**{name: learner}), job.step.state_shardings())
+
+
+class Asked(Interrupt):
+    """An interrupt that came or did not; it watches for no signal."""
+
+    def __init__(self, came: bool) -> None:
+        super().__init__()
+        self._requested = came
+
+
+def loop_of(job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None) -> Loop:
+    writer, progress, runner = MetricsWriter(folder, 0), Progress("rl", job.config.steps), Runner(call, ())
+    profiler = Profiler(range(0), folder / "trace", (), print)
+    batches = batches or Batches(job, *load_problems(job.config.data, job.tokenizer))
+    return Loop(job, Asked(asked), batches, Checkpoints(folder / "checkpoints"), writer, progress, runner, profiler)
+
+
+def position_of(job: Job, state: TrainState, batch: int) -> Position:
+    line = {"step": batch - 1, "reward/mean": NAN, "eval/exact_match": 0.5}
+    return Position(state=state, finished=job.step.nothing_finished(16), batch=batch, line=line)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [
+        ("policy", "skipped", "the policy's last update was skipped"),
+        ("draft", "skipped", "the draft's last update was skipped"),
+        ("policy", "weight", "the policy's weights are not finite"),
+        ("draft", "weight", "the draft's weights are not finite"),
+        ("policy", "moment", "the policy's weights are not finite"),
+    ],
+)
+def test_what_is_nothing_to_go_on_from_is_not_saved(
+    job: Job, state: TrainState, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, how: str, words: str
+) -> None:
+    """A stop in that state leaves the checkpoint before it the newest, and says so; a sound state is saved again."""
+    loop = loop_of(job, tmp_path, asked=True)
+    assert not loop.go(position_of(job, state, 1))
+    assert (loop.checkpoints.latest(), loop.unsaved) == (2, "")
+    assert not loop.go(position_of(job, spoiled(job, state, name, how), 2))
+    told = capsys.readouterr().out
+    assert words in told
+    assert words in loop.unsaved
+    assert "checkpoint 4 is not saved" in told
+    assert "checkpoint 2 stays the newest" in told
+    loop.checkpoints.wait()
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()] == ["2"]
+    if how == "skipped":
+        loop.save(position_of(job, state, 3))
+        assert (loop.checkpoints.latest(), loop.unsaved) == (6, "")
+    loop.checkpoints.close()
+
+
+def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(job: Job, state: TrainState, tmp_path: Path) -> None:
+    loop = loop_of(job, tmp_path)
+    loop.save(position_of(job, state, 1))
+    saved = state, position_of(job, state, 1).finished
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved)
+    _, host = loop.checkpoints.restore(2, like)
+    assert np.isnan(host["line"]["reward/mean"])
+    loop.checkpoints.close()
+
+
+def a_line(step: int, **changes: float) -> dict[str, Any]:
+    ended = {"status/eos": 12.0, "status/length": 4.0, "status/failed": 0.0}
+    ended |= {"skipped_in_row/policy": 0.0, "skipped_in_row/draft": 0.0}
+    rates = {"rollout/acceptance_length": 2.0, "rollout/tokens_per_s": 100.0}
+    return {"step": step, "time/step": 1.0, "reward/mean": 0.5, **ended, **rates, **changes}
+
+
+def all_failed(step: int, **changes: float) -> dict[str, Any]:
+    ended = {"status/eos": 0.0, "status/length": 0.0, "status/failed": 16.0}
+    return a_line(step, **{"reward/mean": NAN, "reward/correct": NAN, "loss/policy": NAN, **ended, **changes})
+
+
+def test_failed_rows_are_told_as_they_come(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = loop_of(job, tmp_path)
+    loop.report(a_line(0), [])
+    loop.report(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0}), [])
+    loop.report(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0}), [])
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "failed" not in first
+    assert "reward 0.5" in second
+    assert "failed 1" in second
+    assert "reward none" in third
+    assert "failed 16" in third
+    with pytest.raises(Diverged, match=r"policy's .* 3 updates in a row, the last after batch 3\. None of its rows has a reward\."):
+        loop.report(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}), [])
+
+
+def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: TrainState, tmp_path: Path) -> None:
+    """Three calls: 16 answers, none, 4 answers; then none at all."""
+    ended = [(12.0, 4.0), (0.0, 0.0), (4.0, 0.0)]
+
+    class Answers(Batches):
+        evaluations = 3
+
+        def evaluate(self, call: int) -> Prompts:
+            return super().nothing(call)
+
+        def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
+            return Scored(self.nothing_finished(), [0.75, NAN, 0.25][call], {}, [])
+
+    def answer(state: TrainState, finished: Finished, prompts: Prompts, stop: Any) -> Called:
+        eos, length = ended[int(prompts.batch)]
+        return Called(state, finished.rollout, {}, {"status/eos": eos, "status/length": length}, {})
+
+    loop = loop_of(job, tmp_path, batches=Answers(job, *load_problems(job.config.data, job.tokenizer)), call=answer)
+    position = position_of(job, state, 1)
+    assert loop.evaluate(position, lambda: False) == {"eval/exact_match": pytest.approx((16 * 0.75 + 4 * 0.25) / 20)}
+    ended[0] = ended[2] = (0.0, 0.0)
+    assert np.isnan(loop.evaluate(position, lambda: False)["eval/exact_match"])
+
+
+@pytest.mark.parametrize(
+    ("last", "unsaved", "words"),
+    [
+        (a_line(3, **{"eval/exact_match": 0.5}), "", []),
+        (all_failed(3, **{"eval/exact_match": 0.5}), "", ["last batch, 3, has no reward: 16 of its 16 rows failed"]),
+        (a_line(3, **{"eval/exact_match": NAN}), "", ["last evaluation, after batch 3, has no number"]),
+        (all_failed(3, **{"eval/exact_match": NAN}), "", ["last batch, 3,", "last evaluation"]),
+        (
+            a_line(3, **{"eval/exact_match": 0.5}),
+            "the draft's weights are not finite",
+            ["end of the run is not saved", "the draft's weights"],
+        ),
+    ],
+)
+def test_a_run_without_a_result_ends_as_one(
+    job: Job,
+    state: TrainState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    last: dict[str, Any],
+    unsaved: str,
+    words: list[str],
+) -> None:
+    """The table comes first, then why, in one line; and so it is when the same command is run again."""
+    monkeypatch.setattr(train, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
+    with MetricsWriter(tmp_path, 0) as writer:
+        for line in (a_line(0, **{"eval/exact_match": 0.25}), a_line(1), a_line(2), last):
+            writer.write(line)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+    batches = Batches(job, *load_problems(job.config.data, job.tokenizer))
+    for _ in range(2):
+        status = reported(lambda: close(job, batches, position_of(job, state, 4), tmp_path, unsaved))
+        told = capsys.readouterr()
+        assert "4 batches" in told.out
+        assert status == (1 if words else 0)
+        assert len(told.err.splitlines()) == bool(words)
+        assert all(word in told.err for word in words)
