@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import SaveError
 from jaxspec.cli import override, take_option
 from jaxspec.config import Config, MeshConfig, ModelConfig, require
+from jaxspec.files import SaveError
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.checkpoint import cache_folder
+from jaxspec.cache import cache_folder
 from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import sources

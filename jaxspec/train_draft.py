@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxspec import draft_data
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.cache import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.config import Config, ConfigError
 from jaxspec.data import load_problems, pad_prompts
 from jaxspec.draft_data import Rows, answered

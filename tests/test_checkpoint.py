@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec import checkpoint
+from jaxspec import cache, checkpoint
 from jaxspec.checkpoint import Checkpoints, SaveError
 from jaxspec.config import ConfigError
 from jaxspec.rollout import draft_temperature
@@ -191,34 +191,34 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
     _assert_same(checkpoints.restore(1, abstract)[0], small)
     checkpoints.close()
     with pytest.raises(SaveError, match=r"weights.npz cannot be written: File too large"):
-        checkpoint.save_tree(tmp_path / "weights.npz", large)
+        cache.save_tree(tmp_path / "weights.npz", large)
     with pytest.raises(ConfigError, match=r"workdir .* cannot be written to: File too large; free some space"):
-        checkpoint.prepare_workdir(tmp_path / "run")
+        workdir.prepare_workdir(tmp_path / "run")
 
 
 def test_prepare_workdir(tmp_path: Path) -> None:
-    folder = checkpoint.prepare_workdir(tmp_path / "runs" / "a")
+    folder = workdir.prepare_workdir(tmp_path / "runs" / "a")
     assert folder.is_absolute()
     assert list(folder.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"):
-        checkpoint.prepare_workdir(tmp_path / "file" / "run")
+        workdir.prepare_workdir(tmp_path / "file" / "run")
 
 
 def test_trees_keep_their_bits(tmp_path: Path) -> None:
     state = _state()
-    checkpoint.save_tree(tmp_path / "weights.npz", _place(state, 4)[0])
+    cache.save_tree(tmp_path / "weights.npz", _place(state, 4)[0])
     for devices in (8, 1):
         _, abstract = _place(_state(seed=1), devices)
-        _assert_same(checkpoint.load_tree(tmp_path / "weights.npz", abstract), state)
+        _assert_same(cache.load_tree(tmp_path / "weights.npz", abstract), state)
     with pytest.raises(ConfigError, match=r"weights.npz was written by another config: policy\S* is not part of this run"):
-        checkpoint.load_tree(tmp_path / "weights.npz", _place(state.replace(policy=None), 1)[1])
+        cache.load_tree(tmp_path / "weights.npz", _place(state.replace(policy=None), 1)[1])
 
 
 def test_content_key_depends_on_values_alone() -> None:
-    key = checkpoint.content_key({"b": 1, "a": [1.5, "x"]}, 3)
-    assert key == checkpoint.content_key({"a": (1.5, "x"), "b": 1}, 3)
-    assert key != checkpoint.content_key({"a": (1.5, "x"), "b": 2}, 3)
+    key = cache.content_key({"b": 1, "a": [1.5, "x"]}, 3)
+    assert key == cache.content_key({"a": (1.5, "x"), "b": 1}, 3)
+    assert key != cache.content_key({"a": (1.5, "x"), "b": 2}, 3)
     assert len(key) == 16
     assert set(key) <= set("0123456789abcdef")
 
@@ -234,24 +234,24 @@ def test_cache_never_shows_a_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (folder / "weights").write_text("whole")
 
     with pytest.raises(RuntimeError, match="killed"):
-        checkpoint.cached("key", fail)
+        cache.cached("key", fail)
     half = tmp_path / "cache" / "key.building"
     half.mkdir()
     (half / "left over").write_text("by a kill")
-    folder = checkpoint.cached("key", succeed)
+    folder = cache.cached("key", succeed)
     assert folder == tmp_path / "cache" / "key"
     assert [path.name for path in folder.iterdir()] == ["weights"]
-    assert checkpoint.cached("key", fail) == folder
+    assert cache.cached("key", fail) == folder
     monkeypatch.setenv("JAXSPEC_CACHE", str(folder / "weights" / "cache"))
     with pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; name another folder with JAXSPEC_CACHE"):
-        checkpoint.cached("key", fail)
+        cache.cached("key", fail)
 
 
 def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
     script = """
         import os, sys, time
         from pathlib import Path
-        from jaxspec import checkpoint
+        from jaxspec import cache, checkpoint
         def build(folder):
             print("building", flush=True)
             if sys.argv[1] == "dies":
@@ -259,7 +259,7 @@ def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
             time.sleep(1.0)
             (folder / "pid").write_text(str(os.getpid()))
         sys.stdin.readline()
-        print((checkpoint.cached("key", build) / "pid").read_text())
+        print((cache.cached("key", build) / "pid").read_text())
     """
     environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
@@ -286,7 +286,7 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         from pathlib import Path
         import jax, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec as P
-        from jaxspec import checkpoint
+        from jaxspec import cache, checkpoint
         jax.config.update("jax_num_cpu_devices", 4)
         jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), initialization_timeout=60)
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -300,8 +300,8 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         assert host == {"next_index": 9}
         assert all((a.data == b.data).all() for a, b in zip(found["x"].addressable_shards, tree["x"].addressable_shards))
         checkpoints.close()
-        folder = checkpoint.cached("key", lambda folder: checkpoint.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)}))
-        loaded = checkpoint.load_tree(folder / "weights.npz", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)})
+        folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)}))
+        loaded = cache.load_tree(folder / "weights.npz", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)})
         assert float(jax.jit(jnp.sum, out_shardings=everywhere)(loaded["w"])) == 28
     """
     with socket.socket() as probe:

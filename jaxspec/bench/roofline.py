@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
-from jaxspec.checkpoint import cache_folder
+from jaxspec.cache import cache_folder
 from jaxspec.cli import override
 from jaxspec.config import ModelConfig
 

@@ -1,0 +1,76 @@
+"""Trees of arrays on their way to disk: leaves by name, how two layouts differ, and digests of what the arrays hold."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxspec.config import ConfigError
+from jaxspec.state import PyTree
+
+_SHOWN_DIFFERENCES = 5
+# Odd constants of murmur3 and of the golden ratio: neighbouring places get weights that look unrelated.
+_STRIDE, _MIX = 0x9E3779B1, 0x85EBCA6B
+
+Layout = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each array, by name."""
+
+
+def named(tree: PyTree) -> dict[str, Any]:
+    """Leaves by dotted path, so that files depend on no Python class; None is no leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(found) != len(leaves):
+        raise ValueError(f"{len(leaves)} arrays share {len(found)} names; keys with dots in them clash with nested ones")
+    return found
+
+
+def layout(leaves: Mapping[str, Any]) -> Layout:
+    """Shapes and dtypes of named leaves."""
+    return {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
+
+
+def require_same(where: str, stored: Layout, wanted: Layout, remedy: str = "Use that config again, or another --workdir") -> None:
+    """Raises ConfigError that names the arrays in which two layouts differ."""
+    differences = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
+    differences += [f"{name} is not part of this run" for name in sorted(stored.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & stored.keys()):
+        if stored[name] != wanted[name]:
+            (shape, dtype), (wanted_shape, wanted_dtype) = stored[name], wanted[name]
+            differences.append(f"{name} is {dtype}{list(shape)}, this run needs {wanted_dtype}{list(wanted_shape)}")
+    if differences:
+        more = differences[_SHOWN_DIFFERENCES:]
+        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {len(more)} more" if more else "")
+        raise ConfigError(f"{where} was written by another config: {shown}. {remedy}")
+
+
+def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+    """A number of 32 bits for each array, the same on any mesh and in every process, which all call this together.
+
+    Any change of a single element gives another number, any other change does but for one chance in 2^32. Arrays are summed up where
+    they are, without being gathered; those of a lone process on CPUs by NumPy, which needs no compiler.
+    """
+    here = jax.process_count() == 1 and all(device.platform == "cpu" for leaf in leaves.values() for device in leaf.devices())
+    if here:
+        return {name: int(_digest(np, np.asarray(leaf))) for name, leaf in leaves.items()}
+    meshes = [leaf.sharding.mesh for leaf in leaves.values() if isinstance(leaf.sharding, NamedSharding)]
+    everywhere = NamedSharding(meshes[0], jax.P()) if meshes else None
+    made = jax.jit(lambda arrays: [_digest(jnp, array) for array in arrays], out_shardings=everywhere)(list(leaves.values()))
+    return {name: int(number) for name, number in zip(leaves, jax.device_get(made), strict=True)}
+
+
+def _digest(library: Any, array: Any) -> Any:
+    """The sum modulo 2^32 of an array's bits, each element times an odd weight that its place in the whole array gives."""
+    array = library.atleast_1d(array)
+    bits = array.view(np.dtype(f"uint{8 * min(4, array.dtype.itemsize)}")).astype(np.uint32)
+    place = library.zeros((), np.uint32)
+    for axis, size in enumerate(bits.shape):
+        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) * _STRIDE % 2**32)
+        place = place + library.arange(size, dtype=np.uint32).reshape([-1] + [1] * (bits.ndim - axis - 1)) * stride
+    weight = (place ^ (place >> np.uint32(15))) * np.uint32(_MIX)
+    weight = (weight ^ (weight >> np.uint32(13))) | np.uint32(1)
+    return library.sum(bits * weight, dtype=np.uint32)
