@@ -81,7 +81,7 @@ def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] =
                 building.mkdir()
             build(building)
             with writing(f"cache {building} cannot be written to", remedy):
-                (building / SUMS).write_text(json.dumps(_sums(building)) + "\n", encoding="utf-8")
+                (building / SUMS).write_text(json.dumps(_sums(building)), encoding="utf-8")
             building.rename(ready)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -97,15 +97,15 @@ def _damage(folder: Path) -> str:
     try:
         written = json.loads((folder / SUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
+        written = None
+    if not isinstance(written, dict):
         return f"its {SUMS} cannot be read"
     try:
         found = _sums(folder)
     except OSError as reason:
         return f"{reason.filename}: {reason.strerror}"
-    differing = sorted(
-        name for name in found.keys() | set(written) if not isinstance(written, dict) or found.get(name) != written.get(name)
-    )
-    return f"not as they were written: {', '.join(map(str, differing))}" if differing or not isinstance(written, dict) else ""
+    differing = sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name))
+    return f"{', '.join(differing)} not as written" if differing else ""
 
 
 def _waited(path: Path, say: Callable[[str], None]) -> TextIO:
@@ -140,6 +140,6 @@ def load_tree(path: Path, abstract: PyTree) -> PyTree:
             arrays = {name: file[f"arr_{i}"].view(np.dtype(dtype)) for i, (name, dtype) in enumerate(json.loads(str(file["index"])))}
     except _UNREADABLE as reason:
         told = str(reason).split("\n")[0][:200] or type(reason).__name__
-        raise Damaged(f"{path} cannot be read ({told}); remove it, and it is made anew") from reason
+        raise Damaged(f"{path} cannot be read ({told})", "remove it, and it is made anew") from reason
     require_same(str(path), layout(arrays), layout(leaves))
     return jax.tree.unflatten(jax.tree.structure(abstract), [from_host(leaf, arrays[name]) for name, leaf in leaves.items()])

@@ -116,7 +116,7 @@ class Checkpoints:
             with self._reading(where):
                 stored = layout(self._manager.item_metadata(step)[_ARRAYS].tree)
             if saved is not None and saved.keys() != stored.keys():
-                raise Damaged(f"{where} is damaged (it names other arrays than were saved); {self._remedies[1]}")
+                raise Damaged(f"{where} is damaged (it names other arrays than were saved)", self._remedies[1])
             require_same(where, {name: stored[name] for name in stored if whole or name in wanted}, layout(wanted), self._remedies[0])
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
             args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=not whole)
@@ -127,7 +127,7 @@ class Checkpoints:
             differing = [name for name, number in digests(arrays).items() if number != saved[name]]
             if differing:
                 more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-                raise Damaged(f"{where} is damaged ({differing[0]}{more} differ from what was saved); {self._remedies[1]}")
+                raise Damaged(f"{where} is damaged ({differing[0]}{more} differ from what was saved)", self._remedies[1])
         else:
             self._say(f"{where} was saved without digests, by an earlier jaxspec: damage in it would go unnoticed")
         arrays |= {name: from_host(leaf, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in leaves.items() if not leaf.size}
@@ -153,7 +153,7 @@ class Checkpoints:
                 return content, None
             whole = content.keys() == _WHOLE and content.pop("digest") == _digest(content)
         if not whole:
-            raise Damaged(f"{where} is damaged (what it says of the run differs from what was saved); {self._remedies[1]}")
+            raise Damaged(f"{where} is damaged (what it says of the run differs from what was saved)", self._remedies[1])
         return content["saved"], content["arrays"]
 
     def _set_aside(self, damaged: Mapping[int, Damaged], good: int) -> None:
@@ -164,7 +164,7 @@ class Checkpoints:
                 with writing(f"{self._folder / str(step)} cannot be moved", "move it away, and run the same command again", ConfigError):
                     aside.parent.mkdir(exist_ok=True)
                     (self._folder / str(step)).rename(aside)
-            self._say(f"warning: {str(reason).rpartition(';')[0]}; it is now {aside}, and checkpoint {good} takes its place")
+            self._say(f"warning: {reason.what}; it is now {aside}, and checkpoint {good} takes its place")
         if damaged:
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("damaged checkpoints are set aside")
@@ -176,7 +176,7 @@ class Checkpoints:
             yield
         except (ValueError, TypeError, KeyError, AttributeError) as reason:  # of the small file that each step has about itself
             told = f"a checkpoint in {self._folder} has a damaged _CHECKPOINT_METADATA ({_reason(reason)})"
-            raise Damaged(f"{told}; remove that file, which nothing else depends on, and run the same command again") from reason
+            raise Damaged(told, "remove that file, which nothing else depends on, and run the same command again") from reason
 
     @contextlib.contextmanager
     def _reading(self, where: str) -> Iterator[None]:
@@ -191,7 +191,7 @@ class Checkpoints:
             if (found or isinstance(root, OSError)) and not gone:
                 raise ConfigError(f"{told}; see to that and run the same command again") from reason
             if isinstance(root, _UNREADABLE):
-                raise Damaged(f"{told}; {self._remedies[1]}") from reason
+                raise Damaged(told, self._remedies[1]) from reason
             raise
 
     @contextlib.contextmanager
@@ -206,7 +206,8 @@ class Checkpoints:
             severity = np.int32(0 if mine is None else 1 if isinstance(mine, Damaged) else 2)
             worst = int(np.max(multihost_utils.process_allgather(severity)))
             if worst > severity:
-                mine = (Damaged if worst == 1 else ConfigError)(f"{where} cannot be read by another process; {self._remedies[1]}")
+                told = f"{where} cannot be read by another process"
+                mine = Damaged(told, self._remedies[1]) if worst == 1 else ConfigError(told)
         if mine is not None:
             raise mine
 

@@ -15,7 +15,11 @@ class SaveError(ConfigError):
 
 
 class Damaged(ConfigError):
-    """A file that was written here does not hold any more what was written."""
+    """A file that was written here does not hold any more what was written: `what` is wrong, and what can be done about it."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
 
 
 @contextlib.contextmanager
@@ -48,10 +52,10 @@ def digest(file: Path) -> str:
 
 
 def locked(path: Path, *, wait: bool) -> TextIO | None:
-    """Opens a file and locks it; closing it, or the death of the process, unlocks. None if another process has it, unless `wait`."""
+    """Opens a file and locks it; closing it, or the death of the process, unlocks. None if it is locked already, unless `wait`."""
     file = path.open("a+", encoding="utf-8")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None

@@ -13,8 +13,8 @@ from jaxspec.config import ConfigError
 from jaxspec.state import PyTree
 
 _SHOWN_DIFFERENCES = 5
-# Odd constants of murmur3 and of the golden ratio: neighbouring places get weights that look unrelated.
-_STRIDE, _MIX = 0x9E3779B1, 0x85EBCA6B
+_STRIDE = 0x9E3779B1
+"""An odd number: elements of the same bits at different places are different."""
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array, by name."""
@@ -64,13 +64,12 @@ def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def _digest(library: Any, array: Any) -> Any:
-    """The sum modulo 2^32 of an array's bits, each element times an odd weight that its place in the whole array gives."""
+    """The sum modulo 2^32 of an array's bits, each element mixed with its place in the whole array: the last steps of MurmurHash3."""
     array = library.atleast_1d(array)
-    bits = array.view(np.dtype(f"uint{8 * min(4, array.dtype.itemsize)}")).astype(np.uint32)
-    place = library.zeros((), np.uint32)
-    for axis, size in enumerate(bits.shape):
-        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) * _STRIDE % 2**32)
-        place = place + library.arange(size, dtype=np.uint32).reshape([-1] + [1] * (bits.ndim - axis - 1)) * stride
-    weight = (place ^ (place >> np.uint32(15))) * np.uint32(_MIX)
-    weight = (weight ^ (weight >> np.uint32(13))) | np.uint32(1)
-    return library.sum(bits * weight, dtype=np.uint32)
+    mixed = array.view(np.dtype(f"uint{8 * min(4, array.dtype.itemsize)}")).astype(np.uint32)
+    for axis, size in enumerate(mixed.shape):
+        stride = np.uint32(math.prod(mixed.shape[axis + 1 :]) * _STRIDE % 2**32)
+        mixed = mixed + library.arange(size, dtype=np.uint32).reshape([-1] + [1] * (mixed.ndim - axis - 1)) * stride
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
+    return library.sum(mixed, dtype=np.uint32)
