@@ -93,7 +93,7 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
         saved = json.loads(file.read_text(encoding="utf-8"))
         table, whole = saved["cost"], saved["digest"] == content_key(saved["cost"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        table, whole = None, False
+        table, whole = [], False
     if not whole and jax.process_index() == 0:
         print(f"warning: {file} is damaged: rounds are timed anew", flush=True)
     return np.asarray(table, np.float32) if whole and np.shape(table) == shape else np.zeros(shape, np.float32)

@@ -1,5 +1,6 @@
 """Trees of arrays on their way to disk: leaves by name, how two layouts differ, and digests of what the arrays hold."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -59,8 +60,13 @@ def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
         return {name: int(_digest(np, np.asarray(leaf))) for name, leaf in leaves.items()}
     meshes = [leaf.sharding.mesh for leaf in leaves.values() if isinstance(leaf.sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], jax.P()) if meshes else None
-    made = jax.jit(lambda arrays: [_digest(jnp, array) for array in arrays], out_shardings=everywhere)(list(leaves.values()))
+    made = _compiled(everywhere)(list(leaves.values()))
     return {name: int(number) for name, number in zip(leaves, jax.device_get(made), strict=True)}
+
+
+@functools.cache
+def _compiled(everywhere: NamedSharding | None) -> Any:
+    return jax.jit(lambda arrays: [_digest(jnp, array) for array in arrays], out_shardings=everywhere)
 
 
 def _digest(library: Any, array: Any) -> Any:
