@@ -19,7 +19,7 @@ from jaxtyping import Int32, Int64
 from jaxspec import tasks
 from jaxspec.config import ConfigError, DataConfig
 from jaxspec.rewards.extract import extract, normalise
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, is_unicode
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RowParser:
         """Return the problem in `line`, the file's row `index` from 0; raises `ConfigError` naming file, line and column."""
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.where(index)}: not JSON ({error}); give one JSON object a line") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{self.where(index)}: a {type(row).__name__} instead of an object; give one JSON object a line")
@@ -111,7 +111,10 @@ class RowParser:
             raise ConfigError(
                 f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
             )
-        return str(row[name])
+        text = str(row[name])
+        if not is_unicode(text):
+            raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a surrogate pair, which is no text; mend the row")
+        return text
 
 
 class JsonLines(Problems):

@@ -20,7 +20,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
 from jaxspec.state import FAILED, OFFLINE, Prompts, PyTree
 from jaxspec.tasks import SftBatch
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, is_unicode
 
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
@@ -132,7 +132,7 @@ def _columns(line: bytes, where: str) -> dict[str, Any]:
     """A row with just one of the columns that are read."""
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text' or 'messages'") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one with a column 'text' or 'messages'")
@@ -150,6 +150,8 @@ def _text(text: Any, any_text: bool, tokenizer: Tokenizer, where: str) -> tuple[
     """A text between the beginning token, if there is one, and the end token; all but the first is to be predicted."""
     if not isinstance(text, str):
         raise ConfigError(f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in quotes")
+    if not is_unicode(text):
+        raise ConfigError(f"{where}: column 'text' holds half of a surrogate pair, which is no text; mend the row")
     if not any_text and (unknown := tokenizer.unknown(text)):
         raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
     ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]

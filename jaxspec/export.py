@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.checked import Checked, require
-from jaxspec.checkpoint import SaveError
 from jaxspec.cli import override, take_option
 from jaxspec.config import Config, MeshConfig, ModelConfig
+from jaxspec.files import SaveError
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3

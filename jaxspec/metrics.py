@@ -136,16 +136,26 @@ def _dump(path: Path, mode: Literal["a", "w"], lines: Iterable[Mapping[str, Any]
         file.write(text)
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as reason:
+        raise ConfigError(f"{path} cannot be read: {reason.strerror}; move it away, or name another folder") from reason
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Complete lines of a file; a last one without its end was torn by a kill."""
     if not path.exists():
         return []
     lines = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, text in enumerate(_content(path).split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(text))
-        except ValueError as reason:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as reason:
             raise ConfigError(f"{path}, line {number} is not JSON ({reason}); mend or remove that line") from reason
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise ConfigError(f"{path}, line {number} has no `step` that is a whole number; mend or remove that line")
+        lines.append(line)
     return lines
 
 
@@ -160,7 +170,8 @@ def _cut(path: Path, step: float | int) -> None:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line that is not JSON."""
+    """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line, also of its samples, that is damaged."""
+    _lines(Path(workdir) / _SAMPLES)
     return _lines(Path(workdir) / _METRICS)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.checkpoint import cache_folder
+from jaxspec.cache import cache_folder, content_key
 from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import sources
@@ -79,16 +79,24 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             fresh = file.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(cost.tolist()), encoding="utf-8")
+            fresh.write_text(json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}), encoding="utf-8")
             fresh.replace(file)
     known = Known(reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32))
     return Pace(known=known, cost=jnp.asarray(cost))
 
 
 def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The table in a file, or zeros where there is none of this shape."""
-    found = np.asarray(json.loads(file.read_text(encoding="utf-8")), np.float32) if file.exists() else np.zeros(shape, np.float32)
-    return found if found.shape == shape else np.zeros(shape, np.float32)
+    """The table in a file, or zeros where there is none of this shape, or one that does not hold any more what was written."""
+    if not file.exists():
+        return np.zeros(shape, np.float32)
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        table, whole = saved["cost"], saved["digest"] == content_key(saved["cost"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        table, whole = [], False
+    if not whole and jax.process_index() == 0:
+        print(f"warning: {file} is damaged: rounds are timed anew", flush=True)
+    return np.asarray(table, np.float32) if whole and np.shape(table) == shape else np.zeros(shape, np.float32)
 
 
 def _from_process_0(table: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import cache_folder
+from jaxspec.cache import cache_folder
 from jaxspec.cli import load_config
 from jaxspec.config import Config, ConfigError, ModelConfig, require
 from jaxspec.consistency import check

@@ -1,7 +1,6 @@
 """A training run's checkpoint on the devices, answering one prompt at a time, round by round."""
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxspec import mesh as meshes
 from jaxspec.checked import read_from
 from jaxspec.checkpoint import Checkpoints
-from jaxspec.config import Config, ConfigError, MeshConfig, require
+from jaxspec.config import Config, MeshConfig, require
 from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
@@ -28,6 +27,7 @@ from jaxspec.runner import abstract, ahead, numbers, put
 from jaxspec.state import RUNNING, SAMPLE, Drafter, Prompts, TrainState
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.workdir import saved_config
 
 EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
 
@@ -52,11 +52,8 @@ def find_run(path: str) -> Run:
     file = folder / "config.json"
     require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
     require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); {EXPECTED}") from error
-    require(isinstance(saved, dict) and "rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
+    saved = saved_config(folder, EXPECTED)
+    require("rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
     found = sorted(int(entry.name) for entry in (folder / "checkpoints").glob("*") if entry.name.isdigit())
     require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
     number = int(named.name) if chosen else found[-1]

@@ -110,7 +110,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; give a folder that has it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); download the file again") from error
     require(isinstance(content, dict), f"{file}: holds a {type(content).__name__} instead of an object; download the file again")
     return content

@@ -76,7 +76,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens are recognised where they are written out, and none are added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encoding(text).ids
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        if not is_unicode(text):
+            raise ConfigError(f"{self.source}: {text[:20]!r} holds half of a surrogate pair, which is no text; mend it")
+        return self._backend.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of `ids` without special tokens; ids that have no token (padded rows of the embedding) are left out."""
@@ -112,7 +117,7 @@ class Tokenizer:
                 f"{self.source}: the chat template writes {len(spans)} turns of the assistant for {turns} messages; every one must be "
                 f"written with {self._turn.header!r} before and {self._turn.closing!r} after it, and no message may hold these"
             )
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         written = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
         return encoding.ids, written
 
@@ -156,7 +161,7 @@ class Tokenizer:
         specials = {name: self._token(name) for name in SPECIALS}
         try:
             return template.render(messages=messages, enable_thinking=self.enable_thinking, **names, **specials)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.source}: the chat template refuses {what}: {error}; correct chat_template") from error
 
     @cached_property
@@ -219,10 +224,39 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
         raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
     settings = read_json(config) if config.is_file() else {}
     if chat_template.is_file():
-        settings["chat_template"] = chat_template.read_text(encoding="utf-8")
+        settings["chat_template"] = _read_template(chat_template)
     ends = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), settings, folder, end_ids, enable_thinking)
+    return Tokenizer(_read_backend(path), settings, folder, end_ids, enable_thinking)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); download the file again") from error
+    if not template.strip():
+        raise ConfigError(f"{file} is empty; download the file again, or remove it to use the template of tokenizer_config.json")
+    return template
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # The library has no exception of its own for what it cannot make sense of.
+        raise ConfigError(f"{file} is no tokenizer that can be read ({error}); download the file again") from error
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has a form in UTF-8: JSON can spell halves of surrogate pairs, which have none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def character_tokenizer() -> Tokenizer:

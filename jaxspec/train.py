@@ -8,7 +8,6 @@ if __name__ == "__main__":  # while JAX is imported, which takes seconds, a stop
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,11 @@ from rich.console import Console
 
 from jaxspec import mesh as meshes
 from jaxspec import metrics as measures
+from jaxspec import workdir as workdirs
 from jaxspec.batches import Batches, Scored
-from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
+from jaxspec.cache import load_tree
+from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, numbers_of
-from jaxspec.config_json import differing_keys, to_json
 from jaxspec.data import load_problems
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
@@ -70,8 +70,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     config = job.config
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
-    workdir = open_workdir(job)
-    with explained(job.step):
+    with workdirs.held(job) as workdir, explained(job.step):
         return train(job, interrupt, workdir)
 
 
@@ -79,11 +78,12 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     """From the newest checkpoint in `workdir`, or from the start, to the closing table."""
     config = job.config
     with interrupt.nothing_unsaved("starting"):
+        this_start = workdirs.announced(job, workdir)
         problems, held_out = load_problems(config.data, job.tokenizer)
         if problems.left_out:
             job.say(f"{problems.left_out} problems left out (too long, repeated or without an answer); {len(problems)} to train on")
         batches = Batches(job, problems, held_out)
-        checkpoints = Checkpoints(workdir / "checkpoints")
+        checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
         position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
         if position.batch >= config.steps and position.line is None:
             job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
@@ -93,7 +93,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         began = time.perf_counter()
         runner = (staged_step if config.staged else whole_step)(job.step, config.grpo.prompts)
         job.say(f"compiled in {time.perf_counter() - began:.1f} s; batch {position.batch} of {config.steps} is next")
-        claim_workdir(job, workdir)
+        workdirs.claim(job, workdir, this_start)
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
         writer.cut_back(position.batch if position.line is None else position.line["step"])
         profiler = Profiler(numbers_of("profile", config.profile), workdir / f"trace-{jax.process_index()}.json.gz", runner.programs, print)
@@ -106,31 +106,6 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         return 0
     with interrupt.nothing_unsaved("comparing with plain decoding"):
         return close(job, batches, position, workdir, loop.unsaved)
-
-
-def open_workdir(job: Job) -> Path:
-    """Makes the run's folder, or checks that it belongs to this config.
-
-    Raises:
-      ConfigError: the folder cannot be written, or belongs to another config; the differing keys are named.
-    """
-    workdir = prepare_workdir(job.config.workdir)
-    file = workdir / "config.json"
-    if file.exists():
-        differing = differing_keys(json.loads(file.read_text(encoding="utf-8")), job.config)
-        if differing:
-            raise ConfigError(
-                f"{workdir} belongs to another config: {'; '.join(differing)}. Choose another --workdir, or set these keys back"
-            )
-    return workdir
-
-
-def claim_workdir(job: Job, workdir: Path) -> None:
-    """Writes config.json, whole or not at all; only once the config has proved to be good."""
-    if jax.process_index() == 0:
-        fresh = workdir / "config.json.tmp"
-        fresh.write_text(json.dumps(to_json(job.config), indent=2) + "\n", encoding="utf-8")
-        fresh.replace(workdir / "config.json")
 
 
 def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
@@ -186,12 +161,11 @@ def _network(state: TrainState) -> PyTree:
 
 
 def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> Position | None:
-    """The position of the newest checkpoint, on this run's mesh; None when there is none."""
-    newest = checkpoints.latest()
-    if newest is None:
+    """The position of the newest checkpoint that is whole, on this run's mesh; None when there is none."""
+    restored = checkpoints.restore_newest(abstract(job.step, job.config.grpo.prompts)[:2])
+    if restored is None:
         return None
-    state, finished, _ = abstract(job.step, job.config.grpo.prompts)
-    (state, finished), host = checkpoints.restore(newest, (state, finished))
+    (state, finished), host = restored
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
     batches.history.load(host.pop("history"))
     return Position(state=state, finished=finished, **host)

@@ -19,10 +19,11 @@ from rich.table import Table
 
 from jaxspec import draft_data
 from jaxspec import mesh as meshes
-from jaxspec.checkpoint import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.cache import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.config import Config, ConfigError
 from jaxspec.data import load_problems, pad_prompts
 from jaxspec.draft_data import Rows, answered
+from jaxspec.files import Damaged, digest
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder, Forward
@@ -63,9 +64,11 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
     batches = {}
     for done, number in enumerate(numbers, start=1):
         file = folder / f"responses-{number}.npz"
-        if not file.exists():
+        kept = _kept(file, SftBatch(*shapes), progress)
+        if kept is None:
             _keep(file, respond(number))
-        batches[number] = answered(jax.device_get(load_tree(file, SftBatch(*shapes))))
+            kept = load_tree(file, SftBatch(*shapes))
+        batches[number] = answered(jax.device_get(kept))
         progress.update(done * rows)
     return batches
 
@@ -75,7 +78,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
     """
-    config, kept = job.config, folder / "learner.npz"
+    config, file = job.config, folder / "learner.npz"
     offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(job.mesh)
     optimizer = optim.adamw(optim.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip)
     step = dataclasses.replace(job.step, draft_optimizer=optimizer)
@@ -91,8 +94,9 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
 
     shapes = jax.eval_shape(fresh)
     layout = step.train_layout(shapes[0]), whole
-    if kept.exists():
-        learner, done = load_tree(kept, jax.tree.map(placed, shapes, layout))
+    kept = _kept(file, jax.tree.map(placed, shapes, layout), progress)
+    if kept is not None:
+        learner, done = kept
         progress.say(f"going on at step {int(done)} of {offline.steps}")
     else:
         learner, done = jax.jit(fresh, out_shardings=layout)()
@@ -108,7 +112,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         learner, metrics = call(learner, policy, jax.device_put(batch, meshes.rows_sharding(job.mesh)))
         if time.monotonic() - last >= pause:
             began = time.monotonic()
-            _keep(kept, (learner, np.int32(number + 1)))
+            _keep(file, (learner, np.int32(number + 1)))
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
@@ -122,6 +126,18 @@ def _keep(file: Path, tree: PyTree) -> None:
     fresh = file.with_suffix(".writing")
     save_tree(fresh, tree)
     fresh.replace(file)
+
+
+def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
+    """What `_keep` wrote, with the layout of `abstract`; None where there is no such file, or a damaged one, which is discarded."""
+    if not file.exists():
+        return None
+    try:
+        return load_tree(file, abstract)
+    except Damaged as reason:
+        progress.say(f"warning: {reason.what}; it is discarded and made anew")
+        file.unlink()
+        return None
 
 
 def _read(step: Step, policy: Decoder, tokens: Int[Array, "B T"]) -> Forward:
@@ -239,7 +255,7 @@ def _key(job: Job, text: Rows | None) -> str:
 
 def _digest(files: list[Path]) -> str:
     """The content of those files that there are, as far as a cache key goes."""
-    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "-" for file in files)
+    return " ".join(map(digest, files))
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec import tasks
-from jaxspec.checkpoint import cached, content_key, save_tree
+from jaxspec.cache import cached, content_key, save_tree
 from jaxspec.config import ConfigError
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress

@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec import checkpoint
-from jaxspec.checkpoint import Checkpoints, SaveError
+from jaxspec import cache
+from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import ConfigError
+from jaxspec.files import Damaged, SaveError
 from jaxspec.rollout import draft_temperature
 from jaxspec.state import Learner, TrainState
+from jaxspec.trees import digests
+from jaxspec.workdir import prepare_workdir
 
 
 class _Network(nnx.Module):
@@ -141,9 +145,156 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         if file.is_file():
             file.write_bytes(b"")
     again = Checkpoints(tmp_path)
-    with pytest.raises(ConfigError, match=r"checkpoint .*5 cannot be read .*delete that folder"):
+    with pytest.raises(ConfigError, match=r"checkpoint .*5 cannot be read .*put it back from a copy"):
         again.restore(5, abstract)
     again.close()
+
+
+def _cut(content: bytes, place: int) -> bytes:
+    return content[:place]
+
+
+def _flip(content: bytes, place: int) -> bytes:
+    """Eight bytes from `place` on, each with another bit."""
+    changed = bytes(byte ^ (1 << number) for number, byte in enumerate(content[place : place + 8]))
+    return content[:place] + changed + content[place + 8 :]
+
+
+def _whole_or_refused(folder: Path, abstract: Any, wanted: Any) -> bool:
+    """Whether the checkpoint is refused as damaged; it is what was saved otherwise."""
+    try:
+        checkpoints = Checkpoints(folder, read_only=True)
+        try:
+            found, host = checkpoints.restore(5, abstract)
+        finally:
+            checkpoints.close()
+    except Damaged as reason:
+        return str(folder) in str(reason) and "\n" not in str(reason)
+    _assert_same(found, wanted)
+    assert host == {"batch": 2, "line": {"reward/mean": 0.5}}
+    return False
+
+
+def test_any_damage_is_found_or_does_no_harm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every file of a checkpoint: emptied, cut in half, one byte short, and eight bytes flipped at four places."""
+    placed, abstract = _place({"x": jax.random.normal(jax.random.key(0), (16, 8)), "n": jnp.int32(3), "live": jnp.array([True, False])}, 4)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, placed, {"batch": 2, "line": {"reward/mean": 0.5}})
+    checkpoints.close()
+    files = sorted(file for file in (tmp_path / "5").rglob("*") if file.is_file())
+    found = {}
+    for file in files:
+        content = file.read_bytes()
+        size = len(content)
+        damaged = [_cut(content, place) for place in (0, size // 2, size - 1)]
+        damaged += [_flip(content, place) for place in (0, size // 3, 2 * size // 3, max(0, size - 8))]
+        found[file.name] = found.get(file.name, 0)
+        for bad in damaged:
+            file.write_bytes(bad)
+            found[file.name] += _whole_or_refused(tmp_path, abstract, placed)
+        file.write_bytes(content)
+    assert not _whole_or_refused(tmp_path, abstract, placed)
+    assert found["metadata"] == 7, "all that the host saved is digested"
+    data = max(files, key=lambda file: file.stat().st_size)
+    assert found[data.name] == 7, "so are the arrays"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_every_flipped_element_changes_the_digest_which_is_the_same_on_every_mesh() -> None:
+    """For a type of each width; by NumPy on the host, and compiled."""
+    values = np.random.default_rng(0).uniform(1, 100, (4, 6, 5))
+    for dtype in (np.float32, jnp.bfloat16, np.int8, bool, np.float16, np.int32):
+        array = values.astype(dtype)
+        (number,) = digests({"x": _place(array, 1)[0]}).values()
+        for devices in (2, 4):
+            assert digests({"x": _place(array, devices)[0]}) == {"x": number}
+        seen = {number}
+        for place in np.ndindex(array.shape):
+            changed = array.copy()
+            changed[place] = not changed[place] if dtype is bool else -changed[place]
+            seen.add(digests({"x": _place(changed, 1)[0]})["x"])
+        assert len(seen) == array.size + 1, dtype
+
+
+def test_digests_are_compiled_where_arrays_are_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed, _ = _place(_state(), 8)
+    leaves = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(placed))}
+    at_hand = digests(leaves)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert digests(leaves) == at_hand
+
+
+def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: Path) -> None:
+    told: list[str] = []
+    folder = tmp_path / "checkpoints"
+    placed = {step: _place({"x": jax.random.normal(jax.random.key(step), (64, 32))}, 2) for step in (2, 4, 6)}
+    checkpoints = Checkpoints(folder, keep=3)
+    for step, (arrays, _) in placed.items():
+        checkpoints.save(step, arrays, {"batch": step})
+    checkpoints.close()
+    for step in (4, 6):
+        largest = max((file for file in (folder / str(step)).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+        largest.write_bytes(_flip(largest.read_bytes(), 100))
+    files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    checkpoints = Checkpoints(folder, keep=3, say=told.append)
+    restored = checkpoints.restore_newest(placed[2][1])
+    assert restored is not None
+    _assert_same(restored[0], placed[2][0])
+    assert restored[1] == {"batch": 2}
+    for step, line in zip((6, 4), told, strict=True):
+        assert line.startswith(f"warning: checkpoint {folder / str(step)} ")
+        assert f"{tmp_path / 'damaged-checkpoints' / str(step)}, and checkpoint 2 takes its place" in line
+    aside = tmp_path / "damaged-checkpoints"
+    kept = {str(file.relative_to(root)): file.read_bytes() for root in (folder, aside) for file in root.rglob("*") if file.is_file()}
+    assert kept == files, "nothing is deleted"
+    checkpoints.save(4, placed[4][0], {"batch": 4})
+    checkpoints.wait()
+    _assert_same(checkpoints.restore(4, placed[4][1])[0], placed[4][0])
+    checkpoints.close()
+
+
+def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: Path) -> None:
+    placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore_newest(abstract) is None
+    checkpoints.save(1, placed, {})
+    checkpoints.wait()
+    (tmp_path / "1" / "host" / "metadata").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint .*/1 cannot be read .*put it back from a copy"):
+        checkpoints.restore_newest(abstract)
+    assert (tmp_path / "1").is_dir()
+    checkpoints.close()
+
+
+def test_a_checkpoint_without_digests_is_taken_with_a_word(tmp_path: Path) -> None:
+    told: list[str] = []
+    placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
+    checkpoints = Checkpoints(tmp_path, say=told.append)
+    checkpoints.save(1, placed, {"batch": 1})
+    checkpoints.wait()
+    (tmp_path / "1" / "host" / "metadata").write_text('{"batch": 1}')
+    found, host = checkpoints.restore(1, abstract)
+    _assert_same(found, placed)
+    assert host == {"batch": 1}
+    assert [f"{tmp_path / '1'} was saved without digests" in line for line in told] == [True]
+    checkpoints.close()
+
+
+def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is out of file handles must not set a good checkpoint aside."""
+    placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, placed, {})
+    checkpoints.wait()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "restore", fail)
+    with pytest.raises(ConfigError, match=r"/1 cannot be read \(Too many open files\); see to that") as refused:
+        checkpoints.restore_newest(abstract)
+    assert not isinstance(refused.value, Damaged)
+    checkpoints.close()
 
 
 def test_a_part_is_read_alone(tmp_path: Path) -> None:
@@ -191,92 +342,9 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
     _assert_same(checkpoints.restore(1, abstract)[0], small)
     checkpoints.close()
     with pytest.raises(SaveError, match=r"weights.npz cannot be written: File too large"):
-        checkpoint.save_tree(tmp_path / "weights.npz", large)
+        cache.save_tree(tmp_path / "weights.npz", large)
     with pytest.raises(ConfigError, match=r"workdir .* cannot be written to: File too large; free some space"):
-        checkpoint.prepare_workdir(tmp_path / "run")
-
-
-def test_prepare_workdir(tmp_path: Path) -> None:
-    folder = checkpoint.prepare_workdir(tmp_path / "runs" / "a")
-    assert folder.is_absolute()
-    assert list(folder.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"):
-        checkpoint.prepare_workdir(tmp_path / "file" / "run")
-
-
-def test_trees_keep_their_bits(tmp_path: Path) -> None:
-    state = _state()
-    checkpoint.save_tree(tmp_path / "weights.npz", _place(state, 4)[0])
-    for devices in (8, 1):
-        _, abstract = _place(_state(seed=1), devices)
-        _assert_same(checkpoint.load_tree(tmp_path / "weights.npz", abstract), state)
-    with pytest.raises(ConfigError, match=r"weights.npz was written by another config: policy\S* is not part of this run"):
-        checkpoint.load_tree(tmp_path / "weights.npz", _place(state.replace(policy=None), 1)[1])
-
-
-def test_content_key_depends_on_values_alone() -> None:
-    key = checkpoint.content_key({"b": 1, "a": [1.5, "x"]}, 3)
-    assert key == checkpoint.content_key({"a": (1.5, "x"), "b": 1}, 3)
-    assert key != checkpoint.content_key({"a": (1.5, "x"), "b": 2}, 3)
-    assert len(key) == 16
-    assert set(key) <= set("0123456789abcdef")
-
-
-def test_cache_never_shows_a_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-
-    def fail(folder: Path) -> None:
-        (folder / "weights").write_text("half")
-        raise RuntimeError("killed")
-
-    def succeed(folder: Path) -> None:
-        (folder / "weights").write_text("whole")
-
-    with pytest.raises(RuntimeError, match="killed"):
-        checkpoint.cached("key", fail)
-    half = tmp_path / "cache" / "key.building"
-    half.mkdir()
-    (half / "left over").write_text("by a kill")
-    folder = checkpoint.cached("key", succeed)
-    assert folder == tmp_path / "cache" / "key"
-    assert [path.name for path in folder.iterdir()] == ["weights"]
-    assert checkpoint.cached("key", fail) == folder
-    monkeypatch.setenv("JAXSPEC_CACHE", str(folder / "weights" / "cache"))
-    with pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; name another folder with JAXSPEC_CACHE"):
-        checkpoint.cached("key", fail)
-
-
-def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
-    script = """
-        import os, sys, time
-        from pathlib import Path
-        from jaxspec import checkpoint
-        def build(folder):
-            print("building", flush=True)
-            if sys.argv[1] == "dies":
-                os.kill(os.getpid(), 9)
-            time.sleep(1.0)
-            (folder / "pid").write_text(str(os.getpid()))
-        sys.stdin.readline()
-        print((checkpoint.cached("key", build) / "pid").read_text())
-    """
-    environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    runs = [
-        subprocess.Popen([*command, word], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for word in ("dies", "builds", "waits")
-    ]
-    assert runs[0].communicate("go\n", timeout=60)[0] == "building\n"
-    for run in runs[1:]:
-        assert run.stdin
-        run.stdin.write("go\n")
-        run.stdin.flush()
-    told = sorted((run.communicate(timeout=60)[0].splitlines() for run in runs[1:]), key=len)
-    assert told[0][0] != told[1][0]
-    assert sum(lines.count("building") for lines in told) == 1
-    assert sum("waiting for it" in line for lines in told for line in lines) == 1
-    assert told[0][-1] == told[1][-1]
+        prepare_workdir(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -286,7 +354,7 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         from pathlib import Path
         import jax, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec as P
-        from jaxspec import checkpoint
+        from jaxspec import cache, checkpoint
         jax.config.update("jax_num_cpu_devices", 4)
         jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), initialization_timeout=60)
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -300,8 +368,8 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         assert host == {"next_index": 9}
         assert all((a.data == b.data).all() for a, b in zip(found["x"].addressable_shards, tree["x"].addressable_shards))
         checkpoints.close()
-        folder = checkpoint.cached("key", lambda folder: checkpoint.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)}))
-        loaded = checkpoint.load_tree(folder / "weights.npz", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)})
+        folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)}))
+        loaded = cache.load_tree(folder / "weights.npz", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)})
         assert float(jax.jit(jnp.sum, out_shardings=everywhere)(loaded["w"])) == 28
     """
     with socket.socket() as probe:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.cache import content_key
 from jaxspec.config import DataConfig, DraftConfig, EngineConfig, GrpoConfig, ModelConfig, RolloutConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.pace import measured_pace
@@ -45,10 +46,11 @@ def test_costs_are_measured_once_and_kept_for_the_machine_model_and_shape(folder
     (file,) = folder.iterdir()
     assert first.cost.shape == (4, 3, 1)
     assert (first.cost > 0).all()
-    np.testing.assert_array_equal(first.cost, np.asarray(json.loads(file.read_text()), np.float32))
-    file.write_text(json.dumps((np.asarray(first.cost) * 2).tolist()))
+    np.testing.assert_array_equal(first.cost, np.asarray(json.loads(file.read_text())["cost"], np.float32))
+    doubled = (np.asarray(first.cost) * 2).tolist()
+    file.write_text(json.dumps({"cost": doubled, "digest": content_key(doubled)}))
     np.testing.assert_array_equal(pace_of(auto).cost, first.cost * 2)  # what is kept is what counts
-    file.write_text(json.dumps([[1.0]]))  # of another shape
+    file.write_text(json.dumps({"cost": [[1.0]], "digest": content_key([[1.0]])}))  # of another shape
     assert pace_of(auto).cost.shape == (4, 3, 1)
     pace_of(DraftConfig(kind="model", draft_length="auto"))
     assert len(list(folder.iterdir())) == 2

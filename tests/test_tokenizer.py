@@ -240,3 +240,40 @@ def test_templates_and_messages_that_hide_the_assistant_are_refused(folder, temp
 def test_messages_need_a_template():
     with pytest.raises(ConfigError, match=r"built-in: there is no chat template for messages; add chat_template"):
         character_tokenizer().conversation([{"role": "user", "content": "1"}])
+
+
+def _flipped(content: bytes) -> list[bytes]:
+    """Eight bytes in a row with another bit each, at ten places, and with their highest bit, which UTF-8 seldom takes."""
+    flips = [bytes(1 << bit for bit in range(8)), bytes([0x80] * 8)]
+    places = range(0, len(content), max(1, len(content) // 10))
+    return [
+        content[:place] + bytes(old ^ new for old, new in zip(content[place:], flip, strict=False)) + content[place + 8 :]
+        for place in places
+        for flip in flips
+    ]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"])
+def test_damage_is_named_or_leaves_a_tokenizer(folder, name):
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}<bos>{{ message.content }}{% endfor %}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
+    content = (folder / name).read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"\xff" * 9, b"{%" if name.endswith("jinja") else b"[" * 100_000):
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(ConfigError) as refused:
+            load_tokenizer(str(folder)).chat("1+1=")
+        assert str(folder) in str(refused.value)
+    refusals = []
+    for damaged in _flipped(content):
+        (folder / name).write_bytes(damaged)
+        try:
+            load_tokenizer(str(folder)).chat("1+1=")
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert [text for text in refusals if str(folder) not in text or "\n" in text] == []
+
+
+def test_half_a_surrogate_pair_is_no_text():
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        character_tokenizer().encode("1\ud800")

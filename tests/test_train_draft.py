@@ -54,7 +54,11 @@ class Seen(Progress):
     def __init__(self, dies_at: int | None = None) -> None:
         super().__init__("", 1, console=Console(quiet=True))
         self.steps: list[int] = []
+        self.said: list[str] = []
         self._dies_at = dies_at
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
 
     def update(self, step: int, **numbers: float | int | None) -> None:
         self.steps.append(step)
@@ -124,6 +128,12 @@ class TestTrain:
         assert same_bits(whole, resumed)
         again = train(job, policy, rows, tmp_path, Seen())
         assert same_bits(whole, again)  # nothing left to do
+        kept = tmp_path / "learner.npz"
+        kept.write_bytes(kept.read_bytes()[:-100])
+        seen = Seen()
+        assert same_bits(whole, train(job, policy, rows, tmp_path, seen))
+        assert seen.steps == [1, 2, 3, 4, 5, 6]
+        assert [str(kept) in line and "made anew" in line for line in seen.said] == [True]
 
     def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
         job = a_job(draft={"vocab": 12})
@@ -146,7 +156,11 @@ class TestCollect:
         mixed = collect(job, other, [0, 1, 5], killed, Seen())
         assert same_bits(mixed[0], whole[0])  # kept
         assert not same_bits(mixed[1], whole[1])  # sampled now, from the other policy
-        assert same_bits(collect(job, policy, [5, 1, 0], killed, Seen()), mixed)
+        damaged = killed / "responses-1.npz"
+        damaged.write_bytes(damaged.read_bytes()[:-100])
+        seen = Seen()
+        assert same_bits(collect(job, other, [5, 1, 0], killed, seen), mixed)
+        assert [str(damaged) in line and "made anew" in line for line in seen.said] == [True]
 
 
 class TestMeasure:

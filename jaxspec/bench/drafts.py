@@ -18,7 +18,7 @@ from rich.table import Table
 from jaxspec import mesh as meshes
 from jaxspec.batches import Batches
 from jaxspec.bench.measure import versions
-from jaxspec.checkpoint import load_tree
+from jaxspec.cache import load_tree
 from jaxspec.cli import take_option
 from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
 from jaxspec.consistency import check

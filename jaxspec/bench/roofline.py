@@ -18,8 +18,8 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
+from jaxspec.cache import cache_folder
 from jaxspec.checked import Checked
-from jaxspec.checkpoint import cache_folder
 from jaxspec.cli import override
 from jaxspec.config import ModelConfig
 

@@ -1,0 +1,264 @@
+"""The folder of a run: one process at a time, one config, the data it began with; and on what machine and with what versions it ran."""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxspec.config import Config, ConfigError, require
+from jaxspec.config_json import differing_keys, to_json
+from jaxspec.files import digest, locked, write_whole, writing
+from jaxspec.mesh import machine
+from jaxspec.metrics import read
+from jaxspec.pretrained import fingerprint
+from jaxspec.program import Job, sources
+from jaxspec.tokenizer import FILES
+
+CONFIG, CHECKPOINTS, STARTS, LOCK = "config.json", "checkpoints", "starts.jsonl", "lock"
+_LONGEST = 4096
+"""Bytes of a message between processes."""
+
+
+@contextlib.contextmanager
+def held(job: Job) -> Iterator[Path]:
+    """The run's folder, made if it is not there, which no other run can have until this is left or its process dies.
+
+    Of several processes of a job, process 0 has it for all.
+
+    Raises:
+      ConfigError: the folder cannot be written, another run has it, it belongs to another config or other data, or what it holds would be
+        lost; what and where is named.
+    """
+    folder = prepare_workdir(job.config.workdir)
+    with contextlib.ExitStack() as stack:
+
+        def look() -> None:
+            stack.enter_context(_lock(job, folder))
+            _require_own(job, folder)
+
+        _refused_by_all(look)
+        yield folder
+
+
+def _refused_by_all(look: Callable[[], None]) -> None:
+    """Does `look` in process 0; what it refuses there, all processes refuse."""
+    told = ""
+    if jax.process_index() == 0:
+        try:
+            look()
+        except ConfigError as reason:
+            told = str(reason)
+    if jax.process_count() > 1:
+        sent = np.frombuffer(told.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
+        told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
+    require(not told, told)
+
+
+def prepare_workdir(path: Path | str) -> Path:
+    """Creates the folder of a run, proves that it can be written to, and returns its absolute path.
+
+    Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
+    """
+    folder = Path(path).expanduser().absolute()
+    probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
+    with writing(f"workdir {folder} cannot be written to", "free some space or name another folder with --workdir", ConfigError):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(1 << 20))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _lock(job: Job, folder: Path) -> Iterator[None]:
+    """Has the folder for this process; a file system without locks is told, and trusted."""
+    path = folder / LOCK
+    try:
+        file = locked(path, wait=False)
+    except OSError as reason:
+        job.say(f"warning: {path} cannot be locked ({reason.strerror}); see to it that no other run uses this folder")
+        yield
+        return
+    require(file is not None, f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose another --workdir")
+    assert file is not None
+    with file:
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n")
+        file.flush()
+        yield
+
+
+def _holder(path: Path) -> str:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {told['pid']} on {told['host']}, since {told['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+        return "its process has not said which it is"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def saved_config(folder: Path, remedy: str = "put it back from a copy, or choose another --workdir") -> dict[str, Any]:
+    """What config.json of a run holds.
+
+    Raises:
+      ConfigError: the file is missing, damaged or no object.
+    """
+    file = folder / CONFIG
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON ({error}); {remedy}") from error
+    require(isinstance(saved, dict), f"{file} holds a {type(saved).__name__} instead of an object; {remedy}")
+    return saved
+
+
+def _require_own(job: Job, folder: Path) -> None:
+    """Refuses a folder of another config or other data, and one in which a run that starts over would erase what it does not know."""
+    begun, steps, batches = (folder / CONFIG).exists(), _steps(folder), len(read(folder))
+    if begun:
+        differing = differing_keys(saved_config(folder), job.config)
+        belongs = f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir, or set these keys back"
+        require(not differing, belongs)
+    if steps:
+        unknown = f"{folder} holds checkpoints but no {CONFIG}, which says what they are of; put it back from a copy"
+        require(begun, f"{unknown}, or choose another --workdir")
+        _require_same_data(job.config, folder)
+    else:
+        _require_nothing_to_lose(job, folder, batches)
+
+
+def _steps(folder: Path) -> list[str]:
+    """Names of the checkpoints that there are."""
+    checkpoints = folder / CHECKPOINTS
+    exists = checkpoints.exists() or checkpoints.is_symlink()
+    move = "move it away if it is not needed, or choose another --workdir"
+    require(not exists or checkpoints.is_dir(), f"{checkpoints} is not a folder, so no checkpoint can be read or saved; {move}")
+    return [entry.name for entry in checkpoints.iterdir() if entry.name.isdecimal()] if exists else []
+
+
+def _require_nothing_to_lose(job: Job, folder: Path, written: int) -> None:
+    """A run that was killed before its first checkpoint starts over; one whose checkpoints were taken away does not."""
+    if not written:
+        return
+    where, checkpoints = f"{folder} has metrics of {written} batches", folder / CHECKPOINTS
+    remedy = "put them back, choose another --workdir, or remove the folder yourself to start over"
+    require(checkpoints.is_dir(), f"{where}, but {checkpoints} is missing, and starting over would erase them; {remedy}")
+    # The first save is complete when the second begins, and a batch's line comes a batch later.
+    every = saved_config(folder).get("save_every") if (folder / CONFIG).exists() else 0
+    first = 2 * every if isinstance(every, int) else 0
+    require(written < first, f"{where}, but {checkpoints} is empty, and starting over would erase them; {remedy}")
+    job.say(f"{where} and no checkpoint was saved yet: starting over")
+
+
+def _data(config: Config) -> dict[str, str]:
+    """Digests of the files that say what is trained and evaluated on, by setting and file."""
+    data = config.data
+    files = {"data.path": Path(data.path)} if data.path else {}
+    files |= {"data.eval_path": Path(data.eval_path)} if data.path and data.eval_path else {}
+    files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES} if data.tokenizer else {}
+    return {f"{name} {file}": digest(file) for name, file in files.items()}
+
+
+def _require_same_data(config: Config, folder: Path) -> None:
+    """Refuses data that differs from what the run began with; a data file that is gone is named where it is read."""
+    starts = read_starts(folder)
+    before = starts[0].get("data") if starts else None
+    if isinstance(before, dict):
+        found = {name: value for name, value in _data(config).items() if value != "-" or name.startswith("data.tokenizer")}
+        differing = ", ".join(name for name, value in found.items() if before.get(name, value) != value)
+        told = f"{differing} holds other data than the run in {folder} began with, at {starts[0].get('time')}"
+        require(not differing, f"{told}; put that data back, or choose another --workdir for a run on this")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """What each start of a run has told of itself, oldest first.
+
+    Raises:
+      ConfigError: a line is damaged.
+    """
+    file = folder / STARTS
+    remedy = "put the file back from a copy, or remove it"
+    try:
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        starts = [json.loads(line) for line in lines]
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} does not hold one JSON object a line ({error}); {remedy}") from error
+    require(all(isinstance(start, dict) for start in starts), f"{file} does not hold one JSON object a line; {remedy}")
+    return starts
+
+
+def announced(job: Job, folder: Path) -> dict[str, Any]:
+    """What this start has to tell of itself: time, versions, machine, data, and the checkpoints that it was given.
+
+    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if there was one.
+    """
+    paths = {"model.path": job.config.model.path, "lora.path": job.config.lora.path, "rollout.draft.path": job.config.rollout.draft.path}
+    start = {
+        "time": _now(),
+        "versions": {
+            "jaxspec": _jaxspec(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": metadata.version("jaxlib"),
+        },
+        "machine": {
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "processes": jax.process_count(),
+            "backend": jax.default_backend(),
+            **machine(job.mesh),
+        },
+        "data": _data(job.config),
+        "checkpoints": {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path},
+    }
+    versions, where = start["versions"], start["machine"]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    job.say(f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']}, {where['platform']}")
+    before = read_starts(folder)[-1:] if _steps(folder) else []
+    for kind, was in ((kind, last[kind]) for last in before for kind in ("versions", "checkpoints") if isinstance(last.get(kind), dict)):
+        for name, value in start[kind].items():
+            if was.get(name, value) != value:
+                more = f": {was[name]} -> {value}" if kind == "versions" else "; the run goes on with the weights that it has saved"
+                job.say(f"warning: since the run's last start, {name} is another{more}")
+    return start
+
+
+def _jaxspec() -> str:
+    """The version of this package, and a digest of its code, which changes more often."""
+    code = hashlib.sha256(sources("**/*.py").encode()).hexdigest()[:8]
+    for distribution in ("jaxspec-rl", "jaxspec"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{metadata.version(distribution)} (code {code})"
+    return f"(code {code})"
+
+
+def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:
+    """Writes config.json and adds the start to the others, each file whole or not at all; only once the config has proved to be good.
+
+    The starts of a run from which nothing was saved are forgotten.
+    """
+    if jax.process_index() == 0:
+        earlier = read_starts(folder) if _steps(folder) else []
+        write_whole(folder / STARTS, "".join(json.dumps(each) + "\n" for each in (*earlier, start)))
+        write_whole(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")

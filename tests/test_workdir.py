@@ -1,0 +1,269 @@
+"""The folder of a run: held by one process, refused where something would be lost or mean something else, and telling how it was made."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import workdir
+from jaxspec.config import Config, ConfigError, DataConfig
+from jaxspec.config_json import to_json
+from jaxspec.program import Job, make_job
+from jaxspec.tokenizer import character_tokenizer
+from tests.conftest import answering_config, small_mesh
+
+HOLDER = """
+import fcntl, json, os, sys
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write(json.dumps({"pid": os.getpid(), "host": "elsewhere", "since": "2026-01-02T03:04:05+00:00"}))
+file.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+PROBE = """
+import fcntl, sys
+fcntl.flock(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listening(Job):
+    """A job whose lines are kept."""
+
+    told: list[str]
+
+    def say(self, message: str) -> None:
+        self.told.append(message)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return make_job(answering_config(), small_mesh())
+
+
+def job_of(job: Job, folder: Path, **changes: Any) -> Listening:
+    config = dataclasses.replace(job.config, workdir=str(folder), save_every=4, **changes)
+    return Listening(config=config, tokenizer=job.tokenizer, mesh=job.mesh, step=job.step, told=[])
+
+
+def begun(folder: Path, config: Config | None, batches: int = 0, checkpoints: tuple[int, ...] | None = ()) -> None:
+    """What a run leaves: config.json, metrics and samples of some batches, folders of checkpoints."""
+    folder.mkdir(exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(to_json(config)))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("".join(f'{{"step": {step}}}\n' for step in range(batches)))
+    if checkpoints is not None:
+        (folder / "checkpoints").mkdir()
+        for number in checkpoints:
+            (folder / "checkpoints" / str(number)).mkdir()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "lock"}
+
+
+def refusal(job: Job) -> str:
+    """What holding the folder is refused with; nothing in it may have changed."""
+    before = content(Path(job.config.workdir))
+    with pytest.raises(ConfigError) as refused, workdir.held(job):
+        pass
+    assert content(Path(job.config.workdir)) == before
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_prepare_workdir(tmp_path: Path) -> None:
+    folder = workdir.prepare_workdir(tmp_path / "runs" / "a")
+    assert folder.is_absolute()
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"):
+        workdir.prepare_workdir(tmp_path / "file" / "run")
+
+
+class TestLock:
+    @pytest.fixture
+    def holder(self, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-S", "-c", HOLDER, str(tmp_path / "lock")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            assert process.stdout.readline() == "held\n"
+            yield process
+            process.kill()
+
+    def test_a_second_run_is_told_who_has_the_folder(self, job: Job, tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+        begun(tmp_path, None)
+        told = refusal(job_of(job, tmp_path))
+        assert f"{tmp_path} is in use by another run: process {holder.pid} on elsewhere, since 2026-01-02T03:04:05+00:00" in told
+        assert "another --workdir" in told
+        holder.kill()
+        holder.wait()
+        with workdir.held(job_of(job, tmp_path)) as folder:
+            assert folder == tmp_path
+
+    def test_the_folder_is_had_until_the_end(self, job: Job, tmp_path: Path) -> None:
+        probe = [sys.executable, "-S", "-c", PROBE, str(tmp_path / "lock")]
+        with workdir.held(job_of(job, tmp_path)):
+            assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+            (tmp_path / "checkpoints").mkdir()
+            assert subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0
+        assert subprocess.run(probe).returncode == 0
+
+    def test_a_file_system_without_locks_is_told(self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(path: Path, *, wait: bool) -> None:
+            raise OSError(37, "No locks available")
+
+        monkeypatch.setattr(workdir, "locked", fail)
+        here = job_of(job, tmp_path)
+        with workdir.held(here):
+            assert "cannot be locked (No locks available)" in here.told[0]
+
+
+class TestNothingIsErased:
+    """Metrics and samples of a run are cut back to its newest checkpoint: without one, all of them."""
+
+    def test_missing_checkpoints(self, job: Job, tmp_path: Path) -> None:
+        here = job_of(job, tmp_path)
+        begun(tmp_path, here.config, batches=3, checkpoints=None)
+        told = refusal(here)
+        assert "metrics of 3 batches" in told
+        assert f"{tmp_path / 'checkpoints'} is missing" in told
+        assert "--workdir" in told
+
+    def test_metrics_without_a_config(self, job: Job, tmp_path: Path) -> None:
+        begun(tmp_path, None, batches=3, checkpoints=None)
+        assert "metrics of 3 batches" in refusal(job_of(job, tmp_path))
+
+    def test_a_file_instead_of_checkpoints(self, job: Job, tmp_path: Path) -> None:
+        here = job_of(job, tmp_path)
+        begun(tmp_path, here.config, batches=3, checkpoints=None)
+        (tmp_path / "checkpoints").write_text("")
+        assert f"{tmp_path / 'checkpoints'} is not a folder" in refusal(here)
+
+    def test_checkpoints_that_were_taken_away(self, job: Job, tmp_path: Path) -> None:
+        """Eight lines stand there only after a second save, every four batches, which waits for the first."""
+        here = job_of(job, tmp_path)
+        begun(tmp_path, here.config, batches=8)
+        told = refusal(here)
+        assert "metrics of 8 batches" in told
+        assert "is empty" in told
+
+    def test_checkpoints_without_a_config(self, job: Job, tmp_path: Path) -> None:
+        begun(tmp_path, None, batches=8, checkpoints=(4,))
+        assert "holds checkpoints but no config.json" in refusal(job_of(job, tmp_path))
+
+    def test_a_run_that_was_killed_before_its_first_save_starts_over_with_a_word(self, job: Job, tmp_path: Path) -> None:
+        here = job_of(job, tmp_path)
+        begun(tmp_path, here.config, batches=7)
+        with workdir.held(here):
+            assert ["starting over" in line and "metrics of 7 batches" in line for line in here.told] == [True]
+
+    def test_nothing_is_said_of_a_new_folder_and_of_one_to_resume(self, job: Job, tmp_path: Path) -> None:
+        for checkpoints in (None, (4,)):
+            here = job_of(job, tmp_path)
+            begun(tmp_path, here.config, batches=0 if checkpoints is None else 5, checkpoints=checkpoints)
+            with workdir.held(here):
+                assert here.told == []
+
+
+DAMAGES: list[tuple[str, Callable[[str], str], str]] = [
+    ("config.json", lambda text: "", "config.json is not JSON"),
+    ("config.json", lambda text: text[:40], "config.json is not JSON"),
+    ("config.json", lambda text: "[]", "config.json holds a list"),
+    ("config.json", lambda text: "[" * 100_000, "config.json is not JSON"),
+    ("config.json", lambda text: text.replace('"seed": 0', '"seed": 8'), "seed: 8 -> 0"),
+    ("starts.jsonl", lambda text: text[:15], "starts.jsonl does not hold one JSON object a line"),
+    ("starts.jsonl", lambda text: "[]\n", "starts.jsonl does not hold one JSON object a line"),
+    ("metrics.jsonl", lambda text: text.replace('"step": 1', '"step": x'), "metrics.jsonl, line 2 is not JSON"),
+    ("metrics.jsonl", lambda text: "7\n", "metrics.jsonl, line 1 has no `step`"),
+    ("samples.jsonl", lambda text: text.replace("step", "stop"), "samples.jsonl, line 1 has no `step`"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)
+def test_damaged_files_are_named(job: Job, tmp_path: Path, name: str, damage: Callable[[str], str], words: str) -> None:
+    here = job_of(job, tmp_path)
+    begun(tmp_path, here.config, batches=3, checkpoints=(2,))
+    (tmp_path / "starts.jsonl").write_text(json.dumps({"time": "then", "data": {}}) + "\n")
+    (tmp_path / name).write_text(damage((tmp_path / name).read_text()))
+    assert words in refusal(here)
+
+
+class TestWhatItBeganWith:
+    @pytest.fixture
+    def data(self, tmp_path: Path) -> DataConfig:
+        """A file to train on, one to evaluate on, and a tokenizer."""
+        for name in ("train", "eval"):
+            (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9)))
+        character_tokenizer().save(str(tmp_path / "tokenizer"))
+        path, other, folder = (str(tmp_path / name) for name in ("train.jsonl", "eval.jsonl", "tokenizer"))
+        return DataConfig(path=path, eval_path=other, tokenizer=folder, answer_style="hash")
+
+    def started(self, here: Listening, saved: bool = True) -> list[str]:
+        """A start that has got as far as its first checkpoint; what it said."""
+        with workdir.held(here) as folder:
+            workdir.claim(here, folder, workdir.announced(here, folder))
+            if saved:
+                (folder / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
+        return here.told
+
+    def test_other_data_is_refused_by_name(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        self.started(job_of(job, folder, data=data))
+        assert not any("warning" in line for line in self.started(job_of(job, folder, data=data)))
+        files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.tokenizer": f"{data.tokenizer}/tokenizer_config.json"}
+        for setting, name in files.items():
+            before = Path(name).read_text()
+            Path(name).write_text(before.replace("\n", " \n", 1))
+            told = refusal(job_of(job, folder, data=data))
+            assert f"{setting} " in told
+            assert f"{name} holds other data than the run in {folder} began with" in told
+            Path(name).write_text(before)
+        Path(data.tokenizer, "chat_template.jinja").write_text("{{ messages[0].content }}")
+        assert "chat_template.jinja holds other data" in refusal(job_of(job, folder, data=data))
+
+    def test_a_run_that_saved_nothing_may_have_other_data(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        self.started(job_of(job, folder, data=data), saved=False)
+        Path(data.path).write_text(Path(data.eval_path).read_text() + "\n")
+        self.started(job_of(job, folder, data=data))
+        assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
+        Path(data.path).write_text(Path(data.eval_path).read_text())
+        assert "data.path" in refusal(job_of(job, folder, data=data))
+
+    def test_every_start_is_told_and_kept(self, job: Job, tmp_path: Path) -> None:
+        for number in (1, 2):
+            (line,) = self.started(job_of(job, tmp_path))
+            for word in ("jaxspec", "jax ", "jaxlib", "python", "cpu"):
+                assert word in line
+            starts = [json.loads(text) for text in (tmp_path / "starts.jsonl").read_text().splitlines()]
+            assert len(starts) == number
+        assert starts[0]["versions"].keys() == {"jaxspec", "jax", "jaxlib", "python"}
+        assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", starts[0]["time"])
+        assert starts[0]["machine"].keys() >= {"host", "platform", "backend", "device", "mesh", "processes"}
+
+    def test_other_versions_and_checkpoints_are_said(self, job: Job, tmp_path: Path) -> None:
+        weights = tmp_path / "head"
+        weights.mkdir()
+        (weights / "config.json").write_text("{}")
+        (weights / "model.safetensors").write_bytes(bytes(9999))
+        draft = dataclasses.replace(job.config.rollout.draft, path=str(weights))
+        changes = {"rollout": dataclasses.replace(job.config.rollout, draft=draft)}
+        folder = tmp_path / "run"
+        self.started(job_of(job, folder, **changes))
+        file = folder / "starts.jsonl"
+        file.write_text(re.sub(r'"jax": "[^"]*"', '"jax": "0.0.1"', file.read_text()))
+        (weights / "model.safetensors").write_bytes(bytes(9998) + b"x")
+        _, version, checkpoint = self.started(job_of(job, folder, **changes))
+        assert "warning: since the run's last start, jax is another: 0.0.1 -> " in version
+        assert f"rollout.draft.path {weights} is another; the run goes on with the weights that it has saved" in checkpoint
+        assert len(self.started(job_of(job, folder, **changes))) == 1, "once is enough"
