@@ -51,9 +51,13 @@ def initialize_processes() -> None:
         return
     if place is not None:
         meet(place, seconds)
-    times = {"heartbeat_timeout_seconds": _DEAD_SECONDS, "shutdown_timeout_seconds": _DEAD_SECONDS}
     try:
-        jax.distributed.initialize(*(place or ()), initialization_timeout=max(seconds, _DEAD_SECONDS), **times)
+        jax.distributed.initialize(
+            *(place or ()),
+            initialization_timeout=max(seconds, _DEAD_SECONDS),
+            heartbeat_timeout_seconds=_DEAD_SECONDS,
+            shutdown_timeout_seconds=_DEAD_SECONDS,
+        )
     except (RuntimeError, ValueError, LookupError) as error:
         raise ConfigError(f"JAX cannot join the processes of this job: {first_line(error)}. {_REMEDY}") from error
 
@@ -92,9 +96,9 @@ def _told() -> Place:
 
 
 def _in_a_job() -> bool:
-    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("JOB_COMPLETION_INDEX")
+    tasks = environment_number("SLURM_NTASKS", 1) or environment_number("OMPI_COMM_WORLD_SIZE", 1) or 1
     by_srun = "SLURM_STEP_ID" in os.environ or "SLURM_NTASKS" not in os.environ
-    return bool(tasks and by_srun and (not tasks.isdigit() or int(tasks) > 1 or "JOB_COMPLETION_INDEX" in os.environ))
+    return by_srun and (tasks > 1 or environment_number("JOB_COMPLETION_INDEX", 0) is not None)
 
 
 def _detected(seconds: int) -> Place | None:
