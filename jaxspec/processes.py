@@ -49,11 +49,14 @@ def initialize_processes() -> None:
         place = _detected(seconds)
     else:
         return
+    coordinator, processes, process = place or (None, None, None)
     if place is not None:
-        meet(place, seconds)
+        meet(place, float(seconds))
     try:
         jax.distributed.initialize(
-            *(place or ()),
+            coordinator,
+            processes,
+            process,
             initialization_timeout=max(seconds, _DEAD_SECONDS),
             heartbeat_timeout_seconds=_DEAD_SECONDS,
             shutdown_timeout_seconds=_DEAD_SECONDS,
@@ -184,7 +187,7 @@ def _listen(place: Place, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        reason = f"process 0 cannot listen at port {port} of this machine: {error.strerror or error}"
+        reason = f"process 0 cannot listen at port {port} of this machine: {os.strerror(error.errno) if error.errno else error}"
         raise ConfigError(f"{reason}; choose a free port for the coordinator {place.coordinator}, the same for all processes") from error
 
 
