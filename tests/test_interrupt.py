@@ -19,6 +19,8 @@ from jaxspec.interrupt import Interrupt
 
 _PREAMBLE = """
 import hashlib, os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGHUP):  # as from a terminal, whatever runs the tests
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 from jaxspec.begin import begin
 from jaxspec.interrupt import Interrupt
 
