@@ -129,9 +129,14 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tmp_path: Path)
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", program], **terminal) as run:
         os.close(theirs)
-        assert os.read(ours, 7) == b"ready\r\n"
+        with open(ours, "rb", closefd=False) as screen:  # noqa: PTH123 (a descriptor has no path)
+            said = screen.readline()
         os.close(ours)
-        assert run.wait(timeout=30) == 129
+        try:
+            assert said == b"ready\r\n"
+            assert run.wait(timeout=30) == 129
+        finally:
+            run.kill()
     assert (tmp_path / "saved").read_text() == "all"
 
 
