@@ -129,7 +129,7 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tmp_path: Path)
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", program], **terminal) as run:
         os.close(theirs)
-        with open(ours, "rb", closefd=False) as screen:  # noqa: PTH123 (a descriptor has no path)
+        with open(ours, "rb", closefd=False) as screen:
             said = screen.readline()
         os.close(ours)
         try:
