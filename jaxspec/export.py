@@ -1,8 +1,14 @@
 """A run's policy and draft as Hugging Face folders: `python -m jaxspec.export --checkpoint RUN --out DIR`."""
 
+import sys
+
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
+
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +23,7 @@ from jaxspec.checked import Checked, require
 from jaxspec.cli import override, take_option
 from jaxspec.config import Config, MeshConfig, ModelConfig
 from jaxspec.files import SaveError
+from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -27,7 +34,7 @@ from jaxspec.models.hf_drafts import draft_tensors
 from jaxspec.models.lora import Adapted, adapter_config, adapter_tensors, merged
 from jaxspec.models.mtp import Mtp
 from jaxspec.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
-from jaxspec.program import Job, make_job, reported, start_jax
+from jaxspec.program import Job, at_once, make_job, start_jax
 from jaxspec.session import Run, check_tokenizer, find_run, read_state
 from jaxspec.tensor_files import WEIGHTS, write_tensors
 from jaxspec.tokenizer import Tokenizer
@@ -88,7 +95,7 @@ def export(run: Run, options: Options) -> Path:
     kind = run.config.rollout.draft.kind
     require(options.draft != "speculators" or kind == "eagle3", f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}")
     job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
-    building = out.with_name(f"{out.name}.writing")
+    building = unfinished(options)
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
@@ -101,10 +108,16 @@ def export(run: Run, options: Options) -> Path:
     return out
 
 
+def unfinished(options: Options) -> Path:
+    """Where the folder is written until it is whole."""
+    out = Path(options.out).expanduser().absolute()
+    return out.with_name(f"{out.name}.writing")
+
+
 def _open(config: Config) -> Job:
     """The job on all devices there are, each holding a part of the weights; nothing is computed."""
     start_jax(config, config.mesh.data * config.mesh.tensor)
-    count = jax.device_count()
+    count = meshes.count_devices()
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
@@ -203,17 +216,18 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Exports what the command line names; returns the exit status."""
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN --out DIR")
     options = override(Options(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT)
     require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
     run = find_run(path)
-    out = export(run, options)
+    with interrupt.nothing_unsaved("writing the folder", lambda: shutil.rmtree(unfinished(options), ignore_errors=True)):
+        out = export(run, options)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 1e9
     print(f"checkpoint {run.number} of {run.folder} is in {out} ({size:.3g} GB)", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(reported(lambda: main(sys.argv[1:])))
+    sys.exit(at_once("starting", lambda interrupt: main(sys.argv[1:], interrupt)))

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, obeyed between two steps, or at once where there is nothing to lose."""
+"""SIGTERM, SIGINT and SIGHUP, obeyed between two steps, or at once where there is nothing to lose."""
 
 import contextlib
 import ctypes
@@ -9,16 +9,30 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_SECONDS = 5.0
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop a program; nohup's, which is ignored from the start, stays so."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))
+
+
+def end_at_once(number: int, frame: object = None) -> None:
+    """Handles a signal while there is nothing to save, such as while a program is imported."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, b"stopped; nothing to save; the same command starts again\n")
+    os._exit(128 + number)
 
 
 class Interrupt:
-    """Watches for SIGTERM and SIGINT while it is entered, even while the main thread is inside a long native call.
+    """Watches for SIGTERM, SIGINT and SIGHUP while it is entered, even while the main thread is inside a long native call.
 
-    A signal sets `requested`, and the program stops at its next good moment; a second SIGINT ends the process at once with status 130.
-    Within `nothing_unsaved` the first signal ends the process at once with status 0. A thread reads the signals from the file that
-    Python's own C handler writes to, because a Python handler would run only when the main thread returns to Python.
+    A signal sets `requested`, and the program stops at its next good moment, to end with `status`; a second SIGINT ends the process at
+    once. Within `nothing_unsaved` the first signal does. The status is 128 and the number of the signal, as a shell reports it: 143, 130
+    or 129. A thread reads the signals from the file that Python's own C handler writes to, because a Python handler would run only when
+    the main thread returns to Python.
 
     Under `jax.distributed` the processes must stop at the same step: outside `nothing_unsaved` a signal is passed on to JAX's own
     preemption notice, and `agreed` is what tells. `announce` prints one line to the user; it is called from the watching thread.
@@ -27,11 +41,14 @@ class Interrupt:
     def __init__(self, announce: Callable[[str], None] = print) -> None:
         self._announce = announce
         self._requested = False
+        self._first: signal.Signals | None = None
         self._interrupts = 0
         self._doing: str | None = None
         self._cleanups: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
-        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._signals = stop_signals()
+        self._handlers = {number: signal.getsignal(number) for number in self._signals}
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         self._before: dict[int, bytes] = {}
         self._ours: dict[int, bytes] = {}
 
@@ -45,7 +62,7 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number in _SIGNALS:
+        for number in self._signals:
             signal.signal(number, self._handlers[number] or signal.SIG_DFL)
             _disposition(number, self._before[number])
         signal.set_wakeup_fd(self._wakeup)
@@ -59,19 +76,30 @@ class Interrupt:
         """Whether to stop; under `jax.distributed` only after `agreed` said so."""
         return self._requested
 
+    @property
+    def status(self) -> int:
+        """The exit status of a program that has stopped as it was `requested`, the same in every process."""
+        assert self._first is not None, "only a signal requests it"
+        return 128 + self._first
+
     def agreed(self, step: int) -> bool:
         """Returns whether to stop at this step, the same answer in every process; all call it with the same, rising steps."""
-        if _distributed():
+        if not self._requested and _distributed():
+            import numpy as np
             from jax.experimental import multihost_utils
 
-            self._requested |= multihost_utils.reached_preemption_sync_point(step)
+            if multihost_utils.reached_preemption_sync_point(step):
+                # Only some may have got a signal; one that JAX's own handler took was SIGTERM.
+                numbers = np.asarray(multihost_utils.process_allgather(np.int32(self._first or 0)))
+                self._first = signal.Signals(int(numbers.max()) or signal.SIGTERM)
+                self._requested = True
         return self._requested
 
     @contextlib.contextmanager
     def nothing_unsaved(
         self, doing: str, *cleanups: Callable[[], None], then: str = "nothing to save; the same command starts again"
     ) -> Iterator[None]:
-        """Marks a region in which a signal ends the process at once, with status 0, after the cleanups and a line that says so.
+        """Marks a region in which a signal ends the process at once, after the cleanups and a line that says so.
 
         `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions nest: the inner one names what is done,
         all clean up.
@@ -89,8 +117,8 @@ class Interrupt:
                 self._doing, self._cleanups = outer
 
     def _take(self) -> None:
-        """Points both signals at the watcher, again if somebody (such as jax.distributed) took them since."""
-        for number in _SIGNALS:
+        """Points the signals at the watcher, again if somebody (such as jax.distributed) took them since."""
+        for number in self._signals:
             current = _disposition(number)
             if _handler(current) != self._ours.get(number):
                 self._before[number] = current
@@ -102,16 +130,19 @@ class Interrupt:
             for number in os.read(self._inbox, 64):
                 if number == 0:
                     return
-                if number in _SIGNALS:
+                if number in self._signals:
                     with self._lock:
                         self._obey(signal.Signals(number))
 
     def _obey(self, number: signal.Signals) -> None:
         self._interrupts += number == signal.SIGINT
+        self._first = self._first or number
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         if self._doing is not None:
             self._leave_unsaved()
         elif self._interrupts > 1:
-            self._leave(130, "stopped at once; the same command goes on from the last checkpoint")
+            self._leave(128 + signal.SIGINT, "stopped at once; the same command goes on from the last checkpoint")
         else:
             if _distributed():
                 self._pass_on()
@@ -125,8 +156,16 @@ class Interrupt:
             _disposition(signal.SIGTERM, self._before[signal.SIGTERM])
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def _leave_terminal(self) -> None:
+        """Sends what is still printed to nowhere if the terminal is gone: writing there would fail, and the work go unsaved."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in self._terminals:
+            if not os.isatty(number):
+                os.dup2(nowhere, number)
+        os.close(nowhere)
+
     def _leave_unsaved(self) -> None:
-        self._leave(0, f"stopped while {self._doing}")
+        self._leave(self.status, f"stopped while {self._doing}")
 
     def _leave(self, status: int, message: str) -> None:
         # A cleanup or a full pipe may block; the process ends nevertheless.
@@ -136,6 +175,9 @@ class Interrupt:
         try:
             for cleanup in self._cleanups:
                 cleanup()
+            if 1 in self._terminals:
+                with contextlib.suppress(OSError):
+                    os.write(1, _SHOW_CURSOR)  # a bar that is cut off has hidden it
             self._tell(message)
         finally:
             os._exit(status)

@@ -1,4 +1,4 @@
-"""Devices and names: processes, the mesh, and the rules from logical axes to mesh axes."""
+"""Devices and names: the mesh, and the rules from logical axes to mesh axes."""
 
 import os
 import platform
@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, require
+from jaxspec.processes import environment_number, first_line
 
 DATA, TENSOR = "data", "tensor"
 
@@ -24,30 +25,6 @@ TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": DATA}
 """Train layout: sharded over `data` too (FSDP), along the embedding width."""
 
 
-def initialize_processes() -> None:
-    """Joins the other processes of the job, if there are any.
-
-    Explicit: JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES, JAXSPEC_PROCESS_ID. Otherwise SLURM, Open MPI or Kubernetes
-    as `jax.distributed` detects them, when the environment says that the job has more than one process.
-
-    Raises:
-      ConfigError: only some of the explicit variables are set.
-    """
-    names = ("JAXSPEC_COORDINATOR", "JAXSPEC_PROCESSES", "JAXSPEC_PROCESS_ID")
-    given = [name for name in names if os.environ.get(name)]
-    if given and len(given) < len(names):
-        missing = sorted(set(names) - set(given))
-        raise ConfigError(f"{', '.join(given)} set but not {', '.join(missing)}: set all three, or none for a single process")
-    if given:
-        coordinator, processes, process = (os.environ[name] for name in names)
-        jax.distributed.initialize(coordinator, int(processes), int(process), heartbeat_timeout_seconds=60, shutdown_timeout_seconds=60)
-        return
-    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("JOB_COMPLETION_INDEX")
-    in_a_job = "SLURM_STEP_ID" in os.environ or "SLURM_NTASKS" not in os.environ
-    if tasks and in_a_job and (not tasks.isdigit() or int(tasks) > 1 or "JOB_COMPLETION_INDEX" in os.environ):
-        jax.distributed.initialize()
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -55,7 +32,7 @@ def cores() -> int:
 
 def threads() -> int:
     """Threads of each device of a CPU."""
-    return int(os.environ.get("NPROC") or cores())
+    return environment_number("NPROC", 1) or cores()
 
 
 def machine(mesh: Mesh) -> dict[str, Any]:
@@ -74,13 +51,44 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
     """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `wanted`, with `threads` each (0: all).
 
     Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as it is.
+
+    Raises:
+      ConfigError: an environment variable that it reads, or that XLA would end the process for, holds no such number.
     """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
+    environment_number("NPROC", 1)
+    forced = _forced_devices()
+    if environment_number("JAX_NUM_CPU_DEVICES", 1) or forced:
         return
-    local = os.environ.get("JAXSPEC_LOCAL_DEVICES")
-    count = int(local) if local else wanted or cores()
+    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1) or wanted or cores()
     os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def _forced_devices() -> bool:
+    """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says less or far too much."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    file = words and not words[0].startswith("--")
+    require(not file or Path(words[0]).is_file(), f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags")
+    counts = [word.partition("=")[2] for word in words if word.startswith("--xla_force_host_platform_device_count")]
+    for count in counts:
+        good = count.isdigit() and int(count) >= 1
+        require(good, f"XLA_FLAGS has --xla_force_host_platform_device_count={count}; give a whole number, 1 or more")
+    return bool(counts)
+
+
+def count_devices() -> int:
+    """Starts JAX's backends, once all processes are joined; returns the devices of all of them.
+
+    Raises:
+      ConfigError: there is no device of the kind that JAX_PLATFORMS names.
+    """
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS")
+        which = f"JAX_PLATFORMS is {asked!r}, and there is no such device here" if asked else "JAX finds no device here"
+        said = f" ({first_line(error)})" if str(error) else ""
+        raise ConfigError(f"{which}{said}; unset JAX_PLATFORMS, or install JAX for that device (bash launch/venv.sh)") from error
 
 
 def lone_cpu(mesh: Mesh) -> bool:

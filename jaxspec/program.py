@@ -19,6 +19,7 @@ from jaxspec.config import Config, ConfigError, ModelConfig, require
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
 from jaxspec.pretrained import policy_checkpoint
+from jaxspec.processes import initialize_processes
 from jaxspec.resolve import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
@@ -54,7 +55,8 @@ def run(
         config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
         with Interrupt() as interrupt:
             told: list[str] = []
-            job = open_job(resolved(config, told.append))
+            with interrupt.nothing_unsaved("starting"):
+                job = open_job(resolved(config, told.append))
             for line in told:
                 job.say(line)
             return body(job, interrupt)
@@ -72,8 +74,12 @@ def reported(work: Callable[[], int]) -> int:
     except Diverged as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        return 130
+
+
+def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
+    """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is as in `Interrupt.nothing_unsaved`."""
+    with Interrupt() as interrupt, interrupt.nothing_unsaved(doing):
+        return reported(lambda: work(interrupt))
 
 
 def open_job(config: Config) -> Job:
@@ -82,8 +88,8 @@ def open_job(config: Config) -> Job:
     # collectives can starve its few threads.
     split = largest_weight(config.model) >= config.mesh.shard_above
     start_jax(config, config.mesh.data * config.mesh.tensor or int(split))
-    meshes.initialize_processes()
-    data, tensor = check(config, jax.device_count(), jax.process_count())
+    initialize_processes()
+    data, tensor = check(config, meshes.count_devices(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
     if config.model.path:
         policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))  # what is wrong is named before anything else is done

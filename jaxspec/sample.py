@@ -1,7 +1,13 @@
 """Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample --checkpoint RUN`."""
 
-import re
 import sys
+
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
+
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +22,7 @@ from jaxspec.cli import override, settle, take_option
 from jaxspec.config import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
 from jaxspec.data import Problem
 from jaxspec.metrics import short
-from jaxspec.program import reported
+from jaxspec.program import at_once
 from jaxspec.session import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.tokenizer import Tokenizer
@@ -248,4 +254,4 @@ def _answer_lines(console: Console, session: Session, samples: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(lambda: main(sys.argv[1:])))
+    sys.exit(at_once("answering", lambda _: main(sys.argv[1:])))

@@ -77,7 +77,7 @@ def check_tokenizer(trained: str, wanted: str) -> None:
 def open_here(config: Config) -> Job:
     """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
     start_jax(config, config.mesh.tensor)
-    tensor = config.mesh.tensor if config.mesh.tensor <= jax.device_count() else 1
+    tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
     config = replace(config, mesh=MeshConfig(data=1, tensor=tensor))
     check(config, devices=tensor)
     return make_job(config, meshes.make_mesh(1, tensor))

@@ -1,10 +1,11 @@
 """The RL run, top to bottom: `python -m jaxspec.train --config rl_think.py`."""
 
-import signal
 import sys
 
-if __name__ == "__main__":  # while JAX is imported, which takes seconds, a stop has nothing to save
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
 
 import contextlib
 import dataclasses
@@ -103,7 +104,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     if not done:
         where = "the newest checkpoint" if loop.unsaved else "there"
         job.say(f"stopped before batch {position.batch}; the same command goes on from {where}")
-        return 0
+        return interrupt.status
     with interrupt.nothing_unsaved("comparing with plain decoding"):
         return close(job, batches, position, workdir, loop.unsaved)
 

@@ -1,10 +1,16 @@
 """Offline training of the draft on the policy's own responses: `python -m jaxspec.train_draft --config draft_offline.py`."""
 
+import sys
+
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
+
 import dataclasses
 import hashlib
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any

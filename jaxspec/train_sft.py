@@ -1,6 +1,12 @@
 """Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft --config rl_think.py`."""
 
 import sys
+
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
+
 import time
 from pathlib import Path
 

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # N processes of the main job on this machine's CPU, joined over loopback: bash launch/multiprocess_cpu.sh 2 --config rl_think.py
-# DEVICES_PER_PROCESS (default 1) virtual devices each. The first failure ends all of them and is the exit code; SIGTERM is passed on.
+# DEVICES_PER_PROCESS (default 1) virtual devices each. Ctrl-C, SIGTERM and SIGHUP are passed on, and all processes save and end.
+# When one fails, the others are told to stop and have SAVE_SECONDS (default 120) to do so. The first failure is the exit code.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! ${1-} =~ ^[1-9][0-9]*$ ]]; then
   echo "usage: bash launch/multiprocess_cpu.sh N --config NAME.py ... (N processes, 1 or more)" >&2
+  exit 2
+fi
+if [[ ! ${SAVE_SECONDS:=120} =~ ^[0-9]+$ ]]; then
+  echo "SAVE_SECONDS is '$SAVE_SECONDS'; give a whole number of seconds, or unset it" >&2
   exit 2
 fi
 processes=$1
@@ -17,11 +22,16 @@ export JAX_PLATFORMS=cpu JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo
 export JAXSPEC_COORDINATOR=127.0.0.1:$port JAXSPEC_PROCESSES=$processes JAXSPEC_LOCAL_DEVICES=${DEVICES_PER_PROCESS:-1}
 
 running=""
-trap 'kill -TERM $running 2>/dev/null' TERM INT
+for number in TERM INT HUP; do
+  trap "kill -$number \$running 2>/dev/null" "$number"
+done
+# With job control each process has a group of its own and handles Ctrl-C, which therefore comes from here only, once.
+set -m
 for ((id = 0; id < processes; id++)); do
-  JAXSPEC_PROCESS_ID=$id "$python" -m jaxspec.train "$@" &
+  JAXSPEC_PROCESS_ID=$id "$python" -m jaxspec.train "$@" </dev/null &
   running+=" $!"
 done
+set +m
 
 failure=0
 while [[ -n $running ]]; do
@@ -36,7 +46,7 @@ while [[ -n $running ]]; do
     code=$?
     if ((code != 0 && failure == 0)); then
       failure=$code
-      deadline=$((SECONDS + 10))
+      deadline=$((SECONDS + SAVE_SECONDS))
       kill -TERM $running 2>/dev/null
     fi
   done

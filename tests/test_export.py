@@ -17,6 +17,7 @@ from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, FamilyC
 from jaxspec.config_json import to_json
 from jaxspec.drafts.build import build_network
 from jaxspec.export import Options, export, main
+from jaxspec.interrupt import Interrupt
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.lora import Adapted, merge_adapters, merged
@@ -225,12 +226,13 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("eagle3")
     run = save_run(tmp_path / "run", config, *networks(config))
-    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--draft", "none"]) == 0
+    with Interrupt() as interrupt:
+        assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--draft", "none"], interrupt) == 0
     printed = capsys.readouterr().out
     assert "policy 1/" in printed
     assert f"checkpoint 7 of {run} is in {tmp_path / 'out'}" in printed
     with pytest.raises(ConfigError, match="no --checkpoint"):
-        main(["--out", "x"])
+        main(["--out", "x"], Interrupt())
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main(["--help"], Interrupt())
     assert "speculators" in capsys.readouterr().out

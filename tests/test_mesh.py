@@ -1,4 +1,4 @@
-"""Meshes, the rules that place weights on them, and how a job finds its processes and devices."""
+"""Meshes, the rules that place weights on them, and how a job finds its devices."""
 
 import json
 import os
@@ -78,9 +78,6 @@ def test_rows_and_replicas() -> None:
     assert meshes.replicated(mesh).is_fully_replicated
 
 
-# ---- processes
-
-
 class Device(NamedTuple):
     """What `rows_here` asks of a device."""
 
@@ -105,48 +102,6 @@ def test_every_row_is_owned_once_also_where_tensor_spans_processes(monkeypatch: 
     np.testing.assert_array_equal(held, max(1, tensor // 2))
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `jax.distributed.initialize` was called with; the environment is that of a lone process."""
-    for name in list(os.environ):
-        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION")):
-            monkeypatch.delenv(name)
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
-    return calls
-
-
-def test_a_lone_process_starts_nothing(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    meshes.initialize_processes()
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    meshes.initialize_processes()
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.delenv("SLURM_STEP_ID")  # inside an allocation, but not started by srun
-    meshes.initialize_processes()
-    assert started == []
-
-
-def test_explicit_processes(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAXSPEC_COORDINATOR", "host:1234")
-    monkeypatch.setenv("JAXSPEC_PROCESSES", "4")
-    with pytest.raises(ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"):
-        meshes.initialize_processes()
-    monkeypatch.setenv("JAXSPEC_PROCESS_ID", "2")
-    meshes.initialize_processes()
-    assert started == [("host:1234", 4, 2)]
-
-
-@pytest.mark.parametrize(
-    "environment", [{"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"JOB_COMPLETION_INDEX": "0"}]
-)
-def test_schedulers_are_left_to_jax(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    meshes.initialize_processes()
-    assert started == [()]
-
-
 # ---- devices
 
 
@@ -166,3 +121,39 @@ def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> 
     assert devices_with(JAXSPEC_LOCAL_DEVICES="2") == (2, str(max(1, cores // 2)))
     assert devices_with(XLA_FLAGS="--xla_force_host_platform_device_count=5") == (5, None)
     assert devices_with(JAX_NUM_CPU_DEVICES="4") == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("JAXSPEC_LOCAL_DEVICES", "abc", "JAXSPEC_LOCAL_DEVICES is 'abc'; give a whole number, 1 or more"),
+        ("JAXSPEC_LOCAL_DEVICES", "0", "JAXSPEC_LOCAL_DEVICES is '0'"),
+        ("JAXSPEC_LOCAL_DEVICES", "-2", "JAXSPEC_LOCAL_DEVICES is '-2'"),
+        ("NPROC", "many", "NPROC is 'many'"),
+        ("NPROC", "0", "NPROC is '0'"),
+        ("JAX_NUM_CPU_DEVICES", "0", "JAX_NUM_CPU_DEVICES is '0'"),
+        ("XLA_FLAGS", "garbage", "XLA_FLAGS starts with .'garbage'.: neither a flag .* nor a file"),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=abc", "device_count=abc; give a whole number"),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=0", "device_count=0; give a whole number"),
+    ],
+)
+def test_numbers_of_devices_that_make_no_sense_are_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
+    for other in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC", "JAXSPEC_LOCAL_DEVICES"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the tests' own devices stay
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=said):
+        meshes.prepare_devices(2)
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': none\nand a page more")])
+def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What JAX raises for JAX_PLATFORMS=cuda without and with the plug-in."""
+
+    def missing() -> int:
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "device_count", missing)
+    with pytest.raises(ConfigError, match=r"^JAX_PLATFORMS is 'cuda', and there is no such device here.*; unset JAX_PLATFORMS[^\n]*$"):
+        meshes.count_devices()

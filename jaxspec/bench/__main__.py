@@ -1,11 +1,17 @@
 """Runs the benchmark that the first word names."""
 
-import argparse
 import sys
+
+if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+    from jaxspec.begin import begin
+
+    begin()
+
+import argparse
 from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
-from jaxspec.program import reported
+from jaxspec.program import at_once
 
 BENCHES = {
     "generate": (generate.main, "--model DIR", "tokens a second of one checkpoint, plain or with a draft, and what a round costs"),
@@ -27,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above")
     work = BENCHES[parser.parse_args(argv[:1]).bench][0]
-    return reported(lambda: work(argv[1:]))
+    return at_once("measuring", lambda _: work(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
     shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
     largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
     start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
-    devices = shards if jax.default_backend() == "cpu" else max(n for n in range(1, jax.device_count() + 1) if prompts % n == 0)
-    return meshes.make_mesh(devices, 1)
+    there = [number for number in range(1, meshes.count_devices() + 1) if prompts % number == 0]
+    return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(there), 1)
 
 
 def synthetic(kept: float) -> Callable[..., Verdict]:

@@ -48,7 +48,7 @@ def load(argv: Sequence[str]) -> int:
     require(Path("/proc/self/status").exists(), "bench load reads the memory it takes from /proc, which this system lacks")
     config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
     meshes.prepare_devices(options.data * options.tensor)
-    wanted, there = (options.data or 1) * options.tensor, jax.device_count()
+    wanted, there = (options.data or 1) * options.tensor, meshes.count_devices()
     require(wanted <= there, f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are {there}")
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))

@@ -133,6 +133,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures for some seconds, and keeps the best that was ever seen of each number."""
     options = override(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
     meshes.prepare_devices(1)
+    meshes.count_devices()  # says it where there is none
     cpu = jax.default_backend() == "cpu"
     read = {mib: _read_by_threads(mib, meshes.cores()) if cpu else _read_by_device(mib) for mib in SIZES_MIB}
     found = Roofline(read, _products(jnp.dtype(options.dtype)))
