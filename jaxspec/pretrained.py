@@ -43,8 +43,6 @@ def find_folder(path: str, setting: str) -> Path:
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
         return _downloaded(path)
-    except ImportError as error:
-        raise ConfigError(f"{missing}; to download it from the hub, install the extra jaxspec[hub]") from error
     except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error

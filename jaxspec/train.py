@@ -250,6 +250,7 @@ class Loop:
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
         line["time/step"] += line.get("time/logprob", 0.0) + line.get("time/train", 0.0)
+        line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
         shown = {"reward": "reward/mean", "acceptance_length": "rollout/acceptance_length", "tokens_per_s": "rollout/tokens_per_s"}
@@ -293,9 +294,7 @@ def _never() -> bool:
 
 def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]) -> dict[str, Any]:
     """What is known of a batch before it is learnt from."""
-    generation = seconds.get("time/generate", seconds["time/step"])
-    rate = {"rollout/tokens_per_s": generated["rollout/tokens"] / generation}
-    return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated, **rate}
+    return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated}
 
 
 def close(job: Job, batches: Batches, position: Position, workdir: Path) -> int:
