@@ -248,9 +248,10 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
             table.add_row(title, f"{first:.2f} -> {last:.2f} (first and last {tenth} of {len(values)})")
     if values := column("eval/exact_match"):
         table.add_row("held-out exact match", f"{values[0]:.2f} -> {values[-1]:.2f}")
-    for over, name in (("the whole step", "rollout/tokens_per_s"), ("generation alone", "rollout/generation_tokens_per_s")):
-        if values := column(name):
-            table.add_row("tokens/s", f"{short(sorted(values)[len(values) // 2])} (over {over}, median batch)")
+    rates = {"the whole step": "rollout/tokens_per_s", "generation alone": "rollout/generation_tokens_per_s"}
+    medians = {over: sorted(values)[len(values) // 2] for over, name in rates.items() if (values := column(name))}
+    for over, rate in medians.items():
+        table.add_row("tokens/s", f"{short(rate)} (over {over}, median batch)")
     if phases := {phase: sum(values) for phase in _PHASES if (values := column(f"time/{phase}"))}:
         table.add_row("seconds by phase", ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()))
     for title, unit in (("target passes a sequence", "passes"), (f"seconds for {summary.get('rows', 0):.0f} rows", "seconds")):

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from jaxspec.config import ConfigError, ModelConfig, require
+from jaxspec.json_keys import blamed, read_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, shown, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
 from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
-from jaxspec.tensor_files import Stored, open_tensors, read_json
+from jaxspec.tensor_files import Stored, open_tensors
 
 CONFIG = "config.json"
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -70,7 +71,8 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
     """
     folder = find_folder(path, "lora.path")
     tensors = {name: stored.read() for name, stored in open_tensors(folder, ADAPTERS).items()}
-    changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
+    with blamed(str(folder)):
+        changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
 
     def merge(policy: Decoder) -> Decoder:
         layout = jax.tree.map(lambda leaf: leaf.sharding, policy)

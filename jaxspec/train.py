@@ -23,7 +23,7 @@ from jaxspec.batches import Batches, Scored
 from jaxspec.checkpoint import Checkpoints, load_tree, prepare_workdir
 from jaxspec.config import ConfigError, numbers_of
 from jaxspec.config_json import differing_keys, to_json
-from jaxspec.data import load_problems
+from jaxspec.data import load_problems, told
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.memory import explained
@@ -76,8 +76,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     config = job.config
     with interrupt.nothing_unsaved("starting"):
         problems, held_out = load_problems(config.data, job.tokenizer)
-        if problems.left_out:
-            job.say(f"{problems.left_out} problems left out (too long, repeated or without an answer); {len(problems)} to train on")
+        for line in told(config.data, problems, held_out):
+            job.say(line)
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / "checkpoints")
         position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
@@ -132,7 +132,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
     offline = config.offline.steps > 0 and shapes.draft is not None
-    text = training_text(config, job.tokenizer) if offline else None  # a bad file is named before any long work
+    text = training_text(config, job.tokenizer, job.say) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
     network = None if offline else load_draft(job, _network(shapes))

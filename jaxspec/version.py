@@ -33,6 +33,6 @@ def refuse_namesake() -> None:
         return
     if Path(str(folder)).resolve() == _PACKAGE:
         raise ConfigError(
-            f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over {DISTRIBUTION} in {_PACKAGE}; both are imported "
-            f"as jaxspec, so give each an environment of its own: pip uninstall {NAMESAKE} {DISTRIBUTION}, then install {DISTRIBUTION} again"
+            f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over {DISTRIBUTION} in {_PACKAGE}; both are "
+            f"imported as jaxspec: pip uninstall {NAMESAKE} {DISTRIBUTION}, and give each an environment of its own"
         )

@@ -31,11 +31,11 @@ fi
   echo "$root/.venv has no pip and cannot get one; remove it (rm -r '$root/.venv') and run this again" >&2
   exit 2
 }
+echo "installing jaxspec-rl${wanted:+[$wanted]} into $root/.venv (the first time takes some minutes)" >&2
+"$python" -m pip install --quiet --disable-pip-version-check --constraint "$root/launch/constraints.txt" --editable "$root${wanted:+[$wanted]}"
 # Whatever is called jaxspec there (an earlier name of this package, or the library for X-ray spectra) would own the same import.
 if "$python" -m pip --disable-pip-version-check show --quiet jaxspec 2>/dev/null; then
   echo "removing the distribution jaxspec from $root/.venv: jaxspec-rl is imported by the same name" >&2
   "$python" -m pip uninstall --quiet --yes --disable-pip-version-check jaxspec
 fi
-echo "installing jaxspec-rl${wanted:+[$wanted]} into $root/.venv (the first time takes some minutes)" >&2
-"$python" -m pip install --quiet --disable-pip-version-check --constraint "$root/launch/constraints.txt" --editable "$root${wanted:+[$wanted]}"
 echo "$contents" >"$stamp"
