@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError
-from jaxspec.template_process import SECONDS
 
+SECONDS = 2
+"""Processor time for compiling a template, and for filling it once; a usual one takes a thousandth."""
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
@@ -44,7 +45,7 @@ class ChatTemplate:
 
     def _start(self) -> None:
         """Starts the process, and has it compile the template."""
-        command = [sys.executable, "-P", str(_SCRIPT)]
+        command = [sys.executable, "-P", str(_SCRIPT), str(SECONDS)]
         pipe, away = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: a Ctrl-C at the terminal is for who asks.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=away, start_new_session=True)

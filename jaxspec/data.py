@@ -140,7 +140,7 @@ class RowParser:
             hint = f"; did you mean --data.{setting} {near[0]}?" if near else f"; set --data.{setting}"
             raise ConfigError(f"{self.where(index)}: no column {name!r} among {', '.join(map(repr, row)) or 'none'}{hint}")
         value = row[name]
-        if isinstance(value, str) and not value.isascii() and not value.isprintable() and value.encode(errors="ignore").decode() != value:
+        if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
             raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a character, {shown(value)}; correct the text")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             kind = f"{type(value).__name__}{' that is not finite' if isinstance(value, float) else ''}"

@@ -14,8 +14,6 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 2
-"""Processor time, about, for compiling the template, and for filling it once."""
 MEMORY = 2**30
 LONGEST = 10_000_000
 """Characters of a filled template."""
@@ -28,7 +26,8 @@ _ERRORS = (
 
 
 def main() -> None:
-    """The first line is the template; each further one has the names to fill it with."""
+    """The first line is the template; each further one has the names to fill it with. The argument is the seconds that each may take."""
+    seconds = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # who asks may still have work to finish; the end of the input is the end
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -36,7 +35,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     template = None
     for line in sys.stdin.buffer:
-        _allow_seconds()
+        _allow(seconds)
         try:
             if template is None:
                 template, answer = _compiled(json.loads(line)), {"text": ""}
@@ -49,11 +48,11 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _allow_seconds() -> None:
-    """From here on, so many seconds until the system ends this process."""
+def _allow(seconds: int) -> None:
+    """From here on, so many seconds of processor time, or one more, until the system ends this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _compiled(source: str) -> Template:

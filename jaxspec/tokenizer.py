@@ -54,6 +54,7 @@ class Tokenizer:
         self._backend, self._settings, self.source, self.enable_thinking = backend, dict(settings), source, enable_thinking
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         require(self.size > 0, f"{source}/tokenizer.json: the vocabulary is empty; download the file again")
+        self._specials = {name: self._token(name) for name in SPECIALS}
         eos = self._id("eos_token")
         ends = [*([] if eos is None else [eos]), *end_ids]
         if not ends:
@@ -88,7 +89,7 @@ class Tokenizer:
     def render(self, problem: str) -> str:
         """Return `problem` as a prompt: the chat template with one user message, or behind the beginning token if there is no template."""
         if self._template is None:
-            return self._token("bos_token") + problem if self.bos_ids else problem
+            return self._specials["bos_token"] + problem if self.bos_ids else problem
         return self._fill(self._template, [{"role": "user", "content": problem}], "a single user message", add_generation_prompt=True)
 
     def chat(self, problem: str) -> list[int]:
@@ -141,7 +142,9 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:
-            raise _reported(error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text") from error
+            raise _reported(
+                error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text, or the tokenizer"
+            ) from error
 
     def _token(self, name: str) -> str:
         """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
@@ -153,7 +156,7 @@ class Tokenizer:
         return text or ""
 
     def _id(self, name: str) -> int | None:
-        token = self._token(name)
+        token = self._specials[name]
         if not token:
             return None
         found = self._backend.token_to_id(token)
@@ -164,8 +167,7 @@ class Tokenizer:
         return found
 
     def _fill(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], what: str, **names: Any) -> str:
-        specials = {name: self._token(name) for name in SPECIALS}
-        return template.fill(what, messages=messages, enable_thinking=self.enable_thinking, **names, **specials)
+        return template.fill(what, messages=messages, enable_thinking=self.enable_thinking, **names, **self._specials)
 
     @cached_property
     def _turn(self) -> Turn:
