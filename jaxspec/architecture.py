@@ -71,8 +71,8 @@ class ModelConfig(Checked, prefix="model."):
     """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with sizes of its own."""
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint (or an id on the hub, with jaxspec[hub]): its config.json sets all that follows but
-    rope_factor, dtype and remat; empty: these settings, and random weights or a warm start."""
+    """Folder of a Hugging Face checkpoint (or an id on the hub): its config.json sets all that follows but rope_factor, dtype
+    and remat; empty: these settings, and random weights or a warm start."""
     ignore: bool = False
     """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
     vocab: Count = 40

@@ -34,11 +34,11 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def read_from(source: str) -> Iterator[None]:
-    """Puts the file that settings are made from before what is wrong with them."""
+    """Puts the file that settings are made from before what is wrong with them, unless the message names it."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise error if source in str(error) else ConfigError(f"{source}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import tyro
 from jaxspec.checked import Checked, ConfigError, require
 from jaxspec.config import Config
 from jaxspec.unused import WITH_ANY_DRAFT, refuse_unused
+from jaxspec.version import DISTRIBUTION, version
 
 _T = TypeVar("_T", bound=Checked)
 
@@ -56,9 +57,13 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
 
 
 def take_option(argv: Sequence[str], command: str, name: str, form: str, default: str = "") -> tuple[str, list[str]]:
-    """Returns the value of `--name`, which decides what other options there are, and the words that are left; `form` shows its use."""
+    """Returns the value of `--name`, which decides what other options there are, and the words that are left; `form` shows its use.
+
+    Ends the program, with status 0, after saying the version where `--version` asks for it.
+    """
     usage = f"%(prog)s --{name} {form} ..."
     parser = argparse.ArgumentParser(prog=command, usage=usage, add_help=False, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     parser.add_argument(f"--{name}", dest="value", default=default)
     known, rest = parser.parse_known_args(argv)
     return known.value, rest
@@ -156,5 +161,5 @@ NAME.py is looked up as given, then in configs/, then in {_SHIPPED}.
 Configs found: {", ".join(_found())}. Examples:
   {command} --config rl_think.py --rollout.draft.draft_length 5 --grpo.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
-  {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path train.jsonl
+  {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
   {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)"""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import json
+import math
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 from jaxtyping import Int32, Int64
 
 from jaxspec import tasks
+from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, DataConfig
+from jaxspec.json_keys import parse_json, shown
 from jaxspec.rewards.extract import extract, normalise
 from jaxspec.tokenizer import Tokenizer, is_unicode
 
@@ -32,11 +35,36 @@ class Problem:
     index: int
 
 
+class LeftOut(NamedTuple):
+    """Lines of a file that give no problem, by the reason."""
+
+    too_long: int = 0
+    repeated: int = 0
+    """Their prompt is that of an earlier line."""
+    unanswered: int = 0
+    """They state no answer."""
+    empty: int = 0
+    """Their problem is empty, or white space."""
+    blank: int = 0
+    """They hold nothing at all."""
+
+    @property
+    def problems(self) -> int:
+        """All but blank lines."""
+        return sum(self) - self.blank
+
+    def __str__(self) -> str:
+        reasons = "too long", "repeated", "without an answer", "with an empty problem"
+        counted = ", ".join(f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count)
+        problems = f"{self.problems} problems left out ({counted})" if counted else ""
+        return " and ".join(filter(None, (problems, f"{self.blank} blank lines passed over" if self.blank else "")))
+
+
 class Problems(ABC):
     """Problems by position, readable from several threads at once."""
 
-    left_out: int = 0
-    """Rows of the source that are too long, repeat an earlier prompt or state no answer."""
+    left_out = LeftOut()
+    """What the source has beside them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -79,22 +107,28 @@ class RowParser:
     path: str
 
     def parse(self, line: bytes, index: int) -> Problem:
-        """Return the problem in `line`, the file's row `index` from 0; raises `ConfigError` naming file, line and column."""
+        """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where the problem is empty.
+
+        Raises `ConfigError` naming file, line and column.
+        """
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise ConfigError(f"{self.where(index)}: not JSON ({error}); give one JSON object a line") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{self.where(index)}: a {type(row).__name__} instead of an object; give one JSON object a line")
         problem = self._column(row, "prompt_column", index)
         answer = reference_answer(self._column(row, "answer_column", index))
+        if not problem.strip():
+            return Problem("", (), answer, index)
         text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
         if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
             raise ConfigError(
                 f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set data.tokenizer to a tokenizer's folder"
             )
-        prompt = self.tokenizer.render(text)
-        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index)
+        with read_from(self.where(index)):
+            prompt = self.tokenizer.render(text)
+            return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index)
 
     def where(self, index: int) -> str:
         """Return the place of row `index` for a message."""
@@ -106,21 +140,24 @@ class RowParser:
             near = difflib.get_close_matches(name, row, 1)
             hint = f"; did you mean --data.{setting} {near[0]}?" if near else f"; set --data.{setting}"
             raise ConfigError(f"{self.where(index)}: no column {name!r} among {', '.join(map(repr, row)) or 'none'}{hint}")
-        if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
-            kind = type(row[name]).__name__
+        value = row[name]
+        if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+            raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a character, {shown(value)}; correct the text")
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            kind = f"{type(value).__name__}{' that is not finite' if isinstance(value, float) else ''}"
             raise ConfigError(
                 f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
             )
-        text = str(row[name])
+        text = str(value)
         if not is_unicode(text):
             raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a surrogate pair, which is no text; mend the row")
         return text
 
 
 class JsonLines(Problems):
-    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size and row number of each."""
+    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row number and the prompt's hash."""
 
-    def __init__(self, parser: RowParser, places: Int64[np.ndarray, "rows 3"], left_out: int) -> None:
+    def __init__(self, parser: RowParser, places: Int64[np.ndarray, "rows 4"], left_out: LeftOut) -> None:
         self.left_out = left_out
         self._parser, self._places = parser, places
         self._file = os.open(parser.path, os.O_RDONLY)
@@ -132,8 +169,12 @@ class JsonLines(Problems):
     def __getitem__(self, index: int) -> Problem:
         if not 0 <= index < len(self):
             raise IndexError(f"problem {index} of {len(self)}")
-        offset, size, row = self._places[index].tolist()
+        offset, size, row, _ = self._places[index].tolist()
         return self._parser.parse(os.pread(self._file, size, offset), row)
+
+    def shared(self, other: JsonLines) -> int:
+        """Return how many of these problems are among those of `other`."""
+        return int(np.isin(self._places[:, 3], other._places[:, 3]).sum())
 
 
 class PromptStream:
@@ -167,7 +208,19 @@ def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, P
             f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts = {held_out} would be held out; "
             "lower data.eval_prompts or set data.eval_path"
         )
-    return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], 0)
+    return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], LeftOut())
+
+
+def told(config: DataConfig, problems: Problems, held_out: Problems) -> list[str]:
+    """Return what a user should know of the files' content: what was left out of them, and held-out problems that are trained on."""
+    lines = []
+    if str(problems.left_out):
+        lines.append(f"data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
+    if str(held_out.left_out):
+        lines.append(f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out")
+    if isinstance(problems, JsonLines) and isinstance(held_out, JsonLines) and (shared := held_out.shared(problems)):
+        lines.append(f"warning: {shared} of the {len(held_out)} held-out problems are among those to train on, too")
+    return lines
 
 
 def reference_answer(text: str) -> str:
@@ -199,39 +252,49 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, *, held_out: bool) -> G
     return problems
 
 
-def _scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 3"], int]:
-    """Return the places of the usable rows and how many were left out, after a look at every line of the file."""
+def _scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
+    """Return the places of the usable rows and what was left out, after a look at every line of the file."""
     limit = parser.config.max_prompt_length
-    places: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int, int, int]] = []
     seen: set[int] = set()
-    offset, unanswered, repeated, long = 0, 0, 0, []
+    offset, counts, shortest = 0, Counter[str](), 0
     try:
         with Path(parser.path).open("rb") as file:
             for index, line in enumerate(file):
-                if line.strip():
-                    problem = parser.parse(line, index)
-                    if not problem.answer:
-                        unanswered += 1
-                    elif len(problem.ids) > limit:
-                        long.append(len(problem.ids))
-                    elif hash(problem.prompt) in seen:
-                        repeated += 1
-                    else:
-                        places.append((offset, len(line), index))
-                        seen.add(hash(problem.prompt))
+                problem = parser.parse(line, index) if line.strip() else None
+                reason = _unusable(problem, limit, seen)
+                counts[reason] += 1
+                if problem and reason == "too_long":
+                    shortest = min(shortest or len(problem.ids), len(problem.ids))
+                elif problem and not reason:
+                    places.append((offset, len(line), index, hash(problem.prompt)))
+                    seen.add(hash(problem.prompt))
                 offset += len(line)
     except OSError as error:
         raise ConfigError(f"{parser.key} {parser.path}: {error.strerror}; give a readable JSON-lines file") from error
-    if not places and long:
+    left_out = LeftOut(**{reason: count for reason, count in counts.items() if reason})
+    if not places and left_out.too_long:
         raise ConfigError(
-            f"{parser.key} {parser.path}: none of {len(long)} prompts fits data.max_prompt_length = {limit}; "
-            f"the shortest takes {min(long)} tokens, so raise data.max_prompt_length"
+            f"{parser.key} {parser.path}: none of {left_out.too_long} prompts fits data.max_prompt_length = {limit}; "
+            f"the shortest takes {shortest} tokens, so raise data.max_prompt_length"
         )
-    if not places and unanswered:
-        column = parser.config.answer_column
-        raise ConfigError(
-            f"{parser.key} {parser.path}: column {column!r} states no answer in any of {unanswered} lines; set data.answer_column"
-        )
+    if not places and left_out.problems:
+        column = f"column {parser.config.answer_column!r} states no answer in any of {left_out.unanswered} lines; set data.answer_column"
+        empty = f"column {parser.config.prompt_column!r} is empty in all of {left_out.empty} lines; set data.prompt_column"
+        raise ConfigError(f"{parser.key} {parser.path}: {column if left_out.unanswered else empty}")
     if not places:
         raise ConfigError(f"{parser.key} {parser.path}: the file is empty; give one JSON object a line")
-    return np.array(places, np.int64), unanswered + len(long) + repeated
+    return np.array(places, np.int64), left_out
+
+
+def _unusable(problem: Problem | None, limit: int, seen: set[int]) -> str:
+    """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable one."""
+    if problem is None:
+        return "blank"
+    if not problem.prompt:
+        return "empty"
+    if not problem.answer:
+        return "unanswered"
+    if len(problem.ids) > limit:
+        return "too_long"
+    return "repeated" if hash(problem.prompt) in seen else ""

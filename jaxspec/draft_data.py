@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +13,10 @@ from jaxtyping import Bool, Int32
 
 from jaxspec import mesh as meshes
 from jaxspec import tasks
+from jaxspec.checked import read_from
 from jaxspec.config import Config, ConfigError, OfflineConfig, require
 from jaxspec.data import PromptStream, load_problems, pad_prompts
+from jaxspec.json_keys import parse_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
 from jaxspec.state import FAILED, OFFLINE, Prompts, PyTree
@@ -87,8 +88,8 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     return respond
 
 
-def training_text(config: Config, tokenizer: Tokenizer) -> Rows | None:
-    """The rows of `offline.text`; None where the policy's own responses are trained on.
+def training_text(config: Config, tokenizer: Tokenizer, say: Callable[[str], Any]) -> Rows | None:
+    """The rows of `offline.text`; None where the policy's own responses are trained on. `say` is told what a file repeats or leaves empty.
 
     Raises:
       ConfigError: names file, line and column of what cannot be used, and a remedy.
@@ -97,29 +98,41 @@ def training_text(config: Config, tokenizer: Tokenizer) -> Rows | None:
     if config.offline.text == "generic":
         corpus, rng = dataclasses.replace(config.data, format="text"), np.random.default_rng([config.seed, _TEXT])
         return answered(tasks.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length))
-    return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length) if config.offline.text else None
+    return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length, say) if config.offline.text else None
 
 
-def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> Rows:
-    """The columns `text` or `messages` of a JSON-lines file, padded to `length`."""
+def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Callable[[str], Any]) -> Rows:
+    """The columns `text` or `messages` of a JSON-lines file, padded to `length`; empty texts are left out."""
     rows: list[tuple[list[int], list[bool]]] = []
+    seen: set[tuple[int, ...]] = set()
+    counts = dict.fromkeys(("blank lines passed over", "empty texts left out", "texts that repeat an earlier one kept"), 0)
+    blank, empty, repeated = counts
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"offline.text {path}: {error.strerror}; give a readable JSON-lines file, or `generic`") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
+            counts[blank] += 1
             continue
         where = f"offline.text {path}, line {number}"
         row = _columns(line, where)
         column = "text" if "text" in row else "messages"
-        ids, mask = _chat(row["messages"], tokenizer, where) if column == "messages" else _text(row["text"], any_text, tokenizer, where)
+        if isinstance(row.get("text"), str) and not row["text"].strip():
+            counts[empty] += 1
+            continue
+        with read_from(where):
+            ids, mask = _chat(row["messages"], tokenizer, where) if column == "messages" else _text(row["text"], any_text, tokenizer, where)
         if len(ids) > length:
             raise ConfigError(
                 f"{where}: column {column!r} takes {len(ids)} tokens with its ends, more than data.max_prompt_length + "
                 f"rollout.max_new_tokens = {length}; cut it into pieces, or raise --rollout.max_new_tokens"
             )
         rows.append((ids, mask))
+        counts[repeated] += tuple(ids) in seen
+        seen.add(tuple(ids))
+    if any(counts.values()):
+        say(f"offline.text {path}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}; {len(rows)} to train on")
     if not rows:
         raise ConfigError(f"offline.text {path}: the file is empty; give one JSON object a line, with a column 'text' or 'messages'")
     tokens, masks = np.full((len(rows), length), tokenizer.pad_id, np.int32), np.zeros((len(rows), length), bool)
@@ -131,8 +144,8 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int) -> Rows:
 def _columns(line: bytes, where: str) -> dict[str, Any]:
     """A row with just one of the columns that are read."""
     try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row: Any = parse_json(line)
+    except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text' or 'messages'") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one with a column 'text' or 'messages'")
@@ -164,10 +177,7 @@ def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> tuple[list[int], l
         raise ConfigError(f"{where}: column 'messages' is not a list of objects with a role and its content; correct the row")
     if all(message["role"] != "assistant" for message in messages):
         raise ConfigError(f"{where}: column 'messages' has none of role 'assistant', so there is nothing to learn; leave the row out")
-    try:
-        return tokenizer.conversation(messages)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    return tokenizer.conversation(messages)
 
 
 def joined(batches: Sequence[Rows]) -> Rows:
@@ -182,7 +192,7 @@ def in_use(batches: Sequence[Rows]) -> Rows:
       ConfigError: nothing is left.
     """
     rows = joined(batches)
-    used = rows.mask.any(axis=1)
+    used = np.asarray(rows.mask.any(axis=1))
     lost = f"all {len(used)} responses of the policy failed (logits that are not finite), so there is nothing to train a draft on"
     require(bool(used.any()), f"{lost} or to measure it by; check the policy's weights, or set --model.dtype float32")
     return Rows(rows.tokens[used], rows.mask[used])

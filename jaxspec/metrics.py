@@ -229,6 +229,12 @@ class Progress:
         return [f"{int(seconds // 60)} min {int(seconds % 60):02d} s left" if seconds >= 60 else f"{math.ceil(seconds)} s left"]
 
 
+def token_rates(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the tokens a second of a batch's complete line: over the whole step, and over generation where that is timed by itself."""
+    over = {"rollout/tokens_per_s": "time/step", "rollout/generation_tokens_per_s": "time/generate"}
+    return {name: line["rollout/tokens"] / line[seconds] for name, seconds in over.items() if seconds in line}
+
+
 def short(number: float | int) -> str:
     """Returns a number with three significant digits, and thousands in full; NaN as `none`."""
     if math.isnan(number):
@@ -253,8 +259,10 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
 
     for title, text in _from_first_to_last(lines):
         table.add_row(title, text)
-    if values := column("rollout/tokens_per_s"):
-        table.add_row("tokens/s", f"{short(sorted(values)[len(values) // 2])} (median batch)")
+    rates = {"the whole step": "rollout/tokens_per_s", "generation alone": "rollout/generation_tokens_per_s"}
+    medians = {over: sorted(values)[len(values) // 2] for over, name in rates.items() if (values := column(name))}
+    for over, rate in medians.items():
+        table.add_row("tokens/s", f"{short(rate)} (over {over}, median batch)")
     if phases := {phase: sum(values) for phase in _PHASES if (values := column(f"time/{phase}"))}:
         table.add_row("seconds by phase", ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()))
     for title, unit in (("target passes a sequence", "passes"), (f"seconds for {summary.get('rows', 0):.0f} rows", "seconds")):

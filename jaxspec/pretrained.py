@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, ModelConfig, require
+from jaxspec.json_keys import read_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, shown, their_slices, to_ours, to_theirs
 from jaxspec.models.hf_config import model_config
 from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
-from jaxspec.tensor_files import Stored, open_tensors, read_json
+from jaxspec.tensor_files import Stored, open_tensors
 
 CONFIG = "config.json"
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -43,8 +45,6 @@ def find_folder(path: str, setting: str) -> Path:
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
         return _downloaded(path)
-    except ImportError as error:
-        raise ConfigError(f"{missing}; to download it from the hub, install the extra jaxspec[hub]") from error
     except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
@@ -72,7 +72,8 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
     """
     folder = find_folder(path, "lora.path")
     tensors = {name: stored.read() for name, stored in open_tensors(folder, ADAPTERS).items()}
-    changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
+    with read_from(str(folder)):
+        changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
 
     def merge(policy: Decoder) -> Decoder:
         layout = jax.tree.map(lambda leaf: leaf.sharding, policy)

@@ -24,6 +24,7 @@ from jaxspec.resolve import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from jaxspec.version import refuse_namesake
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,7 @@ def run(
 def reported(work: Callable[[], int]) -> int:
     """The exit status of `work`; what it refuses or gives up is one message, without a traceback."""
     try:
+        refuse_namesake()
         return work()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

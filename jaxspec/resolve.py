@@ -11,13 +11,14 @@ import numpy as np
 
 from jaxspec.config import Config, ModelConfig, require
 from jaxspec.drafts.build import draft_model
+from jaxspec.json_keys import read_json
 from jaxspec.mesh import from_host
 from jaxspec.models.hf import mtp_names
 from jaxspec.models.hf_draft_config import head_config
 from jaxspec.models.hf_drafts import filled, head_arrays, mtp_arrays, mtp_form, normal_names, settle
 from jaxspec.pretrained import CONFIG, absolute, find_folder, policy_checkpoint, policy_config
 from jaxspec.state import PyTree
-from jaxspec.tensor_files import Stored, open_tensors, read_json
+from jaxspec.tensor_files import Stored, open_tensors
 
 Say = Callable[[str], Any]
 _MODEL, _DRAFT = "model.path", "rollout.draft.path"

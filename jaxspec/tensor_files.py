@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError, require
+from jaxspec.json_keys import read_keys, shown
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -77,9 +78,11 @@ def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
-    places = read_json(index).get("weight_map")
-    require(isinstance(places, dict) and bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again")
-    assert isinstance(places, dict)
+    places = read_keys(index).part("weight_map").content
+    require(bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again")
+    for tensor, shard in places.items():
+        known = f"weight_map has {shown(tensor)} in {shown(shard)}, which is not the plain name of a file beside it"
+        require(_is_plain(shard), f"{index}: {known}; download it again")
     shards = sorted(set(places.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     some = f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names: {', '.join(missing[:5])}"
@@ -90,6 +93,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
     return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
 
 
+def _is_plain(name: Any) -> bool:
+    """Whether a name that a file states can only be that of a file in the same folder."""
+    return isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..") and len(name) < 200
+
+
 def _header(file: Path) -> dict[str, Stored]:
     """The tensors of one file."""
     try:
@@ -98,22 +106,6 @@ def _header(file: Path) -> dict[str, Stored]:
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: truncated or damaged, or no safetensors file ({error}); download it again") from error
     return {name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object in a file.
-
-    Raises:
-      ConfigError: the file is missing, or holds something else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give a folder that has it") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}); download the file again") from error
-    require(isinstance(content, dict), f"{file}: holds a {type(content).__name__} instead of an object; download the file again")
-    return content
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]], name: str = WEIGHTS) -> Iterator[str]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
 import tokenizers
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from jaxspec.config import ConfigError
-from jaxspec.tensor_files import read_json
+from jaxspec.chat_template import ChatTemplate
+from jaxspec.config import ConfigError, require
+from jaxspec.json_keys import Keys, is_whole, read_json, read_keys, shown
 
 CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -53,7 +52,9 @@ class Tokenizer:
         enable_thinking: bool = True,
     ) -> None:
         self._backend, self._settings, self.source, self.enable_thinking = backend, dict(settings), source, enable_thinking
-        self.size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        require(self.size > 0, f"{source}/tokenizer.json: the vocabulary is empty; download the file again")
+        self._specials = {name: self._token(name) for name in SPECIALS}
         eos = self._id("eos_token")
         ends = [*([] if eos is None else [eos]), *end_ids]
         if not ends:
@@ -70,18 +71,14 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         pad = self._id("pad_token")
         self.pad_id: int = pad if pad is not None else self.stop_ids[-1]
-        bos = self._id("bos_token") if self._settings.get("add_bos_token", True) else None
+        adds_bos = Keys(self._settings, f"{source}/tokenizer_config.json").flag("add_bos_token", True)
+        bos = self._id("bos_token") if adds_bos else None
         self.bos_ids: tuple[int, ...] = () if bos is None else (bos,)
         self._template = self._compile_template()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens are recognised where they are written out, and none are added."""
-        return self._encoding(text).ids
-
-    def _encoding(self, text: str) -> tokenizers.Encoding:
-        if not is_unicode(text):
-            raise ConfigError(f"{self.source}: {text[:20]!r} holds half of a surrogate pair, which is no text; mend it")
-        return self._backend.encode(text, add_special_tokens=False)
+        return self._encoded(text).ids
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of `ids` without special tokens; ids that have no token (padded rows of the embedding) are left out."""
@@ -92,7 +89,7 @@ class Tokenizer:
     def render(self, problem: str) -> str:
         """Return `problem` as a prompt: the chat template with one user message, or behind the beginning token if there is no template."""
         if self._template is None:
-            return self._token("bos_token") + problem if self.bos_ids else problem
+            return self._specials["bos_token"] + problem if self.bos_ids else problem
         return self._fill(self._template, [{"role": "user", "content": problem}], "a single user message", add_generation_prompt=True)
 
     def chat(self, problem: str) -> list[int]:
@@ -117,7 +114,7 @@ class Tokenizer:
                 f"{self.source}: the chat template writes {len(spans)} turns of the assistant for {turns} messages; every one must be "
                 f"written with {self._turn.header!r} before and {self._turn.closing!r} after it, and no message may hold these"
             )
-        encoding = self._encoding(text)
+        encoding = self._encoded(text)
         written = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
         return encoding.ids, written
 
@@ -141,13 +138,25 @@ class Tokenizer:
         self._backend.save(str(target / "tokenizer.json"))
         (target / "tokenizer_config.json").write_text(json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    def _encoded(self, text: str) -> tokenizers.Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:
+            raise _reported(
+                error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text, or the tokenizer"
+            ) from error
+
     def _token(self, name: str) -> str:
         """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
         token = self._settings.get(name)
-        return (token.get("content") if isinstance(token, Mapping) else token) or ""
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if not isinstance(text, str | None) or (isinstance(token, Mapping) and not text):
+            wanted = "a string, an object with a string 'content', or null"
+            raise ConfigError(f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be {wanted}")
+        return text or ""
 
     def _id(self, name: str) -> int | None:
-        token = self._token(name)
+        token = self._specials[name]
         if not token:
             return None
         found = self._backend.token_to_id(token)
@@ -157,12 +166,8 @@ class Tokenizer:
             )
         return found
 
-    def _fill(self, template: Template, messages: Sequence[Mapping[str, Any]], what: str, **names: Any) -> str:
-        specials = {name: self._token(name) for name in SPECIALS}
-        try:
-            return template.render(messages=messages, enable_thinking=self.enable_thinking, **names, **specials)
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.source}: the chat template refuses {what}: {error}; correct chat_template") from error
+    def _fill(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], what: str, **names: Any) -> str:
+        return template.fill(what, messages=messages, enable_thinking=self.enable_thinking, **names, **self._specials)
 
     @cached_property
     def _turn(self) -> Turn:
@@ -196,19 +201,17 @@ class Tokenizer:
             place = text.find(header, spans[-1][1])
         return spans
 
-    def _compile_template(self) -> Template | None:
-        source = self._settings.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-        if not source:
-            return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.globals["raise_exception"] = _raise_exception
-        environment.filters["tojson"] = _to_json
-        try:
-            return environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"{self.source}: the chat template is not valid: {error}; correct chat_template") from error
+    def _compile_template(self) -> ChatTemplate | None:
+        found, where = self._settings.get("chat_template"), f"{self.source}/tokenizer_config.json"
+        if isinstance(found, list):  # several named templates
+            entries = [Keys(entry, f"{where}, chat_template") for entry in found if isinstance(entry, Mapping)]
+            by_name = {entry.text("name"): entry.text("template") for entry in entries}
+            named = f"chat_template names {', '.join(by_name) or 'no template'}, and none 'default'"
+            require(len(entries) == len(found) and "default" in by_name, f"{where}: {named}; call the one to use 'default'")
+            found = by_name["default"]
+        wanted = "a string, or a list of objects with 'name' and 'template'"
+        require(isinstance(found, str | None), f"{where}: chat_template is {shown(found)}; it must be {wanted}")
+        return ChatTemplate(found, self.source) if found else None
 
 
 def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
@@ -225,29 +228,36 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     settings = read_json(config) if config.is_file() else {}
     if chat_template.is_file():
         settings["chat_template"] = _read_template(chat_template)
-    ends = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
-    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Tokenizer(_read_backend(path), settings, folder, end_ids, enable_thinking)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
+    return Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
 
 
 def _read_template(file: Path) -> str:
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); download the file again") from error
+        raise ConfigError(f"{file}: not a text in UTF-8 ({error}); download the file again") from error
     if not template.strip():
         raise ConfigError(f"{file} is empty; download the file again, or remove it to use the template of tokenizer_config.json")
     return template
 
 
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # The library has no exception of its own for what it cannot make sense of.
-        raise ConfigError(f"{file} is no tokenizer that can be read ({error}); download the file again") from error
+def _ends(file: Path) -> list[int]:
+    """The end tokens of a generation_config.json, which writes one as a number and several as a list."""
+    keys = read_keys(file) if file.is_file() else Keys({}, str(file))
+    found = keys.content.get("eos_token_id")
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    require(all(map(is_whole, ends)), f"{file}: eos_token_id is {shown(found)}; it must be a whole number or a list of whole numbers")
+    return ends
+
+
+def _reported(error: Exception, what: str, remedy: str) -> Exception:
+    """What to raise for an error of the Rust library, most of which have no class of their own; another error as it is."""
+    theirs = type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError)
+    return ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") if theirs else error
 
 
 def is_unicode(text: str) -> bool:
@@ -267,12 +277,3 @@ def character_tokenizer() -> Tokenizer:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
     return Tokenizer(backend, {**SPECIALS, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, "built-in")
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Jinja's own `tojson` escapes HTML, which a prompt must not."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -27,7 +27,7 @@ from jaxspec.batches import Batches, Scored
 from jaxspec.cache import load_tree
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, numbers_of
-from jaxspec.data import load_problems
+from jaxspec.data import load_problems, told
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.memory import explained
@@ -81,8 +81,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with interrupt.nothing_unsaved("starting"):
         this_start = workdirs.announced(job, workdir)
         problems, held_out = load_problems(config.data, job.tokenizer)
-        if problems.left_out:
-            job.say(f"{problems.left_out} problems left out (too long, repeated or without an answer); {len(problems)} to train on")
+        for line in told(config.data, problems, held_out):
+            job.say(line)
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
         position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
@@ -114,7 +114,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
     offline = config.offline.steps > 0 and shapes.draft is not None
-    text = training_text(config, job.tokenizer) if offline else None  # a bad file is named before any long work
+    text = training_text(config, job.tokenizer, job.say) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
     network = None if offline else load_draft(job, _network(shapes))
@@ -246,6 +246,7 @@ class Loop:
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
         line["time/step"] += line.get("time/logprob", 0.0) + line.get("time/train", 0.0)
+        line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
         shown = {"reward": "reward/mean", "acceptance_length": "rollout/acceptance_length", "tokens_per_s": "rollout/tokens_per_s"}
@@ -308,9 +309,7 @@ def _never() -> bool:
 
 def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]) -> dict[str, Any]:
     """What is known of a batch before it is learnt from."""
-    generation = seconds.get("time/generate", seconds["time/step"])
-    rate = {"rollout/tokens_per_s": generated["rollout/tokens"] / generation}
-    return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated, **rate}
+    return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated}
 
 
 def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved: str = "") -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout and installs jaxspec there, with the extras named as arguments: bash launch/venv.sh [test] [lint]
+# Makes .venv in the checkout and installs jaxspec-rl there, with the extras named as arguments: bash launch/venv.sh [test] [lint]
 # Installs nothing when neither pyproject.toml, the constraints nor the GPU driver changed since the last time.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,6 +31,11 @@ fi
   echo "$root/.venv has no pip and cannot get one; remove it (rm -r '$root/.venv') and run this again" >&2
   exit 2
 }
-echo "installing jaxspec${wanted:+[$wanted]} into $root/.venv (the first time takes some minutes)" >&2
+echo "installing jaxspec-rl${wanted:+[$wanted]} into $root/.venv (the first time takes some minutes)" >&2
 "$python" -m pip install --quiet --disable-pip-version-check --constraint "$root/launch/constraints.txt" --editable "$root${wanted:+[$wanted]}"
+# Whatever is called jaxspec there (an earlier name of this package, or the library for X-ray spectra) would own the same import.
+if "$python" -m pip --disable-pip-version-check show --quiet jaxspec 2>/dev/null; then
+  echo "removing the distribution jaxspec from $root/.venv: jaxspec-rl is imported by the same name" >&2
+  "$python" -m pip uninstall --quiet --yes --disable-pip-version-check jaxspec
+fi
 echo "$contents" >"$stamp"

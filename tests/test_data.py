@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, DataConfig
-from jaxspec.data import PromptStream, load_problems, pad_prompts, reference_answer
+from jaxspec.data import LeftOut, PromptStream, load_problems, pad_prompts, reference_answer, told
 from jaxspec.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[2] / "shared/data"
@@ -70,10 +70,28 @@ def test_held_out_file(write):
 
 
 def test_long_repeated_and_unanswered_problems_are_counted(write):
+    """Each by its reason, like empty problems and blank lines."""
     long, unanswered = {"question": "1" * 40 + "+1=", "answer": "2"}, {"question": "1+1=", "answer": "$"}
-    train, _ = load(write(long, *rows(4), rows(1)[0], unanswered, *rows(4, 4)), eval_prompts=2)
+    nothing = [{"question": " \n", "answer": "2"}, {"question": "", "answer": "3"}]
+    lines = [long, *rows(4), "", "  ", rows(1)[0], rows(1)[0], unanswered, *nothing, "", *rows(4, 4)]
+    config = DataConfig(path=write(*lines), eval_prompts=2)
+    train, held_out = load_problems(config, TOKENIZER)
     assert len(train) == 6
-    assert train.left_out == 3
+    assert train.left_out == LeftOut(too_long=1, repeated=2, unanswered=1, empty=2, blank=3)
+    assert told(config, train, held_out) == [
+        f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an answer, 2 with an empty problem) "
+        "and 3 blank lines passed over; 6 to train on"
+    ]
+
+
+def test_what_is_held_out_is_counted_too_and_compared_with_what_is_trained_on(write):
+    plain = DataConfig(path=write(*rows(9)), eval_prompts=2)
+    assert told(plain, *load_problems(plain, TOKENIZER)) == []
+    config = DataConfig(path=plain.path, eval_path=write(*rows(4, 6), "", rows(1, 6)[0], name="eval.jsonl"), eval_prompts=3)
+    assert told(config, *load_problems(config, TOKENIZER)) == [
+        f"data.eval_path {config.eval_path}: 1 problems left out (1 repeated) and 1 blank lines passed over; 3 held out",
+        "warning: 3 of the 3 held-out problems are among those to train on, too",
+    ]
 
 
 def test_columns_and_instruction(write):
@@ -104,6 +122,12 @@ def test_reads_from_many_threads_agree(write):
         ),
         (rows(2), {"answer_column": "zzz"}, "no column 'zzz' among 'question', 'answer'; set --data.answer_column"),
         ([{"question": ["1+1="], "answer": "2"}], {}, "column 'question' holds a list"),
+        (["[" * 100_000], {}, "line 1: not JSON .nested too deeply"),
+        (['{"question": NaN, "answer": "2"}'], {}, "line 1: column 'question' holds a float that is not finite"),
+        (['{"question": "1+1=", "answer": 1e999}'], {}, "line 1: column 'answer' holds a float that is not finite"),
+        (['{"question": "1\\ud800", "answer": "2"}'], {}, "line 1: column 'question' holds half of a character"),
+        (['{"question": "1+1=", "answer": "\\udc00"}'], {}, "line 1: column 'answer' holds half of a character"),
+        ([{"question": " ", "answer": "2"}], {}, "column 'question' is empty in all of 1 lines; set data.prompt_column"),
         ([{"question": "1+1=", "answer": "####"}], {}, "column 'answer' states no answer in any of 1 lines"),
         ([{"question": "What is it?", "answer": "2"}], {}, "built-in tokenizer lacks 'What is'; set data.tokenizer"),
         (rows(9), {"max_prompt_length": 3}, "none of 9 prompts fits data.max_prompt_length = 3; the shortest takes 5"),
@@ -164,8 +188,8 @@ def test_real_text():
     folder = str(SHARED / "qwen_tokenizer")
     config = DataConfig(path=str(SHARED / "gsm8k/test_first1119.jsonl"), tokenizer=folder, max_prompt_length=128, eval_prompts=8)
     train, held_out = load_problems(config, load_tokenizer(folder))
-    assert len(train) + len(held_out) + train.left_out == 1119
-    assert 0 < train.left_out < 200
+    assert len(train) + len(held_out) + train.left_out.problems == 1119
+    assert 0 < train.left_out.problems < 200
     assert train[0].answer == "18"
     assert train[0].prompt.startswith("<|im_start|>user\nJanet")
     assert all(problem.answer.lstrip("-").replace(".", "").isdigit() for problem in train)

@@ -136,7 +136,7 @@ class TestTrainingText:
 
     def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, {"text": "1+2=3", "id": 7}, "", {"text": ";,#"})
-        rows = training_text(a_config(text=path), TOKENIZER)
+        rows = training_text(a_config(text=path), TOKENIZER, print)
         assert rows is not None
         assert rows.tokens.shape == (2, 12)
         for text, row, mask in zip(("1+2=3", ";,#"), *rows, strict=True):
@@ -144,14 +144,26 @@ class TestTrainingText:
             assert row.tolist() == [*TOKENIZER.bos_ids, *ids] + [TOKENIZER.pad_id] * (11 - len(ids))
             assert mask.tolist() == [False] + [True] * len(ids) + [False] * (11 - len(ids))
 
+    def test_what_a_file_repeats_or_leaves_empty_is_counted_and_said(self, tmp_path: Path) -> None:
+        told: list[str] = []
+        path = self.file(tmp_path, {"text": "1+2=3"}, "", {"text": " "}, {"text": "1+2=3"}, "  ", {"text": "1+2=3"}, {"text": "5"})
+        rows = training_text(a_config(text=path), TOKENIZER, told.append)
+        assert rows is not None
+        assert len(rows.tokens) == 4
+        what = "2 blank lines passed over, 1 empty texts left out, 2 texts that repeat an earlier one kept"
+        assert told == [f"offline.text {path}: {what}; 4 to train on"]
+        told.clear()
+        training_text(a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append)
+        assert told == []
+
     def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
         config = Config(data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64))
-        rows = training_text(config, TOKENIZER)
+        rows = training_text(config, TOKENIZER, print)
         assert rows is not None
         texts = [TOKENIZER.decode(row[mask]) for row, mask in zip(*rows, strict=True)]
         assert len(texts) == 200
         assert {text[0] == "?" for text in texts} == {True, False}  # pages of the solution book, and other documents
-        assert training_text(Config(), TOKENIZER) is None
+        assert training_text(Config(), TOKENIZER, print) is None
 
     @pytest.mark.parametrize(
         ("lines", "words"),
@@ -169,21 +181,23 @@ class TestTrainingText:
             ([{"messages": [{"role": "assistant", "content": "1"}]}], ["line 1", "built-in: there is no chat template for messages"]),
             ([{"text": 12}], ["line 1", "column 'text' holds a int", "quotes"]),
             ([{"text": "1+1"}, {"text": "1" * 11}], ["line 2", "column 'text' takes 13 tokens", "= 12", "--rollout.max_new_tokens"]),
+            (['{"text": "1+\\ud800"}'], ["line 1", "cannot encode", "correct the text"]),
+            (["[" * 100_000], ["line 1", "not JSON", "nested too deeply"]),
             ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
         ],
     )
     def test_bad_lines_are_named_with_file_line_column_and_remedy(self, tmp_path: Path, lines, words) -> None:
         path = self.file(tmp_path, *lines)
         with pytest.raises(ConfigError) as error:
-            training_text(a_config(text=path), TOKENIZER)
+            training_text(a_config(text=path), TOKENIZER, print)
         assert all(word in str(error.value) for word in ["offline.text", path, *words])
 
     def test_a_missing_file_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"offline.text nowhere.jsonl: No such file.*generic"):
-            training_text(a_config(text="nowhere.jsonl"), TOKENIZER)
+            training_text(a_config(text="nowhere.jsonl"), TOKENIZER, print)
 
     def test_the_longest_text_that_fits_is_taken(self, tmp_path: Path) -> None:
-        rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER)
+        rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER, print)
         assert rows is not None
         assert rows.mask.tolist() == [[False] + [True] * 11]
 
@@ -195,13 +209,13 @@ class TestTrainingText:
         chat = [{"role": role, "content": text} for role, text in (("user", "1+1"), ("assistant", "2"), ("user", "5"), ("assistant", "6"))]
         text = self.file(tmp_path, {"messages": chat}, {"text": "7"})
         config = a_config(text=text, rollout={"max_new_tokens": 9})
-        rows = training_text(config, load_tokenizer(str(folder)))
+        rows = training_text(config, load_tokenizer(str(folder)), print)
         assert rows is not None
         assert TOKENIZER.decode(rows.tokens[0]) == "?1+1;=2;?5;=6;"
         assert np.flatnonzero(rows.mask[0]).tolist() == [6, 7, 12, 13]
         assert np.flatnonzero(rows.mask[1]).tolist() == [1, 2]
         with pytest.raises(ConfigError, match=r"line 1: column 'messages' takes 14 tokens .* = 12"):
-            training_text(a_config(text=text), load_tokenizer(str(folder)))
+            training_text(a_config(text=text), load_tokenizer(str(folder)), print)
 
 
 class TestBatchOf:

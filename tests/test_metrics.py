@@ -20,7 +20,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from jaxspec import metrics
 from jaxspec.config import ConfigError
-from jaxspec.metrics import MetricsWriter, Progress, closing_table
+from jaxspec.metrics import MetricsWriter, Progress, closing_table, token_rates
 
 
 def _events(workdir: Path) -> list:
@@ -172,6 +172,14 @@ def _printed(table: object) -> list[str]:
     return [re.sub(r"  +", " | ", line.strip()) for line in screen.getvalue().splitlines() if line.strip()]
 
 
+def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
+    """Over the whole step, learning included; generation alone has a name of its own, where it is timed."""
+    whole = {"rollout/tokens": 120.0, "time/step": 3.0, "time/data": 0.5}
+    assert token_rates(whole) == {"rollout/tokens_per_s": 40.0}
+    staged = whole | {"time/generate": 1.5, "time/train": 1.0}
+    assert token_rates(staged) == {"rollout/tokens_per_s": 40.0, "rollout/generation_tokens_per_s": 80.0}
+
+
 def test_closing_table() -> None:
     lines = [
         {
@@ -179,6 +187,7 @@ def test_closing_table() -> None:
             "reward/mean": step / 100,
             "rollout/acceptance_length": 3.2,
             "rollout/tokens_per_s": 4000.0 + step,
+            "rollout/generation_tokens_per_s": 8000.0 + step,
             "time/generate": 0.25,
             "time/train": None,
             "time/step": 0.5,
@@ -192,7 +201,8 @@ def test_closing_table() -> None:
         "reward | 0.01 -> 0.38 (first and last 4 of 40)",
         "acceptance_length | 3.20 -> 3.20 (first and last 4 of 40)",
         "held-out exact match | 0.50 -> 0.84",
-        "tokens/s | 4,020 (median batch)",
+        "tokens/s | 4,020 (over the whole step, median batch)",
+        "tokens/s | 8,020 (over generation alone, median batch)",
         "seconds by phase | generate 10.0, step 20.0",
         "target passes a sequence | plain 22, speculative 8: 2.75 times fewer",
         "seconds for 128 rows | plain 0.5, speculative 0.6: speed-up 0.83",

@@ -1,10 +1,13 @@
 """Text and ids: round trips, ends, chat templates, and what a damaged tokenizer says."""
 
+import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from jaxspec import chat_template
 from jaxspec.config import ConfigError
 from jaxspec.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer
 
@@ -79,6 +82,54 @@ def test_bad_template_is_reported(folder, template):
         load_tokenizer(str(folder)).render("x")
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0 seconds of processor time"),
+        ("{{ 10 ** (10 ** 10) }}", "takes more than 0 seconds"),  # one operation, while the template is compiled
+        ("{{ messages[0].content * 10 ** 10 }}", r"needs more than [\d,]+ bytes"),
+        ("{{ 'x'|center(10 ** 10) }}", r"needs more than [\d,]+ bytes"),
+        ("{{ '%20000000d' % 1 }}", "makes 20,000,000 characters, more than 10,000,000"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "recursion"),
+        ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].content.a.b }}", "has no attribute 'a'"),
+        ("{{ raise_exception('two' ~ '\n' ~ 'lines') }}", "two lines"),
+    ],
+)
+def test_a_template_that_takes_too_much_or_fails_ends_in_one_line(folder, monkeypatch, template, reason):
+    monkeypatch.setattr(chat_template, "SECONDS", 0)  # and up to one more
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ConfigError, match=rf"^{folder}: the chat template (is not valid|refuses .*): .*{reason}.*; correct chat_template$"):
+        load_tokenizer(str(folder)).render("x")
+
+
+def test_a_template_goes_on_after_a_message_that_took_too_long(folder, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0)
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    edit(folder / "tokenizer_config.json", chat_template="{% if messages[0].content == '1' %}" + slow + "{% endif %}?")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.render("2") == "?"
+    with pytest.raises(ConfigError, match="takes more than 0 seconds"):
+        tokenizer.render("1")
+    assert tokenizer.render("2") == "?"
+
+
+def test_a_template_may_be_filled_from_several_threads_and_leaves_no_process(folder):
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}\u00e9\n{{ messages[0].content }}")
+    tokenizer = load_tokenizer(str(folder))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(tokenizer.render, map(str, range(50)))) == [f"{i}\u00e9\n{i}" for i in range(50)]
+    assert tokenizer._template is not None
+    process = tokenizer._template._process
+    assert process is not None
+    assert process.poll() is None
+    del tokenizer
+    gc.collect()
+    assert process.wait(timeout=20) == 0
+
+
 def test_template_cannot_reach_python(folder):
     edit(folder / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ConfigError, match="unsafe"):
@@ -114,6 +165,51 @@ def test_missing_and_damaged_files_are_named(folder):
         load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no key 'model'"):
+        load_tokenizer(str(folder))
+
+
+TEMPLATE, CONFIG, ENDS = "chat_template", "tokenizer_config.json", "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "values"),
+    [
+        (CONFIG, "eos_token", [3, ["<eos>"], True, {"text": "<eos>"}, {"content": 3}, {}]),
+        (CONFIG, "bos_token", [3, ["<bos>"], {"content": ["<bos>"]}]),
+        (CONFIG, "pad_token", [0.5, ["<pad>"]]),
+        (CONFIG, "unk_token", [False, [3]]),
+        (CONFIG, "add_bos_token", ["false", 0, []]),
+        (CONFIG, TEMPLATE, [3, True, {"default": "x"}, [3], ["x"], [[]], [{"name": "default"}], [{"name": 3, "template": "x"}]]),
+        (CONFIG, TEMPLATE, [[{"name": "default", "template": 3}], [{"name": "rag", "template": "x"}], []]),
+        (ENDS, "eos_token_id", ["x", 1.5, True, ["1"], [[1]], {"a": 1}]),
+        ("tokenizer.json", "model", ["x", 3, None, [], {}, {"type": "BPE"}, {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}]),
+        ("tokenizer.json", "added_tokens", [3, [3]]),
+        ("tokenizer.json", "pre_tokenizer", ["x", 3]),
+    ],
+)
+def test_values_of_another_type_are_refused_with_their_file(folder, file, key, values):
+    before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    named = "" if file == "tokenizer.json" else f".*{key}"  # the Rust library tells a place in the file, no key
+    for value in values:
+        (folder / file).write_text(json.dumps(before | {key: value}))
+        with pytest.raises(ConfigError, match=rf"^{folder}/{file}{named}") as error:
+            load_tokenizer(str(folder)).render("1")
+        assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_cannot_say_a_text_or_anything_is_named(folder):
+    words = {"type": "WordLevel", "vocab": {"1": 0}, "unk_token": "?"}
+    edit(folder / "tokenizer.json", model=words)
+    with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer\.json cannot encode .*Missing \[UNK\]"):
+        load_tokenizer(str(folder)).chat("2")
+    edit(folder / "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])
+    with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer\.json: the vocabulary is empty"):
+        load_tokenizer(str(folder))
+
+
+def test_a_template_file_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=rf"^{folder}/chat_template\.jinja: not a text in UTF-8"):
         load_tokenizer(str(folder))
 
 

@@ -84,7 +84,7 @@ def a_job(kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = 
 
 
 def trained_draft(job: Job, interrupt: Interrupt) -> Path:
-    return cached_draft(job, interrupt, training_text(job.config, job.tokenizer))
+    return cached_draft(job, interrupt, training_text(job.config, job.tokenizer, job.say))
 
 
 def random_rows(count: int, seed: int = 0) -> Rows:

@@ -148,7 +148,9 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: Tr
     ended = [(12.0, 4.0), (0.0, 0.0), (4.0, 0.0)]
 
     class Answers(Batches):
-        evaluations = 3
+        @property
+        def evaluations(self) -> int:
+            return 3
 
         def evaluate(self, call: int) -> Prompts:
             return super().nothing(call)

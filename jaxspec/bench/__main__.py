@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.program import at_once
+from jaxspec.version import DISTRIBUTION, version
 
 BENCHES = {
     "generate": (generate.main, "--model DIR", "tokens a second of one checkpoint, plain or with a draft, and what a round costs"),
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         description=f"benchmarks:\n{listed}\nEach has a --help of its own.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     parser.add_argument("bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above")
     work = BENCHES[parser.parse_args(argv[:1]).bench][0]
     return at_once("measuring", lambda _: work(argv[1:]))

@@ -168,7 +168,7 @@ def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, p
     step, network = job.step, None
     shapes = abstract(step, job.config.grpo.prompts)[0]
     if shapes.draft is not None:
-        text = training_text(job.config, job.tokenizer)
+        text = training_text(job.config, job.tokenizer, job.say)
         network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.draft.network)
     state = with_pace(step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts)
     target, drafter = jax.jit(step.prepare)(state)

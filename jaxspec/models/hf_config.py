@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.checked import read_from, require
 from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig
+from jaxspec.json_keys import Keys
 
 _QWEN3 = FamilyConfig()
 _ARCHITECTURES: dict[str, FamilyConfig] = {
@@ -29,12 +30,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Keys whose other values ask for what is not built here; None always passes."""
 
 
-_ROPE_NUMBERS = (
-    *("rope_theta", "max_position_embeddings", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow"),
-    *("low_freq_factor", "high_freq_factor", "attention_factor"),
-)
-
-
 def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelConfig:
     """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype and remat are those of `base`.
 
@@ -43,7 +38,8 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     Raises:
       ConfigError: an architecture that is not known, a key that is missing, or a value that is not supported, by name.
     """
-    name = next(iter(raw.get("architectures") or ()), None)
+    keys = Keys(raw, source)
+    name = next(iter(keys.texts("architectures")), None)
     known = f"known are {', '.join(_ARCHITECTURES)}"
     require(name is not None, f"{source}: no key 'architectures'; {known}")
     require(name in _ARCHITECTURES, f"{source}: the architecture {name} is not supported; {known}")
@@ -51,102 +47,87 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         value = raw.get(key)
         remedy = f"only {', '.join(map(str, allowed))} is supported" if allowed else "give weights that are not quantized"
         require(value is None or value in allowed, f"{source}: {key} is {value}; {remedy}")
-    _refuse_sliding(raw, source)
-    family = _family(raw, source, _ARCHITECTURES[str(name)])
-    heads = _number(raw, source, "num_attention_heads")
-    embed = _number(raw, source, "hidden_size")
-    theta, factor, rope = rope_of(raw, source)
-    if base.rope_factor != 1:
-        require(
-            rope.context > 0, f"{source}: no key 'max_position_embeddings', which model.rope_factor {base.rope_factor:g} stretches; add it"
-        )
-        factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
-        rope = RopeConfig(context=rope.context)
-    sizes: dict[str, Any] = {
-        "vocab": _number(raw, source, "vocab_size"),
-        "layers": _number(raw, source, "num_hidden_layers"),
-        "embed": embed,
-        "heads": heads,
-        "kv_heads": _number(raw, source, "num_key_value_heads", heads),
-        "head_size": _number(raw, source, "head_dim", embed // heads),
-        "ffn": _number(raw, source, "moe_intermediate_size" if family.experts else "intermediate_size"),
-        "rope_theta": theta,
-        "rope_factor": factor,
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "tied": bool(raw.get("tie_word_embeddings", False)),
-        "rope": rope,
-        "family": family,
-    }
+    _refuse_sliding(keys)
+    heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     with read_from(source):
-        return replace(base, **sizes)
+        family = _family(keys, _ARCHITECTURES[str(name)])
+        theta, factor, rope = rope_of(keys)
+        if base.rope_factor != 1:
+            stretched = f"which model.rope_factor {base.rope_factor:g} stretches"
+            require(rope.context > 0, f"{source}: no key 'max_position_embeddings', {stretched}; add it")
+            factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
+            rope = RopeConfig(context=rope.context)
+        return replace(
+            base,
+            vocab=keys.whole("vocab_size"),
+            layers=keys.whole("num_hidden_layers"),
+            embed=embed,
+            heads=heads,
+            kv_heads=keys.whole("num_key_value_heads", heads),
+            head_size=keys.whole("head_dim", embed // heads),
+            ffn=keys.whole("moe_intermediate_size" if family.experts else "intermediate_size"),
+            rope_theta=theta,
+            rope_factor=factor,
+            norm_eps=keys.number("rms_norm_eps", 1e-6),
+            tied=keys.flag("tie_word_embeddings", False),
+            rope=rope,
+            family=family,
+        )
 
 
-def _family(raw: Mapping[str, Any], source: str, family: FamilyConfig) -> FamilyConfig:
+def _family(keys: Keys, family: FamilyConfig) -> FamilyConfig:
     if family.model_type == "qwen3_moe":
-        renamed = raw.get("num_local_experts")  # by transformers 5
-        experts, chosen = _number(raw, source, "num_experts", renamed), _number(raw, source, "num_experts_per_tok")
+        renamed = keys.whole("num_local_experts") if keys.has("num_local_experts") else None  # by transformers 5
+        experts, chosen = keys.whole("num_experts", renamed), keys.whole("num_experts_per_tok")
         # transformers' own default, for files that leave it out
-        family = replace(family, experts=experts, experts_per_token=chosen, normalize_experts=bool(raw.get("norm_topk_prob", False)))
+        family = replace(family, experts=experts, experts_per_token=chosen, normalize_experts=keys.flag("norm_topk_prob", False))
     if family.model_type in ("qwen3", "qwen3_moe", "llama"):  # the others have biases whatever the key says
-        bias = bool(raw.get("attention_bias", False))
+        bias = keys.flag("attention_bias", False)
         family = replace(family, attention_bias=bias, output_bias=bias)
     return family
 
 
-def _refuse_sliding(raw: Mapping[str, Any], source: str) -> None:
-    slides = bool(raw.get("use_sliding_window")) and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
-    slides |= any(kind != "full_attention" for kind in raw.get("layer_types") or ())
-    require(not slides, f"{source}: sliding-window attention (use_sliding_window, layer_types) is not supported; only full attention is")
+def _refuse_sliding(keys: Keys) -> None:
+    full, layers = keys.whole("max_window_layers", 0, least=0), keys.whole("num_hidden_layers")
+    slides = keys.flag("use_sliding_window", False) and full < layers
+    slides |= any(kind != "full_attention" for kind in keys.texts("layer_types"))
+    remedy = "is not supported; only full attention is"
+    require(not slides, f"{keys.source}: sliding-window attention (use_sliding_window, layer_types) {remedy}")
 
 
-def _number(raw: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    require(value is not None, f"{source}: no key {key!r}; add it, or download the file again")
-    require(isinstance(value, int) and value > 0, f"{source}: {key} is {value!r}; it must be a positive whole number")
-    assert isinstance(value, int)
-    return value
-
-
-def rope_of(raw: Mapping[str, Any], source: str) -> tuple[float, float, RopeConfig]:
+def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or that of transformers 5."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    require(isinstance(given, Mapping), f"{source}: rope_scaling is {given!r}; it must be an object or null")
-    numbers = {**raw, **given}
-    for key in _ROPE_NUMBERS:
-        value = numbers.get(key)
-        real = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0)
-        require(real, f"{source}: {key} is {value!r}; it must be a positive number")
-    theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    longest = int(raw.get("max_position_embeddings") or 0)
-    kind = given.get("rope_type", given.get("type", "default"))
+    source = keys.source
+    given = keys.part("rope_parameters" if keys.content.get("rope_parameters") else "rope_scaling")
+    theta = given.number("rope_theta", keys.number("rope_theta", 10_000.0))
+    longest = int(keys.number("max_position_embeddings")) if keys.has("max_position_embeddings") else 0
+    kind = given.text("rope_type", given.text("type", "default"))
     if kind == "default":
         return theta, 1.0, RopeConfig(context=longest)
     require(
         kind in ("linear", "yarn", "llama3"), f"{source}: rope scaling {kind!r} is not supported; known are default, linear, yarn, llama3"
     )
-    original = int(given.get("original_max_position_embeddings") or longest)
+    original = int(given.number("original_max_position_embeddings")) if given.has("original_max_position_embeddings") else longest
     known = f"{source}: the rope scaling {kind!r} needs original_max_position_embeddings or max_position_embeddings; add one"
     require(original > 0 or kind == "linear", known)
-    factor = given.get("factor") or (longest / original if kind == "yarn" and original else None)
-    require(bool(factor), f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
-    assert factor is not None
-    rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)
-    with read_from(source):
-        if kind == "llama3":
-            rope = replace(rope, **{key: float(given[key]) for key in ("low_freq_factor", "high_freq_factor") if key in given})
-        if kind == "yarn":
-            numbers = {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key) is not None}
-            rope = replace(rope, **numbers, attention_factor=_attention_factor(given, factor), truncate=given.get("truncate", True))
-    return theta, float(factor), rope
+    implied = longest / original if kind == "yarn" and longest else None
+    require(given.has("factor") or implied is not None, f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
+    factor = given.number("factor", implied)
+    rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)  # pyright: ignore[reportArgumentType]
+    if kind == "llama3":
+        rope = replace(rope, **{key: given.number(key) for key in ("low_freq_factor", "high_freq_factor") if given.has(key)})
+    if kind == "yarn":
+        numbers = {key: given.number(key) for key in ("beta_fast", "beta_slow") if given.has(key)}
+        rope = replace(rope, **numbers, attention_factor=_attention_factor(given, factor), truncate=given.flag("truncate", True))
+    return theta, factor, rope
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def _attention_factor(given: Keys, factor: float) -> float:
     """YaRN's factor on cosines and sines where the file sets it, as a number or by DeepSeek's mscale; else 0."""
-    if given.get("attention_factor"):
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        numerator, denominator = (0.1 * given[key] * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
+    if given.has("attention_factor"):
+        return given.number("attention_factor")
+    if given.content.get("mscale") and given.content.get("mscale_all_dim"):
+        numerator, denominator = (0.1 * given.number(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
         return numerator / denominator
     return 0.0
 

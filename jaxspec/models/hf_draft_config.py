@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxspec.checked import read_from, require
 from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
+from jaxspec.json_keys import Keys
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
 from jaxspec.models.hf_config import architecture_of, rope_json, rope_of
@@ -34,56 +35,53 @@ def head_config(
     Raises:
       ConfigError: another kind of draft, or a head for another policy; `source` is named.
     """
-    _refuse_others(raw, source)
-    published = "speculators_model_type" in raw
-    inner = raw.get("transformer_layer_config", {}) if published else raw
-
-    def flag(name: str, default: Any) -> Any:
-        nested = raw.get("eagle_config") or {}
-        value = raw.get(name, nested.get(name))
-        return default if value is None else value
-
-    vocab, width = inner.get("vocab_size", target.vocab), flag("target_hidden_size", inner.get("hidden_size"))
+    keys = Keys(raw, source)
+    _refuse_others(keys)
+    published, nested = keys.has("speculators_model_type"), keys.part("eagle_config")
+    inner = keys.part("transformer_layer_config") if published else keys
+    flags = Keys({**nested.content, **{key: value for key, value in raw.items() if value is not None}}, source)
+    vocab, width = inner.whole("vocab_size", target.vocab), flags.whole("target_hidden_size", inner.whole("hidden_size"))
     require(vocab == target.vocab, f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}")
     require(width == target.embed, f"{source}: the head was made for hidden states of width {width}; model.embed is {target.embed}")
-    use_taps, fuse_norms = bool(flag("use_aux_hidden_state", True)), bool(flag("fc_norm", False) or flag("use_aux_norm", False))
-    norm_output = bool(flag("norm_output", False))
-    sure = published or fuse_norms or "norm_output" in (raw.get("eagle_config") or {})
+    use_taps = flags.flag("use_aux_hidden_state", True)
+    fuse_norms = flags.flag("fc_norm", False) or flags.flag("use_aux_norm", False)
+    norm_output = flags.flag("norm_output", False)
+    sure = published or fuse_norms or "norm_output" in nested.content
     if norm_output and not sure:
         norm_output = False
         say(f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head, not in the recurrence")
     if published and "norm_before_residual" not in raw:
         say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
-    head = HeadConfig(
-        taps=_taps(raw, flag, source, convention, target, say) if use_taps else (),
-        use_taps=use_taps,
-        norm_before_fuse=bool(flag("norm_before_fc", False)),
-        fuse_norms=fuse_norms,
-        norm_before_residual=bool(flag("norm_before_residual", published)),
-        norm_output=norm_output,
-        logit_scale=float(flag("logit_scale", 1.0)),
-    )
-    own_vocab = flag("draft_vocab_size", inner.get("draft_vocab_size")) or vocab
-    return _decoder(inner, source, target, say), head, 0 if own_vocab == vocab else own_vocab
+    with read_from(source):
+        head = HeadConfig(
+            taps=_taps(flags, convention, target, say) if use_taps else (),
+            use_taps=use_taps,
+            norm_before_fuse=flags.flag("norm_before_fc", False),
+            fuse_norms=fuse_norms,
+            norm_before_residual=flags.flag("norm_before_residual", published),
+            norm_output=norm_output,
+            logit_scale=flags.number("logit_scale", 1.0),
+        )
+        own_vocab = flags.whole("draft_vocab_size", inner.whole("draft_vocab_size", 0, least=0), least=0) or vocab
+        return _decoder(inner, target, say), head, 0 if own_vocab == vocab else own_vocab
 
 
-def _refuse_others(raw: Mapping[str, Any], source: str) -> None:
-    named = [*raw.get("architectures", ()), str(raw.get("speculators_model_type", "eagle3"))]
+def _refuse_others(keys: Keys) -> None:
+    raw, source, kind = keys.content, keys.source, keys.text("speculators_model_type", "eagle3")
+    named = [*keys.texts("architectures"), kind]
     named += [key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw]
     for name in (name.lower() for name in named):
         other = next((title for mark, title in _OTHERS.items() if mark in name), "")
         old = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
         require(not other and not old, f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded")
-    kind = raw.get("speculators_model_type", "eagle3")
     require(kind == "eagle3", f"{source} describes a draft of kind {kind}; only EAGLE-3 heads can be loaded")
     require("mask_hidden" not in raw, f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be loaded")
 
 
-def _taps(
-    raw: Mapping[str, Any], flag: Callable[..., Any], source: str, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
-) -> tuple[int, ...]:
+def _taps(flags: Keys, convention: Convention, target: ModelConfig, say: Callable[[str], Any]) -> tuple[int, ...]:
     """Boundaries that the head reads; empty: the default ones (drafters.md 1.3)."""
-    ids, count = flag(_IDS, None), flag("num_aux_hidden_states", None)
+    source, ids = flags.source, flags.wholes(_IDS)
+    count = flags.whole("num_aux_hidden_states") if flags.has("num_aux_hidden_states") else None
     default = tap_boundaries(target.layers)
     if not ids:
         require(count in (None, 3), f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there")
@@ -91,9 +89,9 @@ def _taps(
         return ()
     require(count in (None, len(ids)), f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {list(ids)}")
     if convention == "auto":
-        specforge = "speculators_model_type" not in raw and "LlamaForCausalLMEagle3" in raw.get("architectures", ()) and ids[0] == 1
+        specforge = not flags.has("speculators_model_type") and "LlamaForCausalLMEagle3" in flags.texts("architectures") and ids[0] == 1
         convention = "output_of" if specforge else "boundary"
-    taps = tuple(int(number) + (convention == "output_of") for number in ids)
+    taps = tuple(number + (convention == "output_of") for number in ids)
     inside = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
     require(inside, f"{source}: {_IDS} {list(ids)} ({convention}) does not ascend inside 0 to model.layers {target.layers}")
     meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
@@ -102,38 +100,37 @@ def _taps(
     return () if taps == default else taps
 
 
-def _decoder(inner: Mapping[str, Any], source: str, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
+def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
     """The head's own layers."""
-    kind = inner.get("model_type", "llama")
+    source, kind = inner.source, inner.text("model_type", "llama")
     require(kind in ("llama", "qwen3"), f"{source}: the head's layers are of model_type {kind}; llama and qwen3 can be loaded")
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
-    missing = [name for name in names if name not in inner]
+    missing = [name for name in names if not inner.has(name)]
     require(not missing, f"{source} lacks {', '.join(missing)}")
-    width, ffn, heads = (int(inner[name]) for name in names)
-    size = inner.get("head_dim")
-    if size is None:
-        size = width // heads
-        say(f"{source} lacks head_dim: {size}, the width over its heads, unless the tensors say otherwise")
-    bias = bool(inner.get("attention_bias", False))
-    theta, factor, rope = rope_of(inner, source)  # the head's own, not the policy's
-    with read_from(source):
-        return ModelConfig(
-            vocab=target.vocab,
-            layers=int(inner.get("num_hidden_layers", 1)),
-            embed=width,
-            heads=heads,
-            kv_heads=int(inner.get("num_key_value_heads") or heads),
-            head_size=int(size),
-            ffn=ffn,
-            norm_eps=float(inner.get("rms_norm_eps", 1e-6)),
-            tied=False,
-            dtype=target.dtype,
-            remat=target.remat,
-            family=FamilyConfig(model_type=kind, query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias),
-            rope_theta=theta,
-            rope_factor=factor,
-            rope=rope,
-        )
+    width, ffn, heads = (inner.whole(name) for name in names)
+    if not inner.has("head_dim"):
+        say(f"{source} lacks head_dim: {width // heads}, the width over its heads, unless the tensors say otherwise")
+    bias = inner.flag("attention_bias", False)
+    theta, factor, rope = rope_of(inner)  # the head's own, not the policy's
+    return ModelConfig(
+        vocab=target.vocab,
+        layers=inner.whole("num_hidden_layers", 1),
+        embed=width,
+        heads=heads,
+        kv_heads=inner.whole("num_key_value_heads", heads),
+        head_size=inner.whole("head_dim", width // heads),
+        ffn=ffn,
+        norm_eps=inner.number("rms_norm_eps", 1e-6),
+        tied=False,
+        dtype=target.dtype,
+        remat=target.remat,
+        family=FamilyConfig(
+            model_type="qwen3" if kind == "qwen3" else "llama", query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias
+        ),
+        rope_theta=theta,
+        rope_factor=factor,
+        rope=rope,
+    )
 
 
 def draft_config_json(

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
+from jaxspec.json_keys import Keys, is_whole, shown
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES
 
@@ -231,6 +232,25 @@ def _check(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         off = not value or value == "none" or key in READ | WITHOUT_EFFECT | {"init_lora_weights"}
         require(off, f"adapter_config.json: {key} is {value!r}, which cannot be merged; merge the adapters with PEFT and give that folder")
+    _check_types(Keys(config, "adapter_config.json"))
+
+
+def _check_types(keys: Keys) -> None:
+    """Whether the keys that are followed are of the types that PEFT gives them."""
+    keys.whole("r")
+    keys.number("lora_alpha")
+    keys.flag("use_rslora", False)
+    if not isinstance(keys.content.get("target_modules"), str):
+        keys.texts("target_modules")
+    if not is_whole(keys.content.get("layers_to_transform")):
+        keys.wholes("layers_to_transform")
+    for ranks, part in ((True, keys.part("rank_pattern")), (False, keys.part("alpha_pattern"))):
+        for expression in part.content:
+            part.whole(expression) if ranks else part.number(expression)
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ConfigError(f"{part.source}: {shown(expression)} is no regular expression ({error}); correct it") from error
 
 
 def _pairs(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Pairs:

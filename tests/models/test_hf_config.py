@@ -93,6 +93,59 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words
         assert word in str(error.value)
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "more"),
+    [
+        ("architectures", ["Qwen3ForCausalLM", 3, {"Qwen3ForCausalLM": 1}, [["Qwen3ForCausalLM"]], [None]], {}),
+        ("hidden_size", ["64", 64.0, -16, True, [16], {}, 0, 10**12], {}),
+        ("vocab_size", ["40", 0.5, False, []], {}),
+        ("head_dim", ["8", 7, 0, [8]], {}),
+        ("num_key_value_heads", ["2", 0, 2.0], {}),
+        ("max_window_layers", ["4", [4]], {"use_sliding_window": True}),
+        ("use_sliding_window", ["no", 1], {}),
+        ("layer_types", ["full_attention", [3], {"full_attention": 4}], {}),
+        ("rms_norm_eps", ["1e-6", 0, -1e-6, [], float("nan"), float("inf"), True], {}),
+        ("tie_word_embeddings", ["false", 0, []], {}),
+        ("attention_bias", ["false", 1], {}),
+        ("rope_theta", [[1e4], 0, -1, True, float("inf")], {}),
+        ("max_position_embeddings", ["64", -1, []], {}),
+        ("rope_scaling", ["yarn", 4, ["yarn"], True], {}),
+        ("rope_parameters", ["yarn", 4, ["yarn"]], {}),
+        ("num_experts", ["8", 8.0, 0, [8]], MOE),
+        ("num_experts_per_tok", ["2", 0, 9], MOE),
+        ("num_local_experts", ["8", 0], {**MOE, "num_experts": None}),
+        ("norm_topk_prob", ["true", 1], MOE),
+    ],
+)
+def test_values_of_another_type_are_refused_with_file_and_key(key: str, values: list[Any], more: dict[str, Any]) -> None:
+    other = {"head_dim": "head_size", "num_experts_per_tok": "experts_per_token"}.get(key, key)
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^FOLDER/config\.json: .*({key}|{other})") as error:
+            read(**{**more, key: value})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("rope_type", [3, ["yarn"], {}]),
+        ("factor", ["4", 0, -1, [], 0.5]),
+        ("original_max_position_embeddings", ["16", -1]),
+        ("beta_fast", ["32", 0, 0.5]),
+        ("attention_factor", ["1", -1, [1]]),
+        ("truncate", ["no", 0]),
+    ],
+)
+def test_values_of_a_rope_scaling_of_another_type_are_refused(key: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^FOLDER/config\.json(, rope_scaling)?: .*{key}"):
+            read(rope_scaling={**YARN, key: value})
+
+
 def test_old_files_leave_keys_out() -> None:
     """Defaults of transformers: heads without grouping, their size from the width, base 10,000."""
     config = read(architectures=["LlamaForCausalLM"], num_key_value_heads="absent", head_dim="absent", rope_theta="absent")

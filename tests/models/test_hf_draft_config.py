@@ -28,6 +28,38 @@ def read(raw: dict[str, Any], convention: Any = "auto", target: ModelConfig = QW
     return *head_config(raw, "draft/config.json", convention, target, told.append), "\n".join(told)
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("architectures", ["LlamaForCausalLMEagle3", 3, [3], {}]),
+        ("speculators_model_type", [3, ["eagle3"]]),
+        ("model_type", [3, ["llama"]]),
+        ("hidden_size", ["4096", 4096.0, [4096], 0]),
+        ("intermediate_size", ["x", 0, -1, 0.5]),
+        ("num_hidden_layers", ["1", 0]),
+        ("num_key_value_heads", ["8", 5]),
+        ("head_dim", ["128", 127]),
+        ("vocab_size", ["151936", []]),
+        ("draft_vocab_size", ["32000", -1, 0.5, [32000]]),
+        ("target_hidden_size", ["4096", []]),
+        ("rms_norm_eps", ["1e-6", -1]),
+        ("rope_scaling", ["yarn", 3]),
+        ("attention_bias", ["false", 0]),
+        ("norm_before_residual", ["false", 1]),
+        ("logit_scale", ["1", 0, [], float("nan")]),
+        ("eagle_config", [3, "x", []]),
+        ("num_aux_hidden_states", ["3", 0]),
+        (IDS, [3, "1, 2", [1, "2"], [1.5], [True]]),
+    ],
+)
+def test_values_of_another_type_are_refused_with_file_and_key(key: str, values: list[Any]) -> None:
+    other = {"head_dim": "head_size", "num_key_value_heads": "kv_heads"}.get(key, key)
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^draft/config\.json: .*({key}|{other})") as error:
+            read({**RAW, key: value})
+        assert "\n" not in str(error.value)
+
+
 def test_a_raw_config() -> None:
     config, head, vocab, told = read(RAW)
     assert (config.embed, config.ffn, config.heads, config.kv_heads, config.head_size, config.layers) == (4096, 12288, 32, 8, 128, 1)
@@ -112,7 +144,7 @@ def test_positions_are_the_heads_own() -> None:
         ({**RAW, IDS: [2, 18], "num_aux_hidden_states": 3}, r"num_aux_hidden_states is 3, and .* \[2, 18\]"),
         ({**RAW, IDS: [2, 18, 37]}, r"\[2, 18, 37\] \(boundary\) does not ascend inside 0 to model.layers 36"),
         ({**RAW, "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        ({name: value for name, value in RAW.items() if name != "hidden_size"}, "width None"),
+        ({name: value for name, value in RAW.items() if name != "hidden_size"}, "no key 'hidden_size'"),
         ({name: value for name, value in RAW.items() if name != "intermediate_size"}, "lacks intermediate_size"),
     ],
 )

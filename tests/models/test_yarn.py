@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ModelConfig, RopeConfig
+from jaxspec.json_keys import Keys
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import rope_of
 from jaxspec.models.rope import frequencies
@@ -48,7 +49,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     given, longest = PARAMETERS[name], 131_072
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=longest, rope_parameters=given)
     wanted, wanted_scale = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, None)
-    theta, factor, rope = rope_of({"max_position_embeddings": longest, "rope_parameters": given}, "config.json")
+    theta, factor, rope = rope_of(Keys({"max_position_embeddings": longest, "rope_parameters": given}, "config.json"))
     rates, scale = frequencies(128, theta, factor, rope)
     np.testing.assert_allclose(rates, wanted.numpy(), rtol=1e-6, atol=0)
     assert scale == pytest.approx(wanted_scale, rel=1e-6)

@@ -117,6 +117,6 @@ def test_that_text_reaches_other_shards_alone() -> None:
     mesh = small_mesh(8)
     rows, valid = jax.ShapeDtypeStruct((64, 100), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
     program = jax.jit(learnt_texts, in_shardings=rows_sharding(mesh), out_shardings=rows_sharding(mesh)).lower(rows, valid).compile()
-    moved = re.findall(r"= (\S+) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program.as_text())
+    moved = re.findall(r"= (\S+) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program.as_text() or "")
     sizes = [int(np.prod([int(number) for number in re.findall(r"\d+", shape.split("[")[1].split("]")[0])])) for shape in moved]
     assert sorted(sizes) == [1, 100], moved

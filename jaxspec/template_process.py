@@ -1,0 +1,82 @@
+"""The process that fills a chat template, run as a script by `chat_template.py`: it reads and writes lines of JSON until its input ends.
+
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and from Python's insides, but not from running for
+ever or from filling the memory; limits of the operating system do, also inside a single operation such as `10 ** (10 ** 10)`.
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY = 2**30
+LONGEST = 10_000_000
+"""Characters of a filled template."""
+_SHOWN = 300
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError, SyntaxError, TypeError),
+    ValueError,
+)
+"""What a template can raise, beside its own errors; RecursionError is a RuntimeError."""
+
+
+def main() -> None:
+    """The first line is the template; each further one has the names to fill it with. The argument is the seconds that each may take."""
+    seconds = int(sys.argv[1])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # who asks may still have work to finish; the end of the input is the end
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # not every system limits the address space
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    template = None
+    for line in sys.stdin.buffer:
+        _allow(seconds)
+        try:
+            if template is None:
+                template, answer = _compiled(json.loads(line)), {"text": ""}
+            else:
+                answer = {"text": _filled(template, json.loads(line))}
+        except (TemplateError, *_ERRORS) as error:
+            reason = f"it needs more than {MEMORY:,} bytes" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+            answer = {"error": " ".join(reason.split())[:_SHOWN]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _allow(seconds: int) -> None:
+    """From here on, so many seconds of processor time, or one more, until the system ends this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    spent = int(used.ru_utime + used.ru_stime) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(source)
+
+
+def _filled(template: Template, names: dict[str, Any]) -> str:
+    text = template.render(**names)
+    if len(text) > LONGEST:
+        raise ValueError(f"it makes {len(text):,} characters, more than {LONGEST:,}")
+    return text
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Jinja's own `tojson` escapes HTML, which a prompt must not."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+if __name__ == "__main__":
+    main()
