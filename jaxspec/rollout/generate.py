@@ -182,12 +182,15 @@ def _run(
     settings: Settings,
     loop: int = 0,
 ) -> Engine:
-    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of that many."""
+    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of that many.
+
+    Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with one waiting goes on in the same loop.
+    """
     enough, block = tail[0] if tail else 0, (draft.length if draft else 0) + 1
 
     def unfinished(engine: Engine) -> Bool[Array, ""]:
-        live = jnp.sum(slots.active(engine))
-        return ((live > enough) | slots.waiting(engine)) & (engine.round[0] < limit)
+        left = jnp.sum(engine.rollout.status == RUNNING)
+        return (left > enough) & (engine.round[0] < limit)
 
     def one(engine: Engine, length: int) -> Engine:
         with jax.named_scope("refill"):

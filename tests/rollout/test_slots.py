@@ -177,21 +177,40 @@ def test_slots_are_full_until_nobody_waits() -> None:
     assert (evicting.statistics.rounds > whole.statistics.rounds).sum() > 5
 
 
+def few_prompts(count: int) -> Prompts:
+    return jax.tree.map(lambda leaf: leaf[:count] if leaf.ndim else leaf, coupled_prompts())
+
+
 @pytest.mark.slow
-def test_lengths_are_chosen_alike_in_slices() -> None:
-    """By the rule of the law, whose tokens follow what is drafted; where a slice ends, nothing is earned or spent."""
+@pytest.mark.parametrize(
+    ("prompts", "slots", "page_size", "tail", "slices"),
+    [(8, 8, 0, (2,), 3), (2, 6, 2, (3,), 1)],
+    ids=["whole rows", "rows of the tail lose their pages"],
+)
+def test_lengths_are_chosen_alike_in_slices(prompts: int, slots: int, page_size: int, tail: tuple[int, ...], slices: int) -> None:
+    """By the rule of the law, whose tokens follow what is drafted; where a slice ends, nothing is earned, spent or forgotten."""
     target = plain()[0]
     draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
-    settings = Settings(GROUP, 16, SPREAD._replace(stop_ids=STOP[:1]), block_rule, slots=8, tail=(2,), lengths=(0, 1, 3))
+    long, asked = 16, few_prompts(prompts)
+    pages = fewest(page_size, 3, prompts, long) if page_size else 0
+    processing = SPREAD._replace(stop_ids=STOP[:1])
+    settings = Settings(
+        GROUP, long, processing, block_rule, slots=slots, page_size=page_size, pages=pages, tail=tail, lengths=(0, 1, 3)
+    )
     paced = drafter(network, draft, lengths=settings.lengths)
     start = jax.jit(lambda prompts: begin(target, paced, draft, prompts, jnp.int32(0), jax.random.key(5), settings))
     step = jax.jit(lambda engine, rounds: advance(target, paced, draft, engine, rounds, settings))
-    whole = step(start(coupled_prompts()), jnp.int32(1000))
-    engine = start(coupled_prompts())
-    while (np.asarray(engine.rollout.status) == RUNNING).any():
-        engine = step(engine, jnp.int32(3))
+    whole = step(start(asked), jnp.int32(1000))
+    assert (np.asarray(whole.rollout.status) != RUNNING).all()
+    engine, evicted = start(asked), 0
+    for _ in range(0, int(whole.round[0]), slices):
+        engine = step(engine, jnp.int32(slices))
+        assert_is_whole(engine)
+        left, waiting = np.asarray(engine.rollout.status) == RUNNING, np.asarray(engine.queue.waiting)
+        evicted += bool(left.sum() <= tail[0] and waiting.any())
     jax.tree.map(np.testing.assert_array_equal, (engine.rollout, engine.known), (whole.rollout, whole.known))
     assert whole.rollout.statistics.drafted.sum(axis=0).tolist() != [int(whole.rollout.statistics.rounds.sum())] * 3
+    assert (evicted > 0) == (page_size > 0), "a slice must end while a row of the tail waits"
 
 
 def test_a_pool_too_small_for_one_row_is_refused() -> None:
