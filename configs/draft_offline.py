@@ -2,7 +2,7 @@
 
   python -m jaxspec.train_draft --config draft_offline.py
   python -m jaxspec.train_draft --config draft_offline.py --rollout.draft.kind mtp
-  python -m jaxspec.train_draft --config draft_offline.py:qwen3_0.6b --model.path FOLDER --data.path train.jsonl
+  python -m jaxspec.train_draft --config draft_offline.py:qwen3_0.6b --model.path FOLDER --data.path FILE
 
 Stopped at any time, the same command goes on. It ends with a table: expected acceptance by depth on held-out responses.
 

@@ -1,7 +1,7 @@
 """RL of a model that already reasons, imperfectly, with speculative rollouts.
 
   python -m jaxspec.train --config rl_think.py
-  python -m jaxspec.train --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path train.jsonl    (JSON lines: question, answer)
+  python -m jaxspec.train --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE    (JSON lines: question, answer)
 
 Vary: --rollout.draft.draft_length 1..5 or auto, --rollout.draft.kind none (plain decoding), --rollout.verify coupled (exactly the tokens
 of plain decoding), --grpo.group_size, --data.digits and --data.task (harder tasks), --rollout.draft.path FOLDER (a trained draft).

@@ -1,7 +1,7 @@
 """RL from a model that only learnt to continue text ("zero": nobody taught it to answer), with speculative rollouts.
 
   python -m jaxspec.train --config rl_zero.py
-  python -m jaxspec.train --config rl_zero.py:qwen3_0.6b --model.path FOLDER --data.path train.jsonl    (JSON lines: question, answer)
+  python -m jaxspec.train --config rl_zero.py:qwen3_0.6b --model.path FOLDER --data.path FILE    (JSON lines: question, answer)
 
 Vary: --grpo.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well it continues), --data.digits.
 Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): reward 0.14 -> 0.93 (first and last tenth), held-out

@@ -14,7 +14,8 @@ from jaxspec.history import History
 from jaxspec.program import Job
 from jaxspec.rewards.exact import Outcome, score
 from jaxspec.runner import abstract, put
-from jaxspec.state import COMPARE, EOS, EVALUATE, LENGTH, TRAIN, Finished, Prompts, Rollout
+from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout
+from jaxspec.streams import Stream
 
 
 class Scored(NamedTuple):
@@ -48,19 +49,19 @@ class Batches:
 
     def train(self, batch: int) -> Prompts:
         """The prompts of a training batch."""
-        return self._place(self._training_problems(batch, self._here), TRAIN, batch)
+        return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
 
     def compare(self, batch: int) -> Prompts:
         """The prompts of a training batch under other noise: history has its answers by now, and must not hand them back."""
-        return self._place(self._training_problems(batch, self._here), COMPARE, batch)
+        return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
 
     def evaluate(self, call: int) -> Prompts:
         """The held-out prompts of one evaluation call; the last is padded with prompts that are not answered."""
-        return self._place(self._held_out_problems(call, self._here), EVALUATE, call)
+        return self._place(self._held_out_problems(call, self._here), Stream.EVALUATE, call)
 
     def nothing(self, batch: int) -> Prompts:
         """No prompts: for the call that only learns."""
-        return self._place({}, TRAIN, batch)
+        return self._place({}, Stream.TRAIN, batch)
 
     def nothing_finished(self) -> Finished:
         """No rollout: for calls that only generate."""
@@ -93,7 +94,7 @@ class Batches:
         if places:
             tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
             live[places] = True
-        for place, problem in problems.items() if stream != EVALUATE else ():
+        for place, problem in problems.items() if stream != Stream.EVALUATE else ():
             for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
                 history[place, number, : len(text)], history_lengths[place, number] = text, len(text)
         host: dict[str, Any] = {"tokens": tokens, "lengths": lengths, "live": live, "history": history, "history_lengths": history_lengths}

@@ -22,7 +22,7 @@ from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, DataConfig
 from jaxspec.json_keys import parse_json, shown
 from jaxspec.rewards.extract import extract, normalise
-from jaxspec.tokenizer import Tokenizer, is_unicode
+from jaxspec.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,7 @@ class RowParser:
             raise ConfigError(
                 f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
             )
-        text = str(value)
-        if not is_unicode(text):
-            raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a surrogate pair, which is no text; mend the row")
-        return text
+        return str(value)
 
 
 class JsonLines(Problems):

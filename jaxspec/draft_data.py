@@ -19,14 +19,13 @@ from jaxspec.data import PromptStream, load_problems, pad_prompts
 from jaxspec.json_keys import parse_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
-from jaxspec.state import FAILED, OFFLINE, Prompts, PyTree
+from jaxspec.state import FAILED, Prompts, PyTree
+from jaxspec.streams import Stream, stream_rng
 from jaxspec.tasks import SftBatch
-from jaxspec.tokenizer import Tokenizer, is_unicode
+from jaxspec.tokenizer import Tokenizer
 
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
-_ORDER, _TEXT = 2, 3
-"""Numpy's streams of the run's seed; the warm start has another."""
 _COLUMNS = ("text", "messages")
 
 
@@ -78,7 +77,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
             tokens=tokens,
             lengths=lengths,
             live=live,
-            stream=jnp.int32(OFFLINE),
+            stream=jnp.int32(Stream.OFFLINE),
             batch=jnp.int32(number),
             history=history,
             history_lengths=history_lengths,
@@ -96,7 +95,7 @@ def training_text(config: Config, tokenizer: Tokenizer, say: Callable[[str], Any
     """
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     if config.offline.text == "generic":
-        corpus, rng = dataclasses.replace(config.data, format="text"), np.random.default_rng([config.seed, _TEXT])
+        corpus, rng = dataclasses.replace(config.data, format="text"), stream_rng(config.seed, Stream.CORPUS)
         return answered(tasks.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length))
     return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length, say) if config.offline.text else None
 
@@ -163,8 +162,6 @@ def _text(text: Any, any_text: bool, tokenizer: Tokenizer, where: str) -> tuple[
     """A text between the beginning token, if there is one, and the end token; all but the first is to be predicted."""
     if not isinstance(text, str):
         raise ConfigError(f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in quotes")
-    if not is_unicode(text):
-        raise ConfigError(f"{where}: column 'text' holds half of a surrogate pair, which is no text; mend the row")
     if not any_text and (unknown := tokenizer.unknown(text)):
         raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
     ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
@@ -210,7 +207,7 @@ def batch_of(rows: Rows, number: int, size: int, seed: int) -> Rows:
     """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on nothing but the arguments."""
     count = len(rows.tokens)
     places = np.arange(number * size, (number + 1) * size)
-    orders = {epoch: np.random.default_rng([seed, _ORDER, epoch]).permutation(count) for epoch in set((places // count).tolist())}
+    orders = {epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count) for epoch in set((places // count).tolist())}
     chosen = [orders[place // count][place % count] for place in places.tolist()]
     return Rows(*(part[chosen] for part in rows))
 

@@ -23,6 +23,7 @@ from jaxspec.rollout.slots import Engine
 from jaxspec.runner import ahead, placed, put
 from jaxspec.state import EOS, Drafter, Known, Pace, Prompts, TrainState
 from jaxspec.step import Step
+from jaxspec.streams import Stream
 
 ROUNDS = 16
 """Rounds that are timed together, at most."""
@@ -45,6 +46,8 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
     Every round is one of the program that a run uses, with the table that makes it choose that length; end tokens are off. The same on
     every process: process 0's seconds count.
     """
+    # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens would follow another law.
+    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), prompts.stream))
     settings = step.settings
     endless = settings._replace(processing=settings.processing._replace(stop_ids=()))
     step = dataclasses.replace(step, settings=endless)

@@ -91,8 +91,9 @@ def _tempered(logits: Float[Array, "*B V"], temperature: float, factor: Float[Ar
 
 
 def _greedy(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """0 at the (first) largest logit; -inf, and NaN for NaN, elsewhere."""
+    """0 at the (first) largest logit; -inf, and NaN for NaN, elsewhere. Where every token is excluded, none is the largest."""
     largest = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    largest &= logits > -jnp.inf
     return jnp.where(jnp.isnan(logits), logits, jnp.where(largest, jnp.zeros_like(logits), -jnp.inf))
 
 
@@ -125,13 +126,17 @@ def position_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], count: in
 
 
 def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B T V"]:
-    """Standard Gumbel noise, one vector over the vocabulary for each key."""
-    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), dtype)))(keys)
+    """Standard Gumbel noise, one vector over the vocabulary for each key.
+
+    Of float32's 23 bits alone the largest noise would be 16, and a token of probability 1e-7 would be drawn half as often as it should.
+    """
+    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), dtype, mode="high")))(keys)
 
 
 def uniforms(keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype) -> Float[Array, "B T count"]:
-    """So many independent uniform numbers in [0, 1) for each place of each row: Threefry-2x32 of (place, number) under the row's key.
+    """So many independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of (place, number) under the row's key.
 
+    They are the middles of 2^23 equal bins in float32, of 2^52 in float64: a 0 would draw the first token that is possible, however rare.
     `jax.random` would take a chain of small loops for a few numbers, which on a CPU is as long as the forward pass of a small model.
     """
     words = jax.random.key_data(keys)[:, None, None, :2]
@@ -140,9 +145,9 @@ def uniforms(keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtyp
     first, second = threefry(words[..., 0], words[..., 1], places[:, :, None].astype(jnp.uint32), numbers)
     if wide:
         bits = (first.astype(jnp.uint64) << 32 | second.astype(jnp.uint64)) >> 12
-        return bits.astype(dtype) * 2.0**-52
+        return (bits.astype(dtype) + 0.5) * 2.0**-52
     both = jnp.stack([first, second], axis=-1).reshape(*places.shape, -1)[:, :, :count]
-    return (both >> 9).astype(dtype) * jnp.asarray(2.0**-23, dtype)
+    return ((both >> 9).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-23, dtype)
 
 
 def threefry(
@@ -160,7 +165,7 @@ def threefry(
 
 
 class Uniforms(NamedTuple):
-    """What one draw takes instead of Gumbel noise: a uniform number in [0, 1) for each level of the search for its token."""
+    """What one draw takes instead of Gumbel noise: a uniform number in (0, 1) for each level of the search for its token."""
 
     levels: Float[Array, "*B N"]
 

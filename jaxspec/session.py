@@ -24,8 +24,9 @@ from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout import generate as engine
 from jaxspec.runner import abstract, ahead, numbers, put
-from jaxspec.state import RUNNING, SAMPLE, Drafter, Prompts, TrainState
+from jaxspec.state import RUNNING, Drafter, Prompts, TrainState
 from jaxspec.step import Metrics, Step, build_step
+from jaxspec.streams import Stream
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.workdir import saved_config
 
@@ -172,7 +173,9 @@ class Session:
         tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)
         number, self._answered = self._answered, self._answered + 1
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like)
-        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(SAMPLE), batch=np.int32(number))
+        asked = nothing.replace(
+            tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(Stream.SAMPLE), batch=np.int32(number)
+        )
         return put(asked, self._like)
 
 

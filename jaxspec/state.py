@@ -17,11 +17,9 @@ else:
 PyTree = Any
 """A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
 
-TRAIN, EVALUATE, OFFLINE, SAMPLE, REMEMBER, COMPARE, ADAPTERS = range(7)
-"""Key streams of calls (`Prompts.stream`): two kinds of call never share noise, nor does the start of the adapters."""
-
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
-"""Status of a row: still generating, ended by an end token, cut at the length limit, stopped by non-finite logits, never started."""
+"""Status of a row: still generating, ended by an end token, cut at the length limit, stopped by logits or a law that is not finite,
+never started."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -68,7 +66,7 @@ class Prompts(Tree):
     live: Bool[AnyArray, " n"]
     """False: no response is generated (padding of an evaluation, or the last call of a run)."""
     stream: Int[AnyArray, ""]
-    """One of the key streams above."""
+    """A `streams.Stream`: two kinds of call never share noise."""
     batch: Int[AnyArray, ""]
     """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
     history: Int[AnyArray, "n H S"]

@@ -33,7 +33,8 @@ from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import ADAPTERS, EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Pace, Prompts, PyTree, Rollout, TrainState
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, Finished, Learner, Pace, Prompts, PyTree, Rollout, TrainState
+from jaxspec.streams import Stream, stream_key
 from jaxspec.sync import cast, to_rollout
 
 Metrics = dict[str, Num[Array, ""]]
@@ -110,18 +111,18 @@ class Step:
 
     def fresh(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
-        _, draft_key = jax.random.split(jax.random.key(self.config.seed))
-        return self.start(self.fresh_policy(), build_network(self.config, draft_key))
+        key = stream_key(self.config.seed, Stream.DRAFT_WEIGHTS)
+        return self.start(self.fresh_policy(), build_network(self.config, key))
 
     def fresh_policy(self) -> Decoder:
         """The policy with random weights."""
-        return Decoder(self.config.model, jax.random.split(jax.random.key(self.config.seed))[0])
+        return Decoder(self.config.model, stream_key(self.config.seed, Stream.POLICY_WEIGHTS))
 
     def _trained(self, policy: Decoder) -> Decoder | Adapted:
         """What is trained of the policy: itself, or adapters beside it."""
         if self.config.lora.rank == 0:
             return policy
-        return Adapted(policy, self.config.lora, jax.random.fold_in(jax.random.key(self.config.seed), ADAPTERS))
+        return Adapted(policy, self.config.lora, stream_key(self.config.seed, Stream.ADAPTERS))
 
     def state_shardings(self) -> TrainState:
         """The train layout of everything in the state."""
@@ -160,7 +161,7 @@ class Step:
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), prompts.stream), prompts.batch)
+        return stream_key(self.config.seed, prompts.stream, prompts.batch)
 
     @jax.named_scope("generate")
     def generate(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> Rollout:

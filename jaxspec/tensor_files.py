@@ -20,12 +20,13 @@ SHARD_BYTES = 5 * 10**9
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-_INFINITY = {"F64": 0x7FF0 << 48, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
-"""The bits of infinity by type; those of NaN are above it, those of every finite number that is not negative below."""
+_INFINITY = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
+"""The bits of infinity by type; those of NaN are above it, those of every finite number that is not negative below. Of 64 bits, those of
+the least number that is infinite in float32."""
 
 
 def _finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a tensor of that type has neither NaN nor infinity; other types than floats of 16 bits or more are not looked at.
+    """Whether a tensor of that type has neither NaN nor infinity in float32; only floats of 16 bits or more are looked at.
 
     The maxima of its bits read with a sign, for numbers that are not negative, and without one, for the others, tell. NumPy finds those of
     16 bits ten times as fast as it asks each number, and they take no memory.
@@ -51,10 +52,10 @@ class Stored(NamedTuple):
         """The part of the tensor at `index`; nothing else is read.
 
         Raises:
-          ConfigError: it has NaN or infinity; file and tensor are named.
+          ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
         part = self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
-        damaged = f"{self.file}: the tensor {self.name} has values that are not finite (NaN or infinity)"
+        damaged = f"{self.file}: the tensor {self.name} has values that are not finite (NaN, or infinity in float32)"
         require(_finite(part, self.dtype), f"{damaged}; download the file again, or give a checkpoint whose training did not diverge")
         return part
 

@@ -260,15 +260,6 @@ def _reported(error: Exception, what: str, remedy: str) -> Exception:
     return ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") if theirs else error
 
 
-def is_unicode(text: str) -> bool:
-    """Whether a text has a form in UTF-8: JSON can spell halves of surrogate pairs, which have none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def character_tokenizer() -> Tokenizer:
     """Return the built-in tokenizer: one token a character of the generated tasks, and four special tokens."""
     vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *CHARACTERS])}

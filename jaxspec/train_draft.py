@@ -253,7 +253,9 @@ def _key(job: Job, text: Rows | None) -> str:
     draft, training, processing = config.rollout.draft, config.draft_training, job.step.settings.processing
     network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first, config.head, config.draft_model
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
-    code = sources("train_draft.py", "draft_data.py", "data.py", "step.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py")
+    code = sources(
+        "train_draft.py", "draft_data.py", "data.py", "step.py", "streams.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py"
+    )
     law = config.seed, config.rollout.max_new_tokens, processing
     weights = [fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path]
     return content_key("draft", policy_key(job), weights, law, data, offline, network, objective, code)

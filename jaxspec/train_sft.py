@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
@@ -28,6 +27,7 @@ from jaxspec.rl.logprob import positions_of, token_logprobs
 from jaxspec.rl.loss import masked_mean
 from jaxspec.sampling import Processing
 from jaxspec.state import Learner, PyTree
+from jaxspec.streams import Stream, stream_rng
 from jaxspec.sync import cast
 
 WEIGHTS = "weights.npz"
@@ -49,7 +49,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     config = job.config
     sft, mesh = config.sft, job.mesh
     optimizer = optim.adamw(optim.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01)
-    rng = np.random.default_rng([config.seed, 1])
+    rng = stream_rng(config.seed, Stream.DOCUMENTS)
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     rows = meshes.rows_sharding(mesh)
 
@@ -76,7 +76,7 @@ def policy_key(job: Job) -> str:
     """Names the warm start by all that shapes it."""
     config = job.config
     shape = config.data.task, config.data.digits, config.data.format, config.data.max_prompt_length, config.rollout.max_new_tokens
-    code = sources("tasks.py", "tokenizer.py", "train_sft.py", "models/*.py", "rl/logprob.py", "rl/loss.py", "rl/optim.py")
+    code = sources("tasks.py", "tokenizer.py", "train_sft.py", "streams.py", "models/*.py", "rl/logprob.py", "rl/loss.py", "rl/optim.py")
     return content_key("policy", config.seed, config.model, config.sft, shape, code)
 
 

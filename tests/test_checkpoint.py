@@ -348,6 +348,32 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
+    """Of sixty writes that fail at once, in threads that outlive the save, one is told."""
+    script = """
+        import contextlib, resource, sys
+        from pathlib import Path
+        import jax
+        from jaxspec.checkpoint import Checkpoints
+        from jaxspec.program import reported
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        def work():
+            arrays = {f"x{number}": jax.random.normal(jax.random.key(0), (30_000,)) for number in range(60)}
+            with contextlib.closing(Checkpoints(Path(sys.argv[1]))) as checkpoints:
+                checkpoints.save(1, arrays, {})
+            return 0
+        sys.exit(reported(work))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    ended = subprocess.run(
+        command, env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 2
+    (line,) = (ended.stdout + ended.stderr).splitlines()
+    assert line.startswith(f"error: checkpoint 1 cannot be saved in {tmp_path}: File too large; earlier checkpoints are intact")
+
+
+@pytest.mark.slow
 def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
     script = """
         import sys

@@ -132,7 +132,7 @@ def test_reads_from_many_threads_agree(write):
         ([{"question": "What is it?", "answer": "2"}], {}, "built-in tokenizer lacks 'What is'; set data.tokenizer"),
         (rows(9), {"max_prompt_length": 3}, "none of 9 prompts fits data.max_prompt_length = 3; the shortest takes 5"),
         ([*rows(2), "[" * 100_000], {}, r"data\.path .*, line 3: not JSON"),
-        ([*rows(2), '{"question": "1\\ud800", "answer": "2"}'], {}, r"line 3: column 'question' holds half of a surrogate pair"),
+        ([*rows(2), '{"question": "1\\ud800", "answer": "2"}'], {}, r"line 3: column 'question' holds half of a character"),
         (rows(4), {"eval_prompts": 4}, "4 usable problems, of which data.eval_prompts = 4"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -143,6 +144,37 @@ def test_what_is_wrong_is_named_before_any_array_is_made(folder: Path, spoil: Ca
     for word in [str(folder), *words]:
         assert word in str(error.value)
     assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 1e39])
+def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, value: float
+) -> None:
+    """One number of the last device's part, in one of several files, is enough, and of 64 bits one that float32 cannot hold; the largest
+    and smallest numbers of a type are none."""
+    name, limits = "model.layers.3.mlp.gate_proj.weight", ml_dtypes.finfo(np.float32 if kind is np.float64 else kind)
+    tensors = {name: tensor.astype(kind) for name, tensor in load_file(folder / WEIGHTS).items()}
+    tensors[name][:2, :4] = [[limits.max, limits.min, limits.tiny, -0.0], [limits.smallest_subnormal, -limits.smallest_subnormal, 0, 1]]
+    save_file(tensors, folder / WEIGHTS)
+    assert len(load_file(split(folder, monkeypatch) / file_of(folder, name))) >= 1
+    config = policy_config(ModelConfig(path=str(folder)))
+    shapes = shapes_of(config, 4, 2)
+    policy_checkpoint(config, shapes).load(lambda _: None)
+    file = folder / file_of(folder, name)
+    holds = load_file(file)
+    with np.errstate(over="ignore"):
+        holds[name][-1, -1] = value
+    save_file(holds, file)
+    checkpoint = policy_checkpoint(config, shapes)  # looks at headers only
+    with pytest.raises(ConfigError) as error:
+        checkpoint.load(lambda _: None)
+    for word in (str(file), name, "not finite", "download the file again"):
+        assert word in str(error.value)
+
+
+def file_of(folder: Path, tensor: str) -> str:
+    return read_json(folder / f"{WEIGHTS}.index.json")["weight_map"][tensor]
 
 
 def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +320,10 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
     assert found.layers.query[...].sharding == layout
     save_file({f"{name}.lora_A.weight": a[:, :8], f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \[2, 8\]"):
+        merger(str(lora), shapes)
+    b[3, 1] = np.inf
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: the tensor {name}\.lora_B\.weight has values that are not finite"):
         merger(str(lora), shapes)
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, HeadConfig, ModelConfig, RolloutConfig, RopeConfig
 from jaxspec.drafts.build import build_network
@@ -143,6 +144,24 @@ def test_a_small_model_is_read_as_policies_are(policy: Path) -> None:
     assert config.draft_model is not None
     assert config.draft_model.layers == 4
     assert_same(read_back(config), tiny_network(Decoder, MODEL))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "model"])
+def test_a_draft_with_a_number_that_is_not_finite_is_refused_by_its_tensor(policy: Path, tmp_path: Path, kind: Any) -> None:
+    folder = tmp_path / "draft"
+    if kind == "eagle3":
+        save_head(folder, tiny_network(eagle3, MODEL, 2))
+    else:
+        save_policy(folder, MODEL)
+    layers = draft_tensors(tiny_network(lambda config, key: Mtp(config, key, 1, True), MODEL, 3), "raw", 4) if kind == "mtp" else {}
+    tensors = {**load_file(folder / WEIGHTS), **layers}
+    save_file(tensors, folder / WEIGHTS)
+    read_back(resolved(config_for(policy, folder, kind=kind), print))
+    name = next(name for name in reversed(tensors) if name.endswith("up_proj.weight"))
+    tensors[name][-1, -1] = np.nan
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=rf"{folder}/model\.safetensors: the tensor {re.escape(name)} has values that are not finite"):
+        read_back(resolved(config_for(policy, folder, kind=kind), print))
 
 
 def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ class TestRefusals:
             sampled = self.settings(config, "--draft.kind", kind, *words)
             assert (sampled.rollout.draft.vocab, sampled.rollout.lookup.beside) == (0, "none")
             check(sampled, devices=1)
-        with pytest.raises(ConfigError, match=r"no use for --draft\.vocab"):
+        with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.vocab"):
             self.settings(config, "--draft.kind", kind, "--draft.vocab", "20")
         assert self.settings(config).rollout.draft.vocab == 20
 

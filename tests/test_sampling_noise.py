@@ -174,13 +174,60 @@ def test_threefry_is_that_of_jax() -> None:
     np.testing.assert_array_equal(jnp.concatenate(found), wanted)
 
 
-def test_uniform_numbers_are_uniform_and_below_one() -> None:
+def test_uniform_numbers_are_uniform() -> None:
     rows = 50_000
     drawn = uniforms_of_rounds(rows, 0, 2)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
     assert chi_square(np.histogram(drawn, 20, (0, 1))[0], np.full(20, drawn.size / 20)) > 1e-3
     assert abs(np.corrcoef(drawn.T)[0, 1]) < 4 / np.sqrt(rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_bits_give_0_or_1_nor_draw_what_is_rarer_than_a_bin(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two extremes of the bits, whose numbers are middles of bins: a token of 1e-35 that stands first, or last, is not theirs."""
+    with jax.enable_x64(True):
+        half = 0.5 * np.finfo(dtype).eps  # of a bin
+        for bits, wanted in ((0, half), (2**32 - 1, 1 - half)):
+            monkeypatch.setattr(sampling, "threefry", lambda *_, bits=bits: (jnp.full((1, 1, 4), bits, jnp.uint32),) * 2)
+            numbers = sampling.uniforms(keys_of([0]), at([0])[:, None], 4, jnp.dtype(dtype))
+            assert np.asarray(numbers, np.float64).tolist() == [[[wanted] * 4]]
+            for law in ([1e-35, 0.5, 0.5, 1e-35], [1e-35] * 40 + [1.0] + [1e-35] * 40, [0, 1e-30, 1, 1, 1, 1e-30, 0]):
+                weights = jnp.asarray(law, dtype)
+                token = int(draw(jnp.log(weights), Uniforms(numbers[0, :, : sampling.level_count(len(law))]))[0])
+                assert weights[token] > 0.1, (bits, token)
+        last = np.concatenate([2.0 ** np.arange(-20, 20), np.random.default_rng(0).uniform(1, 2, 10_000)]).astype(dtype)
+        assert (np.dtype(dtype).type(1 - half) * last < last).all(), "no product reaches the end of the cumulated sums"
+
+
+def test_large_gumbel_noise_is_as_fine_as_float32() -> None:
+    """Of 23 bits there would be 51 numbers above 12, and none above 16; rare tokens are drawn by these alone."""
+    keys = sampling.position_keys(keys_of([0, 1, 2, 3]), at([0, 0, 0, 0]), 16)
+    noise = np.asarray(jax.jit(lambda keys: sampling.gumbel(keys, 151_936, jnp.dtype("float32")))(keys))
+    assert noise.dtype == np.float32
+    assert np.isfinite(noise).all()
+    large = noise[noise > 12]
+    assert len(np.unique(large)) == len(large) > 40
+    for least in (2, 6, 10, 12):
+        expected = noise.size * -np.expm1(-np.exp(-least))
+        assert abs((noise > least).sum() - expected) < 4 * np.sqrt(expected)
+
+
+@pytest.mark.slow
+def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
+    """100,000 tokens of probability 1e-7, in the vocabulary of Qwen: 1 draw of 100 is one of them."""
+    vocab, rare, rows, calls = 151_936, 100_000, 32, 384
+    law = np.full(vocab, 0.99 / (vocab - rare))
+    law[:rare] = 1e-7
+    logprobs = jnp.asarray(np.log(law), jnp.float32)
+
+    @jax.jit
+    def drawn(first: jax.Array) -> jax.Array:
+        keys = sampling.row_keys(jax.random.key(3), first + jnp.arange(rows, dtype=jnp.int32), sampling.TARGET)
+        noise = sampling.gumbel(sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1), vocab, jnp.dtype("float32"))
+        return jnp.sum(sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise[:, 0]) < rare)
+
+    found = sum(int(drawn(jnp.int32(rows * call))) for call in range(calls))
+    expected = rows * calls * rare * 1e-7
+    assert abs(found - expected) < 4 * np.sqrt(expected), (found, expected)
 
 
 def test_numbers_of_different_rounds_are_unrelated() -> None:

@@ -88,7 +88,7 @@ class TestFindRun:
         ("damage", "words"),
         [
             (lambda saved: saved.pop("steps"), ["another version of jaxspec: it lacks steps", "use that version"]),
-            (lambda saved: saved.update(steps="x"), ["steps is 'x'", "of type int"]),
+            (lambda saved: saved.update(steps="x"), ["steps is 'x'", "a whole number"]),
             (lambda saved: saved["rollout"]["draft"].update(kind="eagle4"), ["rollout.draft.kind is 'eagle4'", "one of eagle3, mtp"]),
         ],
     )

@@ -368,8 +368,3 @@ def test_damage_is_named_or_leaves_a_tokenizer(folder, name):
             refusals.append(str(error))
     assert refusals
     assert [text for text in refusals if str(folder) not in text or "\n" in text] == []
-
-
-def test_half_a_surrogate_pair_is_no_text():
-    with pytest.raises(ConfigError, match="half of a surrogate pair"):
-        character_tokenizer().encode("1\ud800")

@@ -119,7 +119,7 @@ def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(job: Job, state
 def a_line(step: int, **changes: float) -> dict[str, Any]:
     ended = {"status/eos": 12.0, "status/length": 4.0, "status/failed": 0.0}
     ended |= {"skipped_in_row/policy": 0.0, "skipped_in_row/draft": 0.0}
-    rates = {"rollout/acceptance_length": 2.0, "rollout/tokens_per_s": 100.0}
+    rates = {"rollout/acceptance_length": 2.0, "rollout/tokens": 100.0}
     return {"step": step, "time/step": 1.0, "reward/mean": 0.5, **ended, **rates, **changes}
 
 

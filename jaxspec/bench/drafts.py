@@ -32,8 +32,9 @@ from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.runner import TimedGeneration, abstract, put
-from jaxspec.state import REMEMBER, Drafter, Prompts, Rollout, Statistics
+from jaxspec.state import Drafter, Prompts, Rollout, Statistics
 from jaxspec.step import build_step
+from jaxspec.streams import Stream
 from jaxspec.train_draft import cached_draft, load_policy
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
@@ -231,7 +232,7 @@ def _remember(benches: list[Bench], batches: list[Batches], target: Decoder, cou
     plain, prompts = benches[0], batches[0]
     for batch in range(count):
         asked = prompts.train(batch)
-        rollout = plain.generate(target, asked.replace(stream=put(np.int32(REMEMBER), asked.stream)))
+        rollout = plain.generate(target, asked.replace(stream=put(np.int32(Stream.REMEMBER), asked.stream)))
         for other in batches:
             other.remember(batch, rollout)
 

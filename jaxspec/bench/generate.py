@@ -52,8 +52,9 @@ from jaxspec.resolve import read_draft, resolved
 from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.runner import TimedGeneration, abstract, ahead, placed, put
 from jaxspec.sampling import Noise, categorical
-from jaxspec.state import SAMPLE, Drafter, Prompts, Rollout
+from jaxspec.state import Drafter, Prompts, Rollout
 from jaxspec.step import Step, build_step
+from jaxspec.streams import Stream, stream_key
 from jaxspec.tokenizer import load_tokenizer
 
 ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
@@ -234,7 +235,7 @@ class Loaded(NamedTuple):
         tokens, lengths = pad_prompts(problems, width, tokenizer.pad_id)
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         live = np.ones(len(texts), bool)
-        return put(nothing.replace(tokens=tokens, lengths=lengths, live=live, stream=np.int32(SAMPLE), batch=np.int32(call)), like)
+        return put(nothing.replace(tokens=tokens, lengths=lengths, live=live, stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), like)
 
     def like(self, rows: int) -> Prompts:
         """Shapes and shardings of prompts."""
@@ -265,7 +266,7 @@ def load(options: GenerateOptions, group: int = 1) -> Loaded:
     shapes, layout = jax.eval_shape(step.fresh_policy), step.train_layout
     abstract = jax.tree.map(placed, shapes, layout(shapes))
     policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
-    key, network = jax.random.key(options.seed), None
+    key, network = stream_key(options.seed, Stream.DRAFT_WEIGHTS), None
     if config.rollout.draft.learned:
         drawn = jax.eval_shape(lambda: build_network(config, key))
         wanted = jax.tree.map(placed, drawn, layout(drawn))

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxspec.mesh import cores
+from jaxspec.version import version
 
 
 def versions() -> dict[str, str]:
     """What it ran with."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in ("jaxspec", "jax", "flax")}
+    installed = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
+    return {"python": platform.python_version(), "jaxspec": version()} | installed
 
 
 class PeakMemory:

@@ -81,7 +81,8 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
         comparison = acceptance.compare(
             told, target_logprobs, produced, settings.processing, _factors(drafter, settings, length), settings.grid, measured.slots
         )
-        finite = jnp.isfinite(logits).all(axis=-1)
+        # A law without a possible token, or with a logit that overflows, is NaN at every token.
+        finite = jnp.isfinite(logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0])
         offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))  # where the target fails, nothing can be verified
         if noise.shared is not None:
             verdict = match_rule(target_logprobs, proposal.tokens, offered, noise.shared)

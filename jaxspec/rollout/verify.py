@@ -39,7 +39,7 @@ def token_rule(
       draft_logprobs: the distributions the drafts were sampled from.
       drafted: tokens sampled from `draft_logprobs`.
       offered: drafts on offer, 0..K, a function of the prefix; after the last one the target itself gives the next token.
-      coins: uniform in [0, 1), fresh in every round.
+      coins: uniform in (0, 1), fresh in every round.
       next_noise: for the one token after the cut, fresh in every round.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.

@@ -121,3 +121,45 @@ def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
     np.testing.assert_array_equal(rollout.lengths[hit], rollout.prompt_lengths[hit])
     assert_same_rows(rollout, clean, ~hit)
     assert RUNNING not in rollout.status
+
+
+OVERFLOW = 5
+"""A token after which one logit over the temperature is more than float32 holds, so that the law is NaN."""
+
+
+@pytest.mark.parametrize(
+    ("drafted", "rule"),
+    [(2, block_rule), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, token_rule), (2, None), (0, None), (0, block_rule)))],
+)
+def test_a_row_whose_law_is_nan_fails_with_the_tokens_before_it(drafted: int, rule: Any) -> None:
+    """At this temperature the law is uniform over the largest logits, until one overflows; the logits themselves are finite."""
+    vocab, new, group = 8, 6, 64
+    head = np.zeros((vocab, vocab))
+    head[OVERFLOW, 2] = 100
+    target, _ = bigram_target(head, "float32")
+    draft = bigram_draft(drafted, np.zeros((vocab, vocab), np.float32)) if drafted else None
+    rollout = compiled(draft, Settings(group, new, Processing(temperature=1e-37), rule))((target, None), last_token_prompts([0, OVERFLOW]))
+    ends, last = rollout.lengths, rollout.tokens[np.arange(2 * group), rollout.lengths - 1]
+    np.testing.assert_array_equal(rollout.status, np.where((last == OVERFLOW) & (ends < 2 + new), FAILED, LENGTH))
+    np.testing.assert_array_equal(ends[group:], 2)
+    assert {2, 3, 4, 5} < set(ends[rollout.status == FAILED].tolist())
+    for tokens, end in zip(rollout.tokens, ends, strict=True):
+        assert OVERFLOW not in tokens[2 : end - 1]
+        assert not tokens[end:].any()
+    written = (np.arange(2 + new) >= 2) & (np.arange(2 + new) < ends[:, None])
+    np.testing.assert_allclose(rollout.logprobs, np.where(written, -np.log(vocab), 0), atol=1e-5)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(rollout.statistics))
+    np.testing.assert_allclose(rollout.statistics.target_entropy, (ends - 2) * np.log(vocab), rtol=1e-5)
+    if drafted:
+        assert rollout.statistics.accepted[rollout.status == FAILED].any(axis=0).all(), "rows must fail inside blocks, too"
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_row_without_any_possible_token_fails(temperature: float) -> None:
+    """All tokens are banned but the end token, which may not come yet."""
+    target, _ = bigram_target(np.random.default_rng(0).normal(size=(4, 4)))
+    processing = Processing(banned=(0, 2, 3), min_new_tokens=2, stop_ids=(1,), temperature=temperature)
+    rollout = compiled(None, Settings(2, 3, processing, block_rule))((target, None), last_token_prompts([0, 1]))
+    assert (rollout.status == FAILED).all()
+    np.testing.assert_array_equal(rollout.lengths, rollout.prompt_lengths)
+    assert not rollout.tokens[:, 2:].any()

@@ -194,9 +194,7 @@ def test_lengths_are_chosen_alike_in_slices(prompts: int, slots: int, page_size:
     long, asked = 16, few_prompts(prompts)
     pages = fewest(page_size, 3, prompts, long) if page_size else 0
     processing = SPREAD._replace(stop_ids=STOP[:1])
-    settings = Settings(
-        GROUP, long, processing, block_rule, slots=slots, page_size=page_size, pages=pages, tail=tail, lengths=(0, 1, 3)
-    )
+    settings = Settings(GROUP, long, processing, block_rule, slots=slots, page_size=page_size, pages=pages, tail=tail, lengths=(0, 1, 3))
     paced = drafter(network, draft, lengths=settings.lengths)
     start = jax.jit(lambda prompts: begin(target, paced, draft, prompts, jnp.int32(0), jax.random.key(5), settings))
     step = jax.jit(lambda engine, rounds: advance(target, paced, draft, engine, rounds, settings))

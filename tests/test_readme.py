@@ -1,0 +1,177 @@
+"""What the documents tell a reader to type: it parses, names only settings that exist, and uses only files that an earlier line makes."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from jaxspec import __main__ as programs
+from jaxspec import bench, cli, export, sample
+from jaxspec.bench import drafts, generate, load, roofline, step
+from jaxspec.cli import load_config, override, take_option
+from jaxspec.config import Config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHES: dict[str, Any] = {
+    "generate": generate.GenerateOptions(model="DIR"),
+    "step": step.StepOptions(model="DIR"),
+    "load": load.LoadOptions(),
+    "roofline": roofline.RooflineOptions(),
+}
+PYTHON = r"(?:\.venv/bin/)?python -m jaxspec"
+
+
+def fenced(text: str) -> list[str]:
+    """The commands of the blocks that a shell can run: one line each, with here-documents as `> FILE`."""
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    return [line for line in re.sub(r"<<'END'\n.*?^END$", "", blocks, flags=re.MULTILINE | re.DOTALL).splitlines() if line.strip()]
+
+
+class Reader:
+    """Types one command after the other in a clean checkout, and remembers what they make."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+        self.alias: dict[str, list[str]] = {}
+
+    def type(self, command: str) -> None:
+        words = shlex.split(command, comments=True)
+        words = [*self.alias.get(words[0], [words[0]]), *words[1:]]
+        if words[0] == "alias":
+            name, meaning = words[1].split("=", 1)
+            self.alias[name] = meaning.split()
+        elif words[:2] == ["cat", ">"]:
+            self.made.add(words[2])
+        elif words[0] == "bash":
+            assert (ROOT / words[1]).is_file(), command
+            self.launch(words[1].removeprefix("launch/"), words[2:])
+        else:
+            assert words[:2] == [".venv/bin/python", "-m"], command
+            self.run(words[2], words[3:])
+
+    def launch(self, script: str, words: list[str]) -> None:
+        if script in ("local.sh", "multiprocess_cpu.sh"):
+            self.run("jaxspec.train", words[1:] if script.startswith("multi") else words)
+        else:
+            assert script in ("test.sh", "venv.sh"), script
+
+    def run(self, module: str, words: list[str]) -> None:
+        """Parses as the program would; --help ends it."""
+        name = module.removeprefix("jaxspec").removeprefix(".")
+        if "--help" in words or not name:
+            with pytest.raises(SystemExit, match="0"):
+                programs.main(["--help"]) if not name else load_config(words, name, "")
+        elif name in ("train", "train_sft", "train_draft"):
+            config, _ = load_config(words, name, "")
+            data, draft = config.data, config.rollout.draft
+            text = config.offline.text if config.offline.text != "generic" else ""
+            self.needs(config.model.path, draft.path, data.path, data.eval_path, data.tokenizer, config.lora.path, text)
+            self.made.add(config.workdir)
+        elif name in ("sample", "export"):
+            path, rest = take_option(words, module, "checkpoint", "RUN")
+            self.needs(path)
+            options = override(sample.Options() if name == "sample" else export.Options(), rest, module, "")
+            if isinstance(options, export.Options):
+                self.made |= {options.out, f"{options.out}/draft"}
+        else:
+            assert name == "bench", module
+            self.measure(words[0], words[1:])
+
+    def measure(self, name: str, words: list[str]) -> None:
+        if name == "drafts":
+            _, rest = take_option(words, name, "rows", "N", "512")
+            load_config(rest, "bench drafts", "", drafts.VARIED)
+        else:
+            self.needs(getattr(override(BENCHES[name], words, name, ""), "model", ""))
+
+    def needs(self, *paths: str) -> None:
+        for path in filter(None, paths):
+            assert path in self.made, f"{path} is made by no earlier command; made so far: {sorted(self.made)}"
+
+
+def test_every_example_of_the_readme_can_be_typed_from_a_clean_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    reader, commands = Reader(), fenced(README)
+    assert len(commands) >= 15
+    for command in commands:
+        reader.type(command)
+    assert {"runs/rl_think-tiny", "trained", "trained/draft", "sums.jsonl"} <= reader.made
+
+
+def test_an_example_with_a_folder_that_nothing_makes_is_noticed() -> None:
+    start = "```sh\n.venv/bin/python -m jaxspec.train --config rl_think.py {}\n```\n"
+    for words in ("--model.path small", "--data.path a.jsonl", "--rollout.draft.path trained/draft"):
+        with pytest.raises(AssertionError, match="is made by no earlier command"):
+            Reader().type(fenced(start.format(words))[0])
+    with pytest.raises(SystemExit, match="2"):
+        Reader().type(fenced(start.format("--rollout.draft.lenght 3"))[0])
+
+
+INLINE = re.findall(rf"`{PYTHON}\.([^`]+)`", README)
+HEADERS = [
+    match for file in sorted((ROOT / "configs").glob("*.py")) for match in re.findall(rf"^  {PYTHON}\.(.+)$", file.read_text(), re.M)
+]
+EXAMPLES = re.findall(rf"^  {PYTHON}\.(.+)$", f"{cli._guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [*INLINE, *HEADERS, *EXAMPLES])
+def test_other_commands_parse_with_names_in_capitals_for_what_a_reader_has(command: str) -> None:
+    name, *words = shlex.split(re.split(r"  +\(", command)[0])
+    if not words:
+        assert name.split(".")[0] in programs.PROGRAMS
+        return
+
+    class Given(Reader):
+        def needs(self, *paths: str) -> None:
+            assert all(path.isupper() or path.split("/")[0] in ("trained", "runs", "qwen3-8b-grpo") for path in filter(None, paths)), (
+                command
+            )
+
+    Given().run(f"jaxspec.{name}", words)
+
+
+def settings(cls: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of a class's fields, and of the classes among them."""
+    for item in fields(cls):
+        yield f"{prefix}{item.name}"
+        inner = get_type_hints(cls)[item.name]
+        if is_dataclass(inner):
+            yield from settings(inner, f"{prefix}{item.name}.")
+
+
+def test_every_option_that_the_readme_names_exists() -> None:
+    others = {"config", "checkpoint", "help", "version", "rows", "slow"}
+    known = {*settings(Config), *others}
+    for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
+        known |= set(settings(options))
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", README))
+    unknown = {name for name in named if name not in known and re.sub(r"(^|\.)no_(?=\w+$)", r"\1", name) not in known}
+    assert len(named) > 30
+    assert not unknown - {"model.rope"}, unknown
+
+
+def test_the_programs_that_are_listed_are_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    package = ROOT / "jaxspec"
+    runnable = {file.stem for file in package.glob("*.py") if 'if __name__ == "__main__":\n    sys.exit' in file.read_text()} - {"__main__"}
+    assert programs.PROGRAMS.keys() == runnable | {Path(str(bench.__file__)).parent.name}
+    assert programs.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"python -m jaxspec.{name} " in printed for name in programs.PROGRAMS)
+
+
+def test_nothing_tells_users_to_install_the_namesake() -> None:
+    """Which on the package index is a library for X-ray spectra."""
+    files = [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        *(ROOT / "launch").iterdir(),
+        *(ROOT / "jaxspec").rglob("*.py"),
+        *(ROOT / "configs").glob("*.py"),
+    ]
+    for file in files:
+        assert not re.search(r"pip install[^\n`]*\bjaxspec\b|\bjaxspec\[", file.read_text(encoding="utf-8")), file
