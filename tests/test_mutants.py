@@ -261,6 +261,30 @@ MUTANTS = [
         "table=pages.table,",
         SLOTS,
     ),
+    Mutant(
+        "-",
+        "plain rounds in a row share their noise",
+        "rollout/round.py",
+        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)), None, None, None)",
+        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels, dtype)), None, None, None)",
+        "rollout/test_monte_carlo.py::test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square[3]",
+    ),
+    Mutant(
+        "-",
+        "the tail forgets the rows that lost their pages in it",
+        "rollout/slots.py",
+        "row=None if engine.row is None else put(engine.row, _row(fewer)),",
+        "row=None if engine.row is None else put(engine.row, _row(fewer)),\n        queue=engine.queue,",
+        "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their pages]",
+    ),
+    Mutant(
+        "-",
+        "statistics count drafts beyond the cut",
+        "rollout/acceptance.py",
+        "reached = drafted & (depths <= kept[:, None])",
+        "reached = drafted",
+        "rollout/test_monte_carlo.py::test_a_round_counts_drafts_up_to_its_cut[block_rule]",
+    ),
 ]
 
 

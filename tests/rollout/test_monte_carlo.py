@@ -4,14 +4,18 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.rollout import draft_length
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from tests.conftest import chi_square, numpy_softmax
-from tests.rollout.harness import bigram_draft, bigram_target, compiled, last_token_prompts, marked
+from tests.rollout.harness import bigram_draft, bigram_target, compiled, drafter, last_token_prompts, marked
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -89,3 +93,50 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
     for summed in ((),) if vocab == 3 else itertools.combinations(range(1, NEW + 1), NEW - 2):
         seen, law = counts.sum(summed), CALLS * GROUP * expected.sum(summed)
         assert chi_square(seen.ravel(), law.ravel()) > 1e-3
+
+
+@pytest.mark.parametrize("vocab", [3, pytest.param(16, marks=pytest.mark.slow)])
+def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> None:
+    """Rounds that could draft, and do not: each token has its law given the one before it, whatever coin gave that one."""
+    target, table = bigram_target(1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)), "float32")
+    draft, settings = bigram_draft(1, np.zeros((vocab, vocab), np.float32)), Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1))
+    pace = draft_length.unmeasured(settings.lengths, 4)
+    plain = drafter(None, draft).replace(pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[0].set(1e-6)))
+
+    @jax.jit
+    def run(key: jax.Array) -> Any:
+        engine = begin(target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings)
+        return collect(advance(target, plain, draft, engine, 1000, settings))
+
+    rollout = jax.tree.map(np.asarray, run(jax.random.key(1)))
+    assert (rollout.statistics.rounds == 2).all()
+    assert not rollout.statistics.drafted.any()
+    laws = numpy_softmax(table)
+    wanted = GROUP * np.einsum("sa,ab->sab", laws[STARTS], laws)
+    index = (rollout.tokens[:, 2:] @ np.array([vocab, 1])).reshape(len(STARTS), GROUP)
+    seen = np.array([np.bincount(part, minlength=vocab**2) for part in index])
+    assert chi_square(seen.ravel(), wanted.ravel()) > 1e-3
+
+
+@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
+def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
+    """After one round, in which no row can end: a draft is reached where the one before it was kept, and nowhere else."""
+    logits = 1.2 * np.random.default_rng(3).normal(size=(3, 3))
+    target, _ = bigram_target(logits, "float32")
+    draft, settings = bigram_draft(LENGTH, (-logits).astype(np.float32)), Settings(500, 20, Processing(), rule)
+    given = drafter(None, draft)
+
+    @jax.jit
+    def run(key: jax.Array) -> Any:
+        return advance(
+            target, given, draft, begin(target, given, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings), 1, settings
+        )
+
+    rollout = jax.tree.map(np.asarray, collect(run(jax.random.key(1))))
+    found, kept = rollout.statistics, rollout.lengths - rollout.prompt_lengths
+    np.testing.assert_array_equal(found.drafted, 1)
+    np.testing.assert_array_equal(found.reached[:, 0], 1)
+    np.testing.assert_array_equal(found.reached[:, 1:], found.accepted[:, :-1])
+    np.testing.assert_array_equal(found.accepted.sum(axis=1), kept - 1)
+    assert set(kept.tolist()) == {1, 2, 3, 4}
+    assert ((found.overlap > 0) == (found.reached > 0)).all()
