@@ -38,6 +38,7 @@ def resolved(config: Config, say: Say) -> Config:
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
     if config.lora.path:
+        find_folder(config.lora.path, "lora.path")  # what is wrong is named before anything else reads it
         config = replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
     draft = config.rollout.draft
     if not draft.path and (native := _native_mtp(config.model)):
