@@ -214,22 +214,22 @@ def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
     def edit(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
-        changed = change(content)
-        (folder / name).write_text(json.dumps(content if changed is None else changed))
+        change(content)
+        (folder / name).write_text(json.dumps(content))
 
     return edit
 
 
-def put(name: str, content: str | bytes) -> Callable[[Path], None]:
+def put(name: str, content: str | bytes) -> Callable[[Path], Any]:
     """Writes a file of a folder anew."""
-    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def spoilt(**values: Any) -> Callable[[Path], None]:
     return edited("config.json", lambda content: content.update(values))
 
 
-def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path], None]:
+def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         held = load_file(folder / "model.safetensors")
         change(held)
@@ -247,13 +247,13 @@ def _cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-FOLDERS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
     "empty config": (put("config.json", ""), ["config.json", "not valid JSON"]),
     "a list of config": (put("config.json", "[]"), ["config.json", "list"]),
     "an unknown architecture": (spoilt(architectures=["Mamba"], model_type="mamba"), ["config.json"]),
     "text of a size": (spoilt(hidden_size="64"), ["config.json", "hidden_size"]),
-    "no size": (edited("config.json", lambda content: content.pop("hidden_size") and None), ["config.json", "hidden_size"]),
+    "no size": (edited("config.json", lambda content: content.pop("hidden_size")), ["config.json", "hidden_size"]),
     "a null size": (spoilt(num_hidden_layers=None), ["config.json", "num_hidden_layers"]),
     "a negative size": (spoilt(vocab_size=-3), ["config.json", "vocab_size"]),
     "a float of a size": (spoilt(num_attention_heads=2.5), ["config.json", "num_attention_heads"]),
@@ -265,7 +265,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
     "weights cut short": (_cut, ["model.safetensors", "truncated"]),
     "empty weights": (put("model.safetensors", b""), ["model.safetensors"]),
-    "a missing tensor": (tensors(lambda held: [held.pop("model.norm.weight")] and None), ["model.norm.weight"]),
+    "a missing tensor": (tensors(lambda held: held.pop("model.norm.weight")), ["model.norm.weight"]),
     "a foreign tensor": (tensors(lambda held: held.update(extra=np.ones(3, np.float32))), ["extra"]),
     "whole numbers": (tensors(lambda held: held.update({"model.norm.weight": np.ones(16, np.int32)})), ["model.norm.weight"]),
     "an index of a list": (put("model.safetensors.index.json", "[]"), ["index.json"]),
@@ -344,7 +344,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "an empty config": put("config.json", ""),
     "a list of config": put("config.json", "[1]"),
     "half a config": put("config.json", '{"steps": 3'),
-    "a key too few": edited("config.json", lambda content: content.pop("steps") and None),
+    "a key too few": edited("config.json", lambda content: content.pop("steps")),
     "a key too many": edited("config.json", lambda content: content.update(stepz=1)),
     "text of a number": edited("config.json", lambda content: content.update(seed="one")),
     "a bad number": edited("config.json", lambda content: content["grpo"].update(grad_clip=-1)),
