@@ -23,6 +23,7 @@ from jaxspec.metrics import read
 from jaxspec.pretrained import fingerprint
 from jaxspec.program import Job, sources
 from jaxspec.tokenizer import FILES
+from jaxspec.version import version
 
 CONFIG, CHECKPOINTS, STARTS, LOCK = "config.json", "checkpoints", "starts.jsonl", "lock"
 _LONGEST = 4096
@@ -246,11 +247,7 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
 
 def _jaxspec() -> str:
     """The version of this package, and a digest of its code, which changes more often."""
-    code = hashlib.sha256(sources("**/*.py").encode()).hexdigest()[:8]
-    for distribution in ("jaxspec-rl", "jaxspec"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return f"{metadata.version(distribution)} (code {code})"
-    return f"(code {code})"
+    return f"{version()} ({hashlib.sha256(sources('**/*.py').encode()).hexdigest()[:8]})"
 
 
 def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:
