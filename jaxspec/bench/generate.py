@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.architecture import Count, Natural
-from jaxspec.bench.measure import Timed, common, process_seconds, timed
+from jaxspec.bench.measure import Budget, Timed, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
@@ -65,7 +65,6 @@ would be worth before there is one; such tokens follow no law. The last line of 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
 Length = DraftLength | Literal["auto"]
-Budget = Annotated[float, Range(least=0)]
 CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""
 SYNTHETIC_LENGTH = 3
@@ -123,8 +122,7 @@ class GenerateOptions(Checked, prefix="--"):
         needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
-        drafting = {"lengths": self.lengths, "draft_path": self.draft_path, "draft_vocab": self.draft_vocab}
-        vain = ", ".join(f"--{name}" for name, value in drafting.items() if value)
+        vain = ", ".join(f"--{name}" for name in ("lengths", "draft_path", "draft_vocab") if getattr(self, name))
         require(self.draft != "none" or not vain, f"{vain}: for a draft only; name one with --draft")
 
 
@@ -154,8 +152,8 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         offline=OfflineConfig(steps=0),
     )
     config = resolved(asked, say)
-    vocab = config.model.vocab
-    require(options.draft_vocab <= vocab, f"--draft_vocab is {options.draft_vocab}; at most the policy's {vocab}, or 0 for all of it")
+    given, vocab = options.draft_vocab, config.model.vocab
+    require(given <= vocab, f"--draft_vocab is {given}; at most the policy's {vocab}, or 0 for all of it")
     return config
 
 

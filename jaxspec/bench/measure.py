@@ -10,10 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxspec.checked import Range
 from jaxspec.mesh import cores
 from jaxspec.version import version
+
+Budget = Annotated[float, Range(least=0)]
+"""Seconds after which disturbed calls are no longer made up for."""
 
 
 def versions() -> dict[str, str]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.architecture import Count, Natural
-from jaxspec.bench.generate import Budget, GenerateOptions, Length, Loaded, check_logprob, digits, load
-from jaxspec.bench.measure import common, process_seconds, timed
+from jaxspec.bench.generate import GenerateOptions, Length, Loaded, check_logprob, digits, load
+from jaxspec.bench.measure import Budget, common, process_seconds, timed
 from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
 from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
