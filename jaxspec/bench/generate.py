@@ -152,8 +152,8 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         offline=OfflineConfig(steps=0),
     )
     config = resolved(asked, say)
-    given, vocab = options.draft_vocab, config.model.vocab
-    require(given <= vocab, f"--draft_vocab is {given}; at most the policy's {vocab}, or 0 for all of it")
+    given, most = options.draft_vocab, config.model.vocab
+    require(given <= most, f"--draft_vocab is {given}; at most the policy's {most}, or 0 for all of it")
     return config
 
 
@@ -163,10 +163,10 @@ def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
     cores = min(options.threads or meshes.cores(), meshes.cores())
     prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
     few = weights > CACHE and options.batch < 2 * cores
-    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
+    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 == cores % count)
     largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
     start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
-    there = [number for number in range(1, meshes.count_devices() + 1) if prompts % number == 0]
+    there = [count for count in range(1, meshes.count_devices() + 1) if prompts % count == 0]
     return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(there), 1)
 
 
@@ -232,8 +232,8 @@ class Loaded(NamedTuple):
         problems = [Problem(text, tuple(tokenizer.encode(text)[:width]), "", 0) for text in texts]
         tokens, lengths = pad_prompts(problems, width, tokenizer.pad_id)
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-        live = np.ones(len(texts), bool)
-        return put(nothing.replace(tokens=tokens, lengths=lengths, live=live, stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), like)
+        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(len(texts), bool))
+        return put(asked.replace(stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), like)
 
     def like(self, rows: int) -> Prompts:
         """Shapes and shardings of prompts."""
@@ -258,8 +258,7 @@ def digits(count: int, length: int, seed: int) -> list[str]:
 def load(options: GenerateOptions, group: int = 1) -> Loaded:
     """Reads policy and draft."""
     config = config_of(options, group, print)
-    mesh = mesh_for(options, config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    mesh, tokenizer = mesh_for(options, config), load_tokenizer(config.data.tokenizer)
     step = build_step(config, mesh, (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.train_layout
     abstract = jax.tree.map(placed, shapes, layout(shapes))
