@@ -145,7 +145,7 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_that_the_readme_names_exists() -> None:
-    others = {"config", "checkpoint", "help", "version", "rows", "slow"}
+    others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}  # the last is SLURM's
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
         known |= set(settings(options))
