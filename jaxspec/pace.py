@@ -47,7 +47,7 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
     every process: process 0's seconds count.
     """
     # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens would follow another law.
-    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), prompts.stream))
+    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(step.mesh))))
     settings = step.settings
     endless = settings._replace(processing=settings.processing._replace(stop_ids=()))
     step = dataclasses.replace(step, settings=endless)

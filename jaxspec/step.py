@@ -48,7 +48,7 @@ class Recomputed(NamedTuple):
     """The learner's own pass over a rollout, before the update."""
 
     tokens: Int[Array, "B S"]
-    """What was read, and what the updates read: no text without a reward (`learnt_texts`)."""
+    """What was read, and what the updates read (`learnt_texts`): no text without a reward, nor what only generation's last draw gave."""
     old_logprobs: Float[Array, "B S"]
     entropy: Float[Array, "B S"]
     forward: Forward
@@ -195,22 +195,22 @@ class Step:
     def logprob(self, state: TrainState, finished: Finished) -> Recomputed:
         """The learner's pass before the update: old logprobs, and taps for the draft's own training."""
         policy = cast(merged(state.policy.network), jnp.dtype(self.config.model.dtype))
-        tokens, starts = learnt_texts(finished.rollout.tokens, finished.valid), finished.rollout.prompt_lengths
+        rollout = finished.rollout
+        tokens = learnt_texts(rollout.tokens, _learnt(finished))
         forward = policy(tokens, positions_of(tokens), taps=self.draft.taps if self.draft else ())
-        old_logprobs, entropy = token_logprobs(policy, forward.hidden, tokens, starts, self.settings.processing)
+        old_logprobs, entropy = token_logprobs(policy, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
         return Recomputed(tokens, old_logprobs, entropy, forward)
 
     @jax.named_scope("train")
     def train_policy(self, policy: Learner, finished: Finished, recomputed: Recomputed) -> tuple[Learner, Metrics]:
         """One GRPO update; nothing of the draft enters it. Where no row has a reward it is skipped, and counted as not finite."""
-        rollout, tokens = finished.rollout, recomputed.tokens
-        mask = response_mask(rollout) & finished.valid[:, None]
+        rollout, tokens, mask = finished.rollout, recomputed.tokens, _learnt(finished)
         advantages = group_advantages(finished.rewards.astype(recomputed.old_logprobs.dtype), finished.valid, self.settings.group_size)
 
         def loss_of(trained: Decoder | Adapted) -> Float[Array, ""]:
             network = cast(merged(trained), jnp.dtype(self.config.model.dtype))
             forward = network(tokens, positions_of(tokens))
-            logprobs, _ = token_logprobs(network, forward.hidden, tokens, rollout.prompt_lengths, self.settings.processing)
+            logprobs, _ = token_logprobs(network, forward.hidden, rollout.tokens, rollout.prompt_lengths, self.settings.processing)
             return grpo_loss(logprobs, recomputed.old_logprobs, advantages, mask)
 
         loss, gradients = optim.value_and_grad(loss_of, policy.network)
@@ -275,7 +275,7 @@ class Step:
         if state.draft is None:
             return None, {}
 
-        mask = response_mask(finished.rollout) & finished.valid[:, None]
+        mask = _learnt(finished)
 
         def update(draft: Learner) -> tuple[Learner, Metrics]:
             return self.train_draft(draft, merged(state.policy.network), recomputed.tokens, mask, recomputed.forward)
@@ -299,6 +299,11 @@ class Step:
         target, drafter = self.prepare(state)
         rollout = self.generate(target, drafter, prompts)
         return state, rollout, learn_metrics, self.measure(rollout, drafter)
+
+
+def _learnt(finished: Finished) -> Bool[Array, "B S"]:
+    """The tokens that are learnt from: those of responses that have a reward."""
+    return response_mask(finished.rollout) & finished.valid[:, None]
 
 
 def _nothing(function, *arguments) -> Metrics:

@@ -39,7 +39,7 @@ from jaxspec.probe import probe, report
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.resolve import read_draft
 from jaxspec.rl import optim
-from jaxspec.rl.logprob import positions_of
+from jaxspec.rl.logprob import learnt_texts, positions_of
 from jaxspec.runner import abstract, placed
 from jaxspec.state import Learner, PyTree
 from jaxspec.step import Metrics, Step
@@ -95,7 +95,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         return learner, jnp.zeros((), jnp.int32)
 
     def update(learner: Learner, policy: Decoder, batch: PyTree) -> tuple[Learner, Metrics]:
-        tokens, mask = batch
+        tokens, mask = learnt_texts(*batch), batch.mask
         return step.train_draft(learner, policy, tokens, mask, _read(step, policy, tokens))
 
     shapes = jax.eval_shape(fresh)
@@ -171,7 +171,7 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
 
     @jax.jit
     def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " A"]:
-        tokens, mask = batch
+        tokens, mask = learnt_texts(*batch), batch.mask
         return job.step.draft_loss(network, policy, tokens, mask, _read(job.step, policy, tokens), depths).acceptance
 
     rows = meshes.rows_sharding(job.mesh)

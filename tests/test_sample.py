@@ -167,7 +167,7 @@ def test_plain_decoding_beside_it_has_the_same_text_and_no_marks(capsys: pytest.
 
 @pytest.mark.slow
 def test_an_older_checkpoint_and_a_longer_answer(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    words = ("--prompt", PROMPTS[0], "--temperature", "0", "--draft.draft_length", "5", "--verify", "block", "--draft.sampling", "argmax")
+    words = ("--prompt", PROMPTS[0], "--temperature", "0", "--draft.draft_length", "5", "--verify", "block")
     printed = sample(capsys, run / "checkpoints" / "1", *words)
     assert f"checkpoint 1 of {run}: model draft, K=5, block rule, temperature 0" in printed[0]
     assert plain(printed[2]) == character_tokenizer().decode(answers(PROMPTS[0], temperature=0.0)[0][0])

@@ -328,6 +328,8 @@ def test_rows_without_a_reward_have_no_influence() -> None:
 POISON = 9
 """A token with an infinite embedding: whoever reads it has NaN for activations."""
 FAILED_ROW = 5
+LAST_WORDS = (0, 10)
+"""Rows with a reward whose last token is the poison: generation never read it."""
 
 
 def poisoned(state: TrainState) -> TrainState:
@@ -339,8 +341,9 @@ def with_poison(network: Decoder, value: float) -> Decoder:
 
 
 def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> Finished:
-    """One row says nothing but `says` and has no reward; no other says `POISON`."""
+    """One row says nothing but `says` and has no reward; others say `POISON` at most at their end."""
     tokens = np.where(rollout.tokens == POISON, POISON + 1, rollout.tokens)
+    tokens[LAST_WORDS, rollout.lengths[list(LAST_WORDS)] - 1] = POISON
     row = np.arange(ROWS)[:, None] == FAILED_ROW
     tokens = np.where(row & np.asarray(response_mask(jax.tree.map(jnp.asarray, rollout))), says, tokens).astype(np.int32)
     return score(step, rollout.replace(tokens=tokens, status=np.where(row[:, 0], FAILED, rollout.status)), batch=FAILED_ROW)
@@ -379,6 +382,7 @@ def gradients_without(step: Step, state: TrainState, finished: Finished, row: in
 
     @jax.jit
     def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
+        policy = with_poison(policy, 0)  # of the other rows none has it before a token that is learnt
         forward = policy(tokens, positions_of(tokens), taps=step.draft.taps if step.draft else ())
 
         def loss_of(network: Decoder) -> jax.Array:

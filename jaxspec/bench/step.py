@@ -21,7 +21,7 @@ from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
 from jaxspec.runner import Runner, abstract, put, staged_step, whole_step
-from jaxspec.state import Finished, Rollout
+from jaxspec.state import EOS, LENGTH, Finished, Rollout
 
 ABOUT = """Answers prompts of random digits in groups, end tokens off, rewards the share of digits in each answer, and updates all weights
 with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after two to warm up; steps that
@@ -106,8 +106,9 @@ class Stepper:
         assert called.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
-        everyone = put((np.ones(rewards.shape, bool), True), (self._like.valid, self._like.learn))
-        self._state, self._finished = called.state, Finished(rollout=called.rollout, rewards=rewards, valid=everyone[0], learn=everyone[1])
+        ended = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH))
+        valid, learn = put((ended, True), (self._like.valid, self._like.learn))
+        self._state, self._finished = called.state, Finished(rollout=called.rollout, rewards=rewards, valid=valid, learn=learn)
         score = {"time/score": time.perf_counter() - began}
         phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
         self.seconds.append(phases | called.seconds | score)

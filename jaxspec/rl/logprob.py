@@ -43,16 +43,22 @@ def positions_of(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
-def learnt_texts(tokens: Int[Array, "B S"], valid: Bool[Array, " B"]) -> Int[Array, "B S"]:
-    """The texts that a learner's pass reads: in place of a row that is not `valid`, the first that is; token 0 where there is none.
+def learnt_texts(tokens: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
+    """The texts that a learner's pass reads, of which only what precedes a token of `mask` matters.
 
-    A mask is not enough for a text that makes activations overflow: behind it, zero cotangents times NaN are NaN. The row that stands in
-    is in the pass anyway, and where rows are sharded it takes the sum of one row's tokens over the shards, not a gather of all.
+    A row without such a token is replaced by the first row that has one (by token 0 where none has). From a row's last such token on stands
+    the row's first token, since a rollout may end with a token that nothing has read.
+    The mask alone is not enough for a text that makes activations overflow: behind it, zero cotangents times NaN are NaN.
+    The row that stands in is in the pass anyway, and where rows are sharded it takes the sum of one row's tokens over the shards, not a
+    gather of all.
     """
-    rows = jnp.arange(len(valid), dtype=jnp.int32)
-    first = jnp.min(jnp.where(valid, rows, len(valid)))
-    stands_in = jnp.sum(jnp.where((rows == first)[:, None], tokens, 0), axis=0, dtype=tokens.dtype)
-    return jnp.where(valid[:, None], tokens, stands_in)
+    positions, learnt = positions_of(tokens), jnp.any(mask, axis=1)
+    last = jnp.max(jnp.where(mask, positions, 0), axis=1, keepdims=True)
+    read = jnp.where(positions < last, tokens, tokens[:, :1])
+    rows = jnp.arange(len(tokens), dtype=jnp.int32)
+    first = jnp.min(jnp.where(learnt, rows, len(tokens)))
+    stands_in = jnp.sum(jnp.where((rows == first)[:, None], read, 0), axis=0, dtype=tokens.dtype)
+    return jnp.where(learnt[:, None], read, stands_in)
 
 
 def response_mask(rollout: Rollout) -> Array:

@@ -106,17 +106,19 @@ def test_response_mask_covers_responses_only() -> None:
 
 def test_in_place_of_texts_without_a_reward_stands_one_that_has_one() -> None:
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
-    found = learnt_texts(tokens, jnp.array([False, False, True, False, True, True]))
-    np.testing.assert_array_equal(found, np.asarray(tokens)[[2, 2, 2, 2, 4, 5]])
-    np.testing.assert_array_equal(learnt_texts(tokens, jnp.ones(6, bool)), tokens)
-    np.testing.assert_array_equal(learnt_texts(tokens, jnp.zeros(6, bool)), 0)
+    mask = np.zeros((6, 4), bool)
+    mask[2, 1:3] = mask[4, 3] = mask[5, 1] = True
+    found = learnt_texts(tokens, jnp.asarray(mask))
+    third = [8, 9, 8, 8]  # from the last token that is learnt on, the text's first
+    np.testing.assert_array_equal(found, [third, third, third, third, [16, 17, 18, 16], [20, 20, 20, 20]])
+    np.testing.assert_array_equal(learnt_texts(tokens, jnp.zeros((6, 4), bool)), 0)
 
 
 def test_that_text_reaches_other_shards_alone() -> None:
     """Shards exchange one row of tokens and its number, not the batch."""
     mesh = small_mesh(8)
-    rows, valid = jax.ShapeDtypeStruct((64, 100), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
-    program = jax.jit(learnt_texts, in_shardings=rows_sharding(mesh), out_shardings=rows_sharding(mesh)).lower(rows, valid).compile()
+    rows, mask = jax.ShapeDtypeStruct((64, 100), jnp.int32), jax.ShapeDtypeStruct((64, 100), bool)
+    program = jax.jit(learnt_texts, in_shardings=rows_sharding(mesh), out_shardings=rows_sharding(mesh)).lower(rows, mask).compile()
     moved = re.findall(r"= (\S+) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program.as_text() or "")
     sizes = [int(np.prod([int(number) for number in re.findall(r"\d+", shape.split("[")[1].split("]")[0])])) for shape in moved]
     assert sorted(sizes) == [1, 100], moved

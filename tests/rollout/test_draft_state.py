@@ -49,17 +49,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("eagle3", (0, 1, 3), slow=False),
-    Case("eagle3", (1, 3)),
-    Case("eagle3", (1, 2, 3), paged=False),
+    *(
+        Case(kind, turns, slow=(kind, turns) != ("eagle3", (0, 1, 3)))
+        for kind in ("eagle3", "mtp 2", "model")
+        for turns in ((1, 3), (1, 2, 3), (0, 1, 3))
+    ),
     Case("eagle3", (0, 0, 0, 0, 0, 0, 1, 3)),
-    Case("mtp 2", (0, 1, 3)),
     Case("mtp 2", (1, 2, 3), paged=False),
-    Case("mtp 2", (0, 0, 0, 0, 0, 0, 1, 3), paged=False),
-    Case("model", (0, 1, 3)),
-    Case("model", (1, 2, 3), paged=False),
     Case("model+history", (0, 1, 3)),
-    Case("eagle3+history", (1, 3)),
 ]
 
 

@@ -79,7 +79,7 @@ LAYOUTS = [
     Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), slow=False),
     Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 2, 3)),
     Layout("mtp 2", 3, 32, tail=(8, 2), lengths=(0, 2, 3)),
-    Layout("model", 2, 8, 5, 2, (2,), lengths=(0, 1, 2)),
+    Layout("model", 2, 8, 5, 2, (4,), lengths=(0, 1, 2)),
     Layout("history", 3, 16, tail=(4,), lengths=(1, 3)),
 ]
 
