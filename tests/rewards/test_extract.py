@@ -1,6 +1,8 @@
 """Final answers out of text: each style, nothing where none is stated, and no text that breaks it."""
 
+import re
 import sys
+from re import _parser  # pyright: ignore[reportAttributeAccessIssue]
 from types import FrameType
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.rewards.extract import WINDOW, extract, normalise
+from jaxspec.rewards.extract import _ANSWER_LINE, _BRACES, WINDOW, extract, normalise
 
 STYLES = ("hash", "boxed", "answer_line")
 
@@ -116,6 +118,27 @@ def test_work_does_not_grow_with_the_text(style, piece):
     long = work(piece * WINDOW, style)
     assert work(piece * 4 * WINDOW, style) == long
     assert 0 < long <= 10 * WINDOW
+
+
+def endless(parts: Any) -> list[Any]:
+    """What a pattern's parts repeat without an end, in whatever they enclose."""
+    found = []
+    for code, value in parts:
+        inner = value if isinstance(value, tuple | list) else ()
+        if code in (_parser.MAX_REPEAT, _parser.MIN_REPEAT) and value[1] == _parser.MAXREPEAT:
+            found.append(value[2])
+        for part in inner:
+            for each in part if isinstance(part, list) else [part]:
+                found += endless(each) if isinstance(each, _parser.SubPattern) else []
+    return found
+
+
+@pytest.mark.parametrize(("pattern", "repeats"), [(_BRACES, 0), (_ANSWER_LINE, 1), (re.compile("(a|b*c)?d+?"), 2)])
+def test_a_search_steps_back_over_few_characters(pattern, repeats):
+    """What the count above does not see: `re` tries a repetition without an end again from every place where it may begin."""
+    assert len(endless(_parser.parse(pattern.pattern))) == repeats
+    if pattern is _ANSWER_LINE:
+        assert pattern.pattern.endswith("[^\\n]*)"), "the rest of the line, which nothing follows, may be of any length"
 
 
 def test_answers_before_the_window_do_not_count():

@@ -57,6 +57,7 @@ CASES = [
     Case("eagle3", (0, 0, 0, 0, 0, 0, 1, 3)),
     Case("mtp 2", (1, 2, 3), paged=False),
     Case("model+history", (0, 1, 3)),
+    Case("eagle3+history", (1, 3)),
 ]
 
 
