@@ -83,7 +83,7 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
         ({"rope_theta": "1e6"}, ["rope_theta is '1e6'", "positive number"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "max_position_embeddings": "absent"}, ["'yarn' needs", "add one"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
-        ({"num_key_value_heads": 3}, ["kv_heads 3 does not divide"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads 3 does not divide num_attention_heads 4; give one of 1, 2, 4"]),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
