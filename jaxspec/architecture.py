@@ -144,7 +144,10 @@ class HeadConfig(Checked, prefix="head."):
     """An embedding table of its own, which is not trained; False: the policy's."""
 
     def check(self) -> None:
-        require(list(self.taps) == sorted(set(self.taps)), f"head.taps {list(self.taps)} must ascend, without repetition: give {sorted(set(self.taps))}")
+        require(
+            list(self.taps) == sorted(set(self.taps)),
+            f"head.taps {list(self.taps)} must ascend, without repetition: give {sorted(set(self.taps))}",
+        )
         require(
             self.use_taps or not (self.taps or self.norm_before_fuse or self.fuse_norms),
             "head.use_taps is off, so that there are no head.taps to read or norm; leave out head.taps, head.norm_before_fuse and "

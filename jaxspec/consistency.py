@@ -25,7 +25,7 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
         require(size % tensor == 0, f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two")
     shards = devices // tensor
     rows, prompts = _rows(config), config.grpo.prompts
-    automatic = shards if processes > 1 else max(size for size in _divisors(math.gcd(*rows.values())) if size <= shards)
+    automatic = shards if processes > 1 else max(size for size in range(1, shards + 1) if math.gcd(*rows.values()) % size == 0)
     data = config.mesh.data or automatic
     asked = f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are {devices}"
     require(config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself")
@@ -140,7 +140,10 @@ def _check_network(config: Config) -> None:
         deep = not head.use_taps or bool(head.taps) or model.layers >= 4
         require(deep, f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
         beyond = [tap for tap in head.taps if not 0 <= tap <= model.layers]
-        require(not beyond, f"head.taps {list(head.taps)} has {beyond}; 0 to model.layers {model.layers} layers can be applied; leave it out, or head.taps empty")
+        require(
+            not beyond,
+            f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers {model.layers}, or none",
+        )
     if own is None:
         return
     width = f"the draft's width is {own.embed} and model.embed {model.embed}"

@@ -20,6 +20,7 @@ from jaxspec.architecture import Count
 from jaxspec.checked import Checked, ConfigError, Range, require
 from jaxspec.cli import override, settle, take_option
 from jaxspec.config import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
+from jaxspec.consistency import require_countable
 from jaxspec.data import Problem
 from jaxspec.metrics import short
 from jaxspec.program import at_once
@@ -94,6 +95,7 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
         draft=options.draft,
         lookup=options.lookup,
     )
+    require_countable(f"--samples {options.samples}:", options.samples, options.max_prompt_length + options.max_new_tokens)
     rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout
     _check_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)

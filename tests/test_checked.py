@@ -29,7 +29,7 @@ from jaxspec.config import (
     SftConfig,
 )
 
-MODULES = ("architecture", "config", "sample", "export", "bench.generate", "bench.load", "bench.step", "bench.roofline")
+MODULES = ("architecture", "config", "sample", "export", "bench.workload", "bench.load", "bench.step", "bench.roofline")
 
 
 def classes() -> Iterator[type]:
