@@ -46,7 +46,7 @@ class StepOptions(Checked, prefix="--"):
     """Prompt tokens a row."""
     new: Count = 128
     """New tokens a row."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values in generation."""
     draft: DraftKind = "none"
     """What proposes tokens."""
