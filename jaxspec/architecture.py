@@ -11,6 +11,8 @@ ModelType = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mimo"]
 Natural = Annotated[int, Range(least=0)]
 Count = Annotated[int, Range(least=1)]
 Positive = Annotated[float, Range(above=0)]
+LayerCount = Annotated[int, Range(least=1, most=1000)]
+"""Several times as many as any published model has; compiling more would take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class ModelConfig(Checked, prefix="model."):
     """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
     vocab: Count = 40
     """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
-    layers: Count = 12
+    layers: LayerCount = 12
     """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least 4."""
     embed: Count = 64
     """Width of the residual stream."""
@@ -108,8 +110,11 @@ class ModelConfig(Checked, prefix="model."):
         scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0 or bool(self.path)
         remedy = "set --model.rope.context to the positions that the model was trained on"
         require(scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}")
-        require(self.heads % self.kv_heads == 0, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
-        require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; rotary positions need an even size")
+        whole = ", ".join(str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0)
+        shared = f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}"
+        require(self.heads % self.kv_heads == 0, f"{shared}; give one of {whole}")
+        even = f"rotary positions need an even size, such as {self.head_size + 1}"
+        require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; {even}")
 
     @property
     def positions(self) -> int:
@@ -139,10 +144,14 @@ class HeadConfig(Checked, prefix="head."):
     """An embedding table of its own, which is not trained; False: the policy's."""
 
     def check(self) -> None:
-        require(list(self.taps) == sorted(set(self.taps)), f"head.taps {list(self.taps)} must ascend, without repetition")
+        require(
+            list(self.taps) == sorted(set(self.taps)),
+            f"head.taps {list(self.taps)} must ascend, without repetition: give {sorted(set(self.taps))}",
+        )
         require(
             self.use_taps or not (self.taps or self.norm_before_fuse or self.fuse_norms),
-            "head.use_taps is off, so the head has no taps to norm",
+            "head.use_taps is off, so that there are no head.taps to read or norm; leave out head.taps, head.norm_before_fuse and "
+            "head.fuse_norms, or turn head.use_taps on",
         )
         require(
             not (self.norm_before_fuse and self.fuse_norms),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,7 +16,17 @@ INT32 = 2**31 - 1
 """The largest whole number where a range states no other: what devices and array libraries count with."""
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest number that float32 keeps as it is; beyond, it has 0 or infinity instead."""
-_REPR = reprlib.Repr()
+
+
+class _Repr(reprlib.Repr):
+    """Values in messages: shortened, and whole numbers of thousands of digits, which Python does not write out, by their length."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        """A whole number."""
+        return repr(x) if abs(x) < 10**self.maxlong else f"a whole number of about {int(x.bit_length() * 0.30103)} digits"
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
 
@@ -38,7 +49,21 @@ def read_from(source: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise error if source in str(error) else ConfigError(f"{source}: {error}") from error
+        if source in str(error):
+            raise
+        raise ConfigError(f"{source}: {error}") from error
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Calls settings in messages what they were given as, where `names` says so: the keys of a file, the options of another command."""
+    try:
+        yield
+    except ConfigError as error:
+        told = re.sub(r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+", lambda found: names.get(found[0].removeprefix("--"), found[0]), str(error))
+        if told == str(error):
+            raise
+        raise ConfigError(told) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +141,7 @@ def mismatch(value: Any, wanted: Any) -> str:
         return next((f"a tuple, each item {instead}" for instead in (mismatch(each, item) for each in value) if instead), "")
     if kind is Literal:
         return "" if isinstance(value, str) and value in get_args(wanted) else f"one of {', '.join(get_args(wanted))}"
-    return "" if _is(value, wanted) else _named(wanted)
+    return "" if _is(value, wanted) else _instead(value, wanted)
 
 
 def _outside(number: Any, kind: type, bounds: Range) -> str:
@@ -128,11 +153,24 @@ def _outside(number: Any, kind: type, bounds: Range) -> str:
 def _is(value: Any, wanted: type) -> bool:
     if wanted is float:
         return (_is(value, int) or isinstance(value, float)) and (value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1])
+    if wanted is str:
+        return isinstance(value, str) and "\0" not in value
+    if is_dataclass(wanted):
+        return type(value) is wanted  # a subclass may leave out the checks
     return isinstance(value, wanted) and (wanted is not int or not isinstance(value, bool))
 
 
+def _instead(value: Any, wanted: Any) -> str:
+    """What a value must be in place of what it is; the nearer it comes, the more is said."""
+    if wanted is str and isinstance(value, str):
+        return "text without the character NUL"
+    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number that float32 can hold"
+    return _named(wanted) + " itself, not of a subclass" * (is_dataclass(wanted) and isinstance(value, wanted))
+
+
 def _named(wanted: Any) -> str:
-    words = {bool: "True or False", int: "a whole number", float: "a number that float32 can hold", str: "text", type(None): "None"}
+    words = {bool: "True or False", int: "a whole number", float: "a number, as an int or a float", str: "text", type(None): "None"}
     return words.get(wanted) or f"of type {wanted.__name__}"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import inspect
 import re
 import runpy
+import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,8 +18,8 @@ from typing import TypeVar
 import tyro
 
 from jaxspec.checked import Checked, ConfigError, require
-from jaxspec.config import Config
-from jaxspec.unused import WITH_ANY_DRAFT, refuse_unused
+from jaxspec.config import Config, DraftConfig, LookupConfig
+from jaxspec.unused import WITH_ANY_DRAFT, refuse_idle, refuse_unused
 from jaxspec.version import DISTRIBUTION, version
 
 _T = TypeVar("_T", bound=Checked)
@@ -27,11 +29,12 @@ _SHIPPED = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "
 """The configs that come with jaxspec: inside an installed package, beside the package in a checkout."""
 
 
-def load_config(argv: Sequence[str], program: str, description: str, varied: Sequence[str] = ()) -> tuple[Config, str]:
+def load_config(argv: Sequence[str], program: str, description: str, varied: Sequence[str] = (), used: str = "") -> tuple[Config, str]:
     """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m jaxspec.<program>`.
 
     Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes `runs/` and that name. A program that sets
-    the draft itself, and so has use for the settings of every kind, names what it sets in `varied`.
+    the draft itself, and so has use for the settings of every kind, names what it sets in `varied`. One that looks at some settings alone
+    names them in `used`, as in `unused.Unused`; where the draft is not among them, there is none.
 
     Raises:
       ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing beside the others, or one that is `varied`.
@@ -47,10 +50,16 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
         require(bool({"-h", "--help"} & set(overrides)), f"no --config; {found}; try {command} --config rl_think.py, or {command} --help")
         default, name = Config(), ""
     config = override(default, overrides, f"{command} --config {given or 'NAME.py[:SCALE]'}", f"{description}\n\n{_guide(command)}")
-    fixed = ", ".join(f"--{name}" for name in varied if name in _named(overrides))
+    named = _named(overrides)
+    fixed = ", ".join(f"--{name}" for name in varied if name in named)
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
+    if used:
+        refuse_idle(named, used, command)
+    if used and "rollout.draft." not in used:
+        rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
+        config = replace(config, rollout=rollout)
     if varied:
-        refuse_unused(config, _named(overrides), WITH_ANY_DRAFT)
+        refuse_unused(config, named, WITH_ANY_DRAFT)
     else:
         config = settle(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
@@ -114,14 +123,18 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
     with _one_line(path):
         names = runpy.run_path(str(path))
     scales = names.get("SCALES", ())
-    require(bool(scales) and "get_config" in names, f"{path} must define SCALES and get_config(scale), as rl_think.py does")
     listed = isinstance(scales, tuple | list) and all(isinstance(name, str) for name in scales)
-    require(listed, f"{path}: SCALES is {scales!r}; it must be a tuple of names, such as ('tiny',)")
+    require(listed, f"{path}: SCALES is {' '.join(repr(scales).split())}; it must be a tuple of names, such as ('tiny',)")
+    require(bool(scales) and "get_config" in names, f"{path} must define SCALES and get_config(scale), as rl_think.py does")
+    require(not inspect.iscoroutinefunction(names["get_config"]), f"{path}: get_config is an `async def`; make it a `def`")
     scale = scale or scales[0]
     require(scale in scales, f"{path} has no scale {scale!r}; {_nearest(scale, scales)}it has {', '.join(scales)}")
     with _one_line(path):
         config = names["get_config"](scale)
-    require(isinstance(config, Config), f"{path}: get_config({scale!r}) returns a {type(config).__name__}, not a jaxspec.config.Config")
+    wanted = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(config, Config)
+    require(type(config) is Config, f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {wanted}")
+    filled_in = "what the folder of rollout.draft.path says of its draft, for the programs to fill in"
+    require(config.draft_model is None, f"{path}: draft_model is {filled_in}; leave it out")
     return config, f"{path.stem}-{scale}"
 
 
@@ -132,19 +145,31 @@ def _one_line(path: Path) -> Iterator[None]:
         yield
     except SyntaxError as error:
         raise ConfigError(f"{path} is not a Python file: {error}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # whatever a file raises is its own fault, but for Ctrl-C where it is Python that raises it
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{where}: {kind}{' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {kind}{_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - an exception's own code may fail in any way
+        return "(its message cannot be read)"
 
 
 def _find(file: str) -> Path:
     for folder in (Path(), Path("configs"), _SHIPPED):
-        if (folder / file).is_file():
-            return folder / file
+        with contextlib.suppress(OSError):  # a name that is too long, links in a circle
+            if (folder / file).is_file():
+                return folder / file
     hint = _nearest(Path(file).name, _found())
-    raise ConfigError(f"--config {file}: no such file here, in configs/ or in {_SHIPPED}; {hint}configs found: {', '.join(_found())}")
+    raise ConfigError(
+        f"--config {repr(file)[1:-1]}: no such file here, in configs/ or in {_SHIPPED}; {hint}configs found: {', '.join(_found())}"
+    )
 
 
 def _found() -> list[str]:

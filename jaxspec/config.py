@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxspec.architecture import Count, FamilyConfig, HeadConfig, ModelConfig, Natural, Positive, RopeConfig
+from jaxspec.architecture import Count, FamilyConfig, HeadConfig, LayerCount, ModelConfig, Natural, Positive, RopeConfig
 from jaxspec.checked import Checked, ConfigError, Range, require
 
 __all__ = [
@@ -66,7 +66,7 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's samples; 0: the policy's."""
     ffn: Natural = 0
     """Width of the draft's SwiGLU layer; 0: the policy's."""
-    layers: Count = 1
+    layers: LayerCount = 1
     """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
     embedding_first: bool = True
     """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo does."""
@@ -165,8 +165,8 @@ class RolloutConfig(Checked, prefix="rollout."):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
     def check(self) -> None:
-        shorter = self.min_new_tokens < self.max_new_tokens
-        require(shorter, f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens {self.max_new_tokens}")
+        longer = f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens {self.max_new_tokens}"
+        require(self.min_new_tokens < self.max_new_tokens, f"{longer}; lower the first or raise the second")
 
     @property
     def lookup_kind(self) -> LookupKind:
@@ -340,7 +340,9 @@ class Config(Checked):
     """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
     def check(self) -> None:
-        numbers_of("profile", self.profile)
+        first = numbers_of("profile", self.profile).start
+        traced = f"profile is {self.profile!r}, and the last call of a run of steps {self.steps} is number {self.steps}"
+        require(first <= self.steps, f"{traced}; begin there or before, or raise steps")
 
 
 def numbers_of(name: str, text: str) -> range:

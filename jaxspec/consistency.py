@@ -3,7 +3,8 @@
 import math
 
 from jaxspec.checked import INT32, require
-from jaxspec.config import Config
+from jaxspec.config import Config, FamilyConfig
+from jaxspec.models.hf_config import implied
 
 
 def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
@@ -24,7 +25,7 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
         require(size % tensor == 0, f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two")
     shards = devices // tensor
     rows, prompts = _rows(config), config.grpo.prompts
-    automatic = shards if processes > 1 else max(size for size in _divisors(math.gcd(*rows.values())) if size <= shards)
+    automatic = shards if processes > 1 else max(size for size in range(1, shards + 1) if math.gcd(*rows.values()) % size == 0)
     data = config.mesh.data or automatic
     asked = f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are {devices}"
     require(config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself")
@@ -33,6 +34,7 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     for key, count in rows.items():
         near = max(count // data, 1) * data
         require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
+    _check_family(config.model.family)
     _check_drafts(config)
     _check_positions(config)
     _check_pool(config, prompts // data)
@@ -42,14 +44,33 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     return data, tensor
 
 
+def _check_family(family: FamilyConfig) -> None:
+    """Whether an exported policy would be read back as it is; one that was read from a folder is."""
+    wanted = implied(family)
+    names = ("query_key_norm", "attention_bias", "output_bias", "experts")
+    changed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) != getattr(family, name)}
+    words = {name: f"no_{name}" if value is False else name if value is True else f"{name} {value}" for name, value in changed.items()}
+    remedy = ", ".join(f"--model.family.{word}" for word in words.values())
+    reason = f"config.json of model.family.model_type {family.model_type} has no word for it, and an exported policy could not be read back"
+    require(not changed, f"{', '.join(f'model.family.{name} is {getattr(family, name)}' for name in changed)}: {reason}; set {remedy}")
+
+
+def require_countable(what: str, rows: int, positions: int) -> None:
+    """Refuses more tokens than are counted and held at once."""
+    many = f"{what} rows of {positions} positions are more than {INT32}, which is as far as tokens are counted; lower one"
+    require(rows * positions <= INT32, many)
+
+
 def _check_positions(config: Config) -> None:
-    """Whether a batch can be counted, and its longest row fits the positions that the policy was made for."""
-    model, prompt, response = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens
-    rows = config.grpo.prompts * config.grpo.group_size
-    batch = f"grpo.prompts {config.grpo.prompts} x grpo.group_size {config.grpo.group_size} rows of {prompt + response} positions"
-    require(
-        rows * (prompt + response) <= INT32, f"{batch} are more than {INT32}, which is as far as a batch's tokens are counted; lower one"
-    )
+    """Whether what is generated or trained on at once can be counted, and its longest row fits the positions of the policy."""
+    model, prompt, response, grpo = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens, config.grpo
+    rows = {f"grpo.prompts {grpo.prompts} x grpo.group_size {grpo.group_size}": grpo.prompts * grpo.group_size}
+    rows |= {f"{key} {count}": count for key, count in _rows(config).items()}
+    if _trained_offline(config):
+        rows[f"offline.samples {config.offline.samples}"] = config.offline.samples
+    rows[f"rollout.lookup.past {config.rollout.past} x grpo.prompts {grpo.prompts}"] = config.rollout.past * grpo.prompts
+    for what, count in rows.items():
+        require_countable(what, count, prompt + response)
     longest = f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to {prompt + response} positions"
     enough = -(-(prompt + response) // max(model.positions, 1))
     remedy = f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"
@@ -76,6 +97,7 @@ def _check_pool(config: Config, prompts: int) -> None:
 def _check_drafts(config: Config) -> None:
     """Whether draft and look-up fit the policy, the response and one another."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
+    _check_loops(config)
     auto = " (the longest of auto)" if draft.draft_length == "auto" else ""
     lengths = f"rollout.draft.draft_length {draft.longest}{auto} and rollout.max_new_tokens {rollout.max_new_tokens}"
     shorter = draft.kind == "none" or draft.longest < rollout.max_new_tokens
@@ -83,7 +105,7 @@ def _check_drafts(config: Config) -> None:
     beside = f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and rollout.draft.kind is {draft.kind}"
     require(rollout.lookup.beside == "none" or draft.learned, f"{beside}; choose eagle3, mtp or model, or that kind alone")
     outside = [token for token in rollout.banned if not 0 <= token < vocab]
-    require(not outside, f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold")
+    require(not outside, f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold; leave them out")
     _check_network(config)
     whole = draft.vocab == 0 or draft.kind == "eagle3"
     require(whole, f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the policy's, so leave it 0")
@@ -99,6 +121,18 @@ def _check_drafts(config: Config) -> None:
     require(trained, f"{training}: the last MTP layers would never learn; raise the first")
 
 
+def _check_loops(config: Config) -> None:
+    """Whether runs that are compared, and depths that are trained, end within the longest row."""
+    rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
+    longest = config.data.max_prompt_length + rollout.max_new_tokens
+    row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
+    shorter = rollout.lookup_kind == "none" or lookup.max_match <= longest
+    match = f"rollout.lookup.max_match {lookup.max_match} (rollout.lookup.min_match {lookup.min_match}) is above {row}"
+    require(shorter, f"{match}; lower it")
+    unrolled = rollout.draft.kind in ("eagle3", "mtp") and (training.online or config.offline.steps > 0)
+    require(not unrolled or training.ttt_steps < longest, f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it")
+
+
 def _check_network(config: Config) -> None:
     """Whether the draft's own decoder and its taps, loaded or not, go with the policy."""
     kind, model, head, own = config.rollout.draft.kind, config.model, config.head, config.draft_model
@@ -106,7 +140,10 @@ def _check_network(config: Config) -> None:
         deep = not head.use_taps or bool(head.taps) or model.layers >= 4
         require(deep, f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
         beyond = [tap for tap in head.taps if not 0 <= tap <= model.layers]
-        require(not beyond, f"head.taps {list(head.taps)} has {beyond}; 0 to model.layers {model.layers} layers can be applied")
+        require(
+            not beyond,
+            f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers {model.layers}, or none",
+        )
     if own is None:
         return
     width = f"the draft's width is {own.embed} and model.embed {model.embed}"
@@ -121,9 +158,12 @@ def _check_network(config: Config) -> None:
 
 def _rows(config: Config) -> dict[str, int]:
     """What every batch of the run divides over the data shards; 0 where nothing is trained."""
-    trained = config.offline.steps and config.rollout.draft.learned
-    sft, offline = config.sft.steps and config.sft.rows, trained and config.offline.rows
+    sft, offline = config.sft.steps and config.sft.rows, config.offline.rows if _trained_offline(config) else 0
     return {"grpo.prompts": config.grpo.prompts, "sft.rows": sft, "offline.rows": offline}
+
+
+def _trained_offline(config: Config) -> bool:
+    return config.offline.steps > 0 and config.rollout.draft.learned
 
 
 def _divisors(number: int) -> list[int]:

@@ -35,6 +35,10 @@ def threads() -> int:
     return environment_number("NPROC", 1) or cores()
 
 
+MOST_CPU_DEVICES = 512
+"""Devices that a CPU is split into at most: each takes time to start, and more serve nobody."""
+
+
 def machine(mesh: Mesh) -> dict[str, Any]:
     """What a program runs on."""
     device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
@@ -56,10 +60,12 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
       ConfigError: an environment variable that it reads, or that XLA would end the process for, holds no such number.
     """
     environment_number("NPROC", 1)
-    forced = _forced_devices()
-    if environment_number("JAX_NUM_CPU_DEVICES", 1) or forced:
+    forced, (given, local) = _forced_devices(), (environment_number(name, 1) for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES"))
+    for name, number in (("JAX_NUM_CPU_DEVICES", given), ("JAXSPEC_LOCAL_DEVICES", local)):
+        require((number or 1) <= MOST_CPU_DEVICES, f"{name} is {number}; at most {MOST_CPU_DEVICES}, or unset it")
+    if given or forced:
         return
-    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1) or wanted or cores()
+    count = min(local or wanted or cores(), MOST_CPU_DEVICES)  # whoever wanted more is told what there is
     os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -71,8 +77,9 @@ def _forced_devices() -> bool:
     require(not file or Path(words[0]).is_file(), f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags")
     counts = [word.partition("=")[2] for word in words if word.startswith("--xla_force_host_platform_device_count")]
     for count in counts:
-        good = count.isdigit() and int(count) >= 1
-        require(good, f"XLA_FLAGS has --xla_force_host_platform_device_count={count}; give a whole number, 1 or more")
+        good = count.isdigit() and len(count) < 9 and 1 <= int(count) <= MOST_CPU_DEVICES
+        whole = f"give a whole number from 1 to {MOST_CPU_DEVICES}"
+        require(good, f"XLA_FLAGS has --xla_force_host_platform_device_count={count}; {whole}")
     return bool(counts)
 
 

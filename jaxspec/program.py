@@ -45,15 +45,20 @@ class Job:
 
 
 def run(
-    program: str, description: str, body: Callable[[Job, Interrupt], int], argv: Sequence[str] | None = None, varied: Sequence[str] = ()
+    program: str,
+    description: str,
+    body: Callable[[Job, Interrupt], int],
+    argv: Sequence[str] | None = None,
+    varied: Sequence[str] = (),
+    used: str = "",
 ) -> int:
     """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a `Diverged`.
 
-    `varied` is as in `load_config`.
+    `varied` and `used` are as in `load_config`.
     """
 
     def work() -> int:
-        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied)
+        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied, used)
         with Interrupt() as interrupt:
             told: list[str] = []
             with interrupt.nothing_unsaved("starting"):
@@ -136,13 +141,13 @@ def make_job(config: Config, mesh: Mesh) -> Job:
 
 
 def _check_bans(config: Config, tokenizer: Tokenizer) -> None:
-    """Whether `rollout.banned` leaves a token to begin an answer with."""
+    """Whether `rollout.banned` leaves answers that differ."""
     rollout = config.rollout
     left = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
     require(bool(left), f"rollout.banned has all {tokenizer.size} tokens of the tokenizer, so that none could be sampled; leave some out")
-    ends = f"only end tokens {sorted(left)[:8]} are not in rollout.banned, and rollout.min_new_tokens is {rollout.min_new_tokens}"
-    begins = rollout.min_new_tokens == 0 or not left <= set(tokenizer.stop_ids)
-    require(begins, f"{ends}, so that no answer could begin; ban fewer tokens, or set --rollout.min_new_tokens 0")
+    words = sorted(left - set(tokenizer.stop_ids))
+    few = f"of the {tokenizer.size} tokens only {words} and end tokens are not in rollout.banned: answers could differ in length alone"
+    require(len(words) >= 2, f"{few}; ban fewer")
 
 
 def on_this_process(job: Job) -> Job:

@@ -20,6 +20,7 @@ from jaxspec.architecture import Count
 from jaxspec.checked import Checked, ConfigError, Range, require
 from jaxspec.cli import override, settle, take_option
 from jaxspec.config import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
+from jaxspec.consistency import require_countable
 from jaxspec.data import Problem
 from jaxspec.metrics import short
 from jaxspec.program import at_once
@@ -94,12 +95,17 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
         draft=options.draft,
         lookup=options.lookup,
     )
+    longest = options.max_prompt_length + options.max_new_tokens
+    require_countable(f"--samples {options.samples}:", options.samples, longest)
     rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout
     _check_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)
     data = replace(run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer)
     grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))  # one row is no group to learn from
-    return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo)
+    training = replace(
+        run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1)
+    )  # answers may be shorter than in training
+    return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo, draft_training=training)
 
 
 def _alone(rollout: RolloutConfig) -> RolloutConfig:

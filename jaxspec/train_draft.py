@@ -47,7 +47,9 @@ from jaxspec.sync import cast
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import FILES
 from jaxspec.train_sft import WEIGHTS, cached_policy, policy_key
+from jaxspec.unused import OF_DRAFT
 
+ABOUT = "Trains the draft, on responses sampled from the policy or on a text, and measures it."
 ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""
 DEPTHS = 8
@@ -359,4 +361,4 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_draft", "Trains the draft, on responses sampled from the policy or on a text, and measures it.", main))
+    sys.exit(run("train_draft", ABOUT, main, used=OF_DRAFT))

@@ -29,6 +29,7 @@ from jaxspec.sampling import Processing
 from jaxspec.state import Learner, PyTree
 from jaxspec.streams import Stream, stream_rng
 from jaxspec.sync import cast
+from jaxspec.unused import OF_POLICY
 
 WEIGHTS = "weights.npz"
 
@@ -108,4 +109,4 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_sft", "Trains the policy's supervised warm start and keeps it in the cache.", main))
+    sys.exit(run("train_sft", "Trains the policy's supervised warm start and keeps it in the cache.", main, used=OF_POLICY))

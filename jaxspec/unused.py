@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from jaxspec.checked import require
-from jaxspec.config import Config, HeadConfig
+from jaxspec.config import Config, DraftConfig, HeadConfig
 from jaxspec.config_json import flat, to_json
 
 
@@ -92,13 +92,20 @@ BY_DRAFT = (
     Unused(f"rollout.draft.vocab {_FORM}", _PATH, _loaded("eagle3")),
     Unused("rollout.draft.layers", _PATH, _loaded("mtp", "model")),
     Unused("rollout.draft.embedding_first", _PATH, _loaded("mtp")),
-    Unused("draft_model.", _PATH, _loaded("eagle3", "model")),
     Unused("rollout.lookup.rule", _LOOKUP, lambda c: c.rollout.lookup_kind != "ngram"),
     Unused("rollout.lookup.past", _LOOKUP, lambda c: c.rollout.lookup_kind != "history"),
     Unused("rollout.lookup.min_match rollout.lookup.max_match", _LOOKUP, lambda c: c.rollout.lookup_kind == "none"),
     Unused(f"{_OBJECTIVE} draft_training.learning_rate {_OFFLINE}", _KIND, lambda c: not c.rollout.draft.learned),
     Unused("offline.steps", _KIND, lambda c: not c.rollout.draft.learned and c.offline.steps > 0),
     Unused("draft_training.ttt_steps draft_training.decay", "rollout.draft.kind model, which has one depth,", _kind("model")),
+    Unused(
+        "rollout.draft.layers",
+        "rollout.draft.draft_length {c.rollout.draft.draft_length}, whose tokens the first layers draft,",
+        lambda c: _kind("mtp")(c) and not c.rollout.draft.path and c.rollout.draft.layers > c.rollout.draft.longest,
+    ),
+    Unused(
+        "draft_training.decay", "draft_training.ttt_steps 1, which is one depth of weight 1,", lambda c: c.draft_training.ttt_steps == 1
+    ),
     Unused("draft_training.learning_rate", "draft_training.online off", lambda c: not c.draft_training.online),
     Unused(
         _OBJECTIVE,
@@ -109,6 +116,13 @@ BY_DRAFT = (
 )
 """What is left to a program that goes through the kinds of draft by itself."""
 
+OF_POLICY = "seed model. data. mesh. sft. grpo.prompts rollout.max_new_tokens"
+"""Settings that `train_sft` has a use for; prompts count for the mesh."""
+_FORM_OF_DRAFT = " ".join(f"rollout.draft.{item.name}" for item in fields(DraftConfig) if item.name not in ("sampling", "temperature"))
+_LAW = "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p rollout.enable_thinking rollout.engine."
+OF_DRAFT = f"{OF_POLICY} {_LAW} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
+"""Those of `train_draft`."""
+
 
 def refuse_unused(config: Config, named: Iterable[str], table: tuple[Unused, ...] = WITH_ANY_DRAFT + BY_DRAFT) -> None:
     """Refuses settings among `named` that do nothing and differ from their defaults; what only a config file says is left alone.
@@ -116,8 +130,8 @@ def refuse_unused(config: Config, named: Iterable[str], table: tuple[Unused, ...
     Raises:
       ConfigError: names them, and the settings that make them useless.
     """
-    defaults = flat(to_json(Config()))
-    changed = [name for name, value in sorted(flat(to_json(config)).items()) if name in set(named) and value != defaults.get(name)]
+    defaults, given = flat(to_json(Config())), set(named)
+    changed = [name for name, value in sorted(flat(to_json(config)).items()) if name in given and value != defaults.get(name)]
     told: set[str] = set()
     said = []
     for row in table:
@@ -126,6 +140,20 @@ def refuse_unused(config: Config, named: Iterable[str], table: tuple[Unused, ...
             told |= set(found)
             said.append(f"with {row.fact.format(c=config)} there is no use for {', '.join(f'--{name}' for name in found)}")
     require(not said, f"{'; '.join(said)}; leave {'it' if len(told) == 1 else 'them'} out")
+
+
+def refuse_idle(named: Iterable[str], used: str, command: str) -> None:
+    """Refuses settings among `named` that a program never looks at, whatever their values; `used` are those that it does, as in `Unused`.
+
+    Raises:
+      ConfigError: names them, and settings in use of the same name elsewhere.
+    """
+    idle = [name for name in sorted(named) if not _stands_for(used.split(), name)]
+    lasts = {name.rpartition(".")[2] for name in idle}
+    there = [name for name in flat(to_json(Config())) if name.rpartition(".")[2] in lasts and _stands_for(used.split(), name)]
+    meant = f" (did you mean {' or '.join(f'--{name}' for name in there)}?)" if there else ""
+    listed, whole = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
+    require(not idle, f"{command} has no use for {listed}{meant}; leave {whole} out")
 
 
 def _stands_for(settings: list[str], name: str) -> bool:

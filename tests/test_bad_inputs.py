@@ -5,6 +5,7 @@ All run in one process, through the programs' own entries, with a model so small
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxspec.config_json import to_json
 from jaxspec.interrupt import Interrupt
 from jaxspec.program import reported, run
 from jaxspec.tokenizer import character_tokenizer
+from jaxspec.unused import OF_DRAFT, OF_POLICY
 from tests.conftest import answering_config, save_policy, tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
@@ -80,23 +82,40 @@ SETTINGS = {
     "rollout.max_new_tokens": ["0"],
     "rollout.min_new_tokens": ["28", "-1"],
     "rollout.banned": ["-1", "40"],
+    "rollout.lookup.max_match": ["2147483647"],
+    "rollout.lookup.past": ["2147483647"],
+    "draft_training.ttt_steps": ["36", "2147483647"],
+    "model.layers": ["1001", "2147483647"],
+    "rollout.draft.layers": ["2147483647"],
+    "sft.rows": ["2000000000"],
+    "offline.samples": ["2000000000"],
+    "offline.rows": ["1000000000"],
+    "workdir": ["a\0b"],
     "rollout.draft.temperature": ["nan", "-1"],
     "rollout.engine.slots": ["0"],
     "rollout.engine.pages": ["3"],
     "seed": ["-1", "4294967296"],
     "steps": ["0", "-5", "3000000000"],
     "save_every": ["0"],
-    "profile": ["5", "7:3", "a:b"],
+    "profile": ["5", "7:3", "a:b", "81:200", "9" * 5000 + ":2"],
     "lora.alpha": ["0"],
-    "mesh.data": ["3", "-1"],
+    "mesh.data": ["3", "-1", "100000"],
     "mesh.tensor": ["0", "3"],
 }
 """What no run can have; the names and what is wrong stand in the message."""
+BESIDE = {
+    "lora": ["--lora.rank", "2"],
+    "rollout.draft.temperature": ["--rollout.draft.sampling", "sample"],
+    "rollout.draft.layers": ["--rollout.draft.kind", "model"],
+    "rollout.lookup": ["--rollout.draft.kind", "history"],
+    "offline.rows": ["--offline.text", "generic"],
+}
+"""What gives a setting its use."""
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values])
 def test_settings(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    beside = ["--lora.rank", "2"] if name.startswith("lora") else ["--rollout.draft.sampling", "sample"] if "draft.temp" in name else []
+    beside = next((words for part, words in BESIDE.items() if name.startswith(part)), [])
     status, printed = ended(lambda: trained(f"--{name}", value, *beside), capsys)
     assert status == 2
     assert_one_line(printed, name)
@@ -140,6 +159,35 @@ FILES = {
     "a list": (f"{HEAD}def get_config(scale):\n    return Config(rollout=RolloutConfig(banned=[1]))", ["rollout.banned", "a tuple"]),
     "an unknown name": (f"{HEAD}def get_config(scale):\n    return Config(stepz=3)", ["line 5", "stepz"]),
     "a path that is none": (f"{HEAD}def get_config(scale):\n    return Config(workdir=3)", ["workdir is 3", "text"]),
+    "a subclass": (f"{HEAD}class Mine(Config): ...\ndef get_config(scale):\n    return Mine()", ["returns a Mine", "subclass"]),
+    "a subclass of a part": (
+        f"{HEAD}class Mine(GrpoConfig):\n    def __post_init__(self): ...\n"
+        "def get_config(scale):\n    return Config(grpo=Mine(grad_clip=-1))",
+        ["line 7", "grpo", "GrpoConfig itself"],
+    ),
+    "an array of scales": ("import numpy as np\nSCALES = np.array(['a', 'b'])\ndef get_config(scale): ...", ["SCALES is array"]),
+    "an async function": (f"{HEAD}async def get_config(scale):\n    return Config()", ["async def"]),
+    "an exit of a generator": (f"{HEAD}raise GeneratorExit", ["line 4", "GeneratorExit"]),
+    "a cancellation": (f"{HEAD}import asyncio\nraise asyncio.CancelledError", ["line 5", "CancelledError"]),
+    "a base exception": (f"{HEAD}raise BaseException('two\\nlines')", ["line 4", "BaseException: two lines"]),
+    "an error without words": (
+        f"{HEAD}class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+        ["line 6", "Mute: (its message cannot be read)"],
+    ),
+    "too long a number": (f"{HEAD}def get_config(scale):\n    return Config(steps=10**5000)", ["steps is", "5000 digits"]),
+    "a float of numpy": (
+        f"{HEAD}import numpy as np\ndef get_config(scale):\n    return Config(sft=SftConfig(learning_rate=np.float32(1e-3)))",
+        ["sft.learning_rate", "an int or a float"],
+    ),
+    "a fraction": (
+        f"{HEAD}from fractions import Fraction\ndef get_config(scale):\n    return Config(sft=SftConfig(learning_rate=Fraction(1, 3)))",
+        ["sft.learning_rate", "an int or a float"],
+    ),
+    "a draft's sizes": (
+        f"{HEAD}def get_config(scale):\n    return Config(draft_model=ModelConfig(family=FamilyConfig(experts=8)))",
+        ["draft_model", "leave it out"],
+    ),
+    "NUL in text": (f"{HEAD}def get_config(scale):\n    return Config(workdir='a\\0b')", ["workdir is", "NUL"]),
     "not a number": (
         f"{HEAD}def get_config(scale):\n    return Config(grpo=GrpoConfig(grad_clip=float('nan')))",
         ["grpo.grad_clip is nan"],
@@ -156,11 +204,52 @@ def test_config_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert_one_line(printed, "bad.py", *words)
 
 
-@pytest.mark.parametrize("given", ["nowhere.py", "rl_think.py:huge", "/", ".", ""])
-def test_names_of_config_files(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("given", ["nowhere.py", "rl_think.py:huge", "/", ".", "", "a" * 300 + ".py", "circle.py", "x\ny.py"])
+def test_names_of_config_files(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "circle.py").symlink_to("circle.py")
     status, printed = ended(lambda: trained(config=given), capsys)
     assert status == 2
-    assert_one_line(printed)
+    assert_one_line(printed, given.replace("\n", "\\n").rpartition(":")[2] or "no --config")
+    assert len(printed.splitlines()) == 1
+
+
+def test_an_interruption_of_a_config_files_own_is_its_error_and_ctrl_c_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        trained(config="bad.py")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the programs, where Python never raises it
+    try:
+        status, printed = ended(lambda: trained(config="bad.py"), capsys)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 2
+    assert_one_line(printed, "bad.py, line 1: KeyboardInterrupt")
+
+
+FAMILIES = [
+    ("--model.family.model_type llama", "--model.family.no_query_key_norm"),
+    ("--model.family.model_type qwen2", "--model.family.attention_bias"),
+    ("--model.family.model_type mimo --model.family.no_query_key_norm", "--model.family.attention_bias"),
+    ("--model.family.model_type qwen3_moe", "--model.family.experts 8"),
+    ("--model.family.experts 8", "--model.family.experts 0"),
+    ("--model.family.attention_bias", "--model.family.output_bias"),
+    ("--model.family.no_query_key_norm", "--model.family.query_key_norm"),
+]
+
+
+@pytest.mark.parametrize(("words", "remedy"), FAMILIES)
+def test_families_that_could_not_be_read_back(words: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed = ended(lambda: trained(*words.split()), capsys)
+    assert status == 2
+    assert_one_line(printed, "model.family.model_type", remedy)
+
+
+@pytest.mark.parametrize(("name", "value"), [("JAX_NUM_CPU_DEVICES", "100000"), ("JAXSPEC_LOCAL_DEVICES", "513")])
+def test_devices_beyond_all_sense(name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(name, value)
+    status, printed = ended(lambda: trained(*QUICK), capsys)
+    assert status == 2
+    assert_one_line(printed, name, value, "at most 512")
 
 
 PROBLEM = '{"question": "1+1=", "answer": "2"}\n'
@@ -410,22 +499,83 @@ def test_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch, cap
     assert_one_line(printed, name, value)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        *(
-            ["generate"],
-            ["generate", "--model", "nowhere"],
-            ["generate", "--model", "x", "--batch", "0"],
-            ["step"],
-            ["step", "--model", "no"],
-        ),
-        *(["load"], ["load", "--model", "nowhere"], ["drafts"], ["drafts", "--rows", "0"], ["generate", "--model", "x", "--budget", "nan"]),
-        ["generate", "--model", "x", "--temperature", "-1"],
-    ],
-    ids=" ".join,
-)
-def test_benchmarks(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status, printed = ended(lambda: bench_main(argv), capsys)
+X = "--model x"
+BENCHES = [
+    ("generate", "--model"),
+    ("generate --model nowhere", "--model nowhere"),
+    (f"generate {X} --batch 0", "--batch is 0"),
+    (f"generate {X} --budget nan", "--budget is nan"),
+    (f"generate {X} --temperature -1", "--temperature is -1"),
+    (f"generate {X} --prompt 1", "--prompt is 1"),
+    (f"generate {X} --new 2000000000", "2000000064 positions"),
+    (f"generate {X} --prompt 2000000000", "2000000128 positions"),
+    (f"generate {X} --draft none --draft_length 7", "--draft_length"),
+    (f"generate {X} --verify token", "--verify"),
+    (f"generate {X} --draft ngram --draft_vocab 5", "--draft_vocab"),
+    (f"generate {X} --draft mtp --draft_vocab 5", "--draft_vocab"),
+    (f"generate {X} --draft ngram --draft_path y", "--draft_path"),
+    (f"generate {X} --draft eagle3 --draft_path y --draft_vocab 5", "--draft_vocab"),
+    (f"generate {X} --draft eagle3 --lengths 2", "--lengths"),
+    (f"generate {X} --draft eagle3 --live 2 --lengths 200", "--lengths has 200"),
+    (f"generate {X} --profile 1000:1001", "--profile is '1000:1001'"),
+    (f"generate {X} --threads 2000000000", "--threads is 2000000000"),
+    ("generate --model DIR", "--model DIR"),
+    ("step", "--model"),
+    ("step --model no", "--model no"),
+    (f"step {X} --prompt 1", "--prompt is 1"),
+    (f"step {X} --batch 2000000000 --group 2", "--batch 2000000000"),
+    (f"step {X} --draft none --draft_length 9", "--draft_length"),
+    (f"step {X} --draft none --verify token", "--verify"),
+    (f"step {X} --profile 1000:1001", "--profile is '1000:1001'"),
+    ("load", "--model"),
+    ("load --model nowhere", "--model nowhere"),
+    ("drafts", "--config"),
+    ("drafts --rows 0", "--rows is '0'"),
+    ("drafts --config rl_think.py --steps 10", "--offline.steps"),
+    ("drafts --config rl_think.py --grpo.learning_rate 1e-4", "--grpo.learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("argv", "word"), BENCHES)
+def test_benchmarks(argv: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed = ended(lambda: bench_main(argv.split()), capsys)
     assert status == 2
-    assert_one_line(printed)
+    assert_one_line(printed, word)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("generate --draft ngram --draft_length 500 --new 10", "--draft_length 500 and --new 10"),
+        ("generate --draft mtp --draft_length auto --new 4", "--draft_length 5 (the longest of auto) and --new 4"),
+        ("load --tensor 3", "--tensor 3 does not divide"),
+        ("load --data 100000", "--data 100000"),
+    ],
+)
+def test_benchmarks_of_a_folder(argv: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_policy(tmp_path / "DIR", MODEL)
+    character_tokenizer().save(str(folder))
+    status, printed = ended(lambda: bench_main([*argv.split(), "--model", "DIR"]), capsys)
+    assert status == 2
+    assert_one_line(printed, words)
+
+
+PREPARATIONS = [
+    ("--steps 10", "--offline.steps", OF_DRAFT),
+    ("--steps 80", "--steps", OF_DRAFT),
+    *((f"--{words}", f"--{words.split()[0]}", OF_DRAFT) for words in ("workdir a", "profile 1:2", "staged", "save_every 3")),
+    *((f"--{words}", f"--{words.split()[0]}", OF_DRAFT) for words in ("grpo.group_size 4", "rollout.verify token", "lora.rank 4")),
+    ("--draft_training.no_online", "--draft_training.online", OF_DRAFT),
+    ("--draft_training.learning_rate 1e-3", "--offline.learning_rate", OF_DRAFT),
+    ("--rollout.draft.kind mtp", "--rollout.draft.kind", OF_POLICY),
+    ("--offline.steps 3", "--sft.steps", OF_POLICY),
+    ("--steps 3", "--sft.steps", OF_POLICY),
+]
+
+
+@pytest.mark.parametrize(("words", "named", "used"), PREPARATIONS)
+def test_settings_that_a_preparation_does_not_look_at(words: str, named: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--config", "rl_think.py", *words.split()]
+    status, printed = ended(lambda: run("prepare", "", lambda *_: 0, argv, used=used), capsys)
+    assert status == 2
+    assert_one_line(printed, "no use for", words.split()[0].replace("no_", ""), named)

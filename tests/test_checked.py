@@ -6,11 +6,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from jaxspec.checked import called, read_from
 from jaxspec.config import (
     Config,
     ConfigError,
@@ -29,7 +31,7 @@ from jaxspec.config import (
     SftConfig,
 )
 
-MODULES = ("architecture", "config", "sample", "export", "bench.generate", "bench.load", "bench.step", "bench.roofline")
+MODULES = ("architecture", "config", "sample", "export", "bench.workload", "bench.load", "bench.step", "bench.roofline")
 
 
 def classes() -> Iterator[type]:
@@ -146,6 +148,17 @@ def test_every_number_states_its_range() -> None:
         (lambda: EngineConfig(slots=0), "rollout.engine.slots is 0; it must be at least 1"),
         (lambda: LoraConfig(alpha=0.0), "lora.alpha is 0.0; it must be above 0"),
         (lambda: RolloutConfig(banned=(3, -1)), "rollout.banned is (3, -1); it must be a tuple, each item at least 0"),
+        (lambda: SftConfig(learning_rate=Decimal(1)), "sft.learning_rate is Decimal('1'); it must be a number, as an int or a float"),  # pyright: ignore[reportArgumentType]
+        (lambda: Config(steps=10**5000), "steps is a whole number of about 5000 digits; it must be at most 2147483647"),
+        (lambda: Config(workdir="a\0b"), "workdir is 'a\\x00b'; it must be text without the character NUL"),
+        (lambda: LoraConfig(targets=("a\0b",)), "it must be a tuple, each item text without the character NUL"),
+        (lambda: ModelConfig(layers=1001), "model.layers is 1001; it must be at least 1 and at most 1000"),
+        (lambda: ModelConfig(heads=6, kv_heads=4), "model.kv_heads 4 does not divide model.heads 6; give one of 1, 2, 3, 6"),
+        (lambda: ModelConfig(head_size=3), "model.head_size is 3; rotary positions need an even size, such as 4"),
+        (lambda: HeadConfig(taps=(3, 2, 2)), "head.taps [3, 2, 2] must ascend, without repetition: give [2, 3]"),
+        (lambda: HeadConfig(use_taps=False, taps=(2,)), "leave out head.taps, head.norm_before_fuse and head.fuse_norms, or turn"),
+        (lambda: RolloutConfig(min_new_tokens=28), "is not below rollout.max_new_tokens 28; lower the first or raise the second"),
+        (lambda: Config(steps=5, profile="6:8"), "profile is '6:8', and the last call of a run of steps 5 is number 5"),
         (lambda: Config(model=None), "model is None; it must be of type ModelConfig"),  # pyright: ignore[reportArgumentType]
         (lambda: DraftConfig(kind="eagle"), "kind is 'eagle'; it must be one of eagle3, mtp"),  # pyright: ignore[reportArgumentType]
         (lambda: DraftConfig(draft_length="many"), "'many'; it must be a whole number or one of auto"),  # pyright: ignore[reportArgumentType]
@@ -157,8 +170,33 @@ def test_messages_name_the_setting_the_value_and_what_is_taken(make: Callable[[]
     assert words in str(caught.value)
 
 
+def test_a_subclass_may_leave_out_the_checks_and_is_refused() -> None:
+    class Unchecked(GrpoConfig):
+        def __post_init__(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"grpo is .*; it must be of type GrpoConfig itself, not of a subclass"):
+        Config(grpo=Unchecked(grad_clip=-1))
+
+
+def test_what_a_file_says_is_told_with_its_name_and_keys() -> None:
+    class Worse(ConfigError):
+        pass
+
+    with (
+        pytest.raises(ConfigError, match=r"^file: number 3 is above --model\.layers 2$"),
+        read_from("file"),
+        called({"model.heads": "number"}),
+    ):
+        raise Worse("model.heads 3 is above --model.layers 2")
+    for enter in (read_from("file"), called({"model.heads": "number"})):
+        with pytest.raises(Worse) as caught, enter:
+            raise Worse("what is said of file needs nothing")
+        assert caught.value.__cause__ is None
+
+
 def test_numbers_at_the_edges_are_taken() -> None:
     assert Config(seed=2**32 - 1, steps=2**31 - 1).seed == 2**32 - 1
+    assert Config(steps=5, profile="5:8").profile == "5:8"
     assert MeshConfig(shard_above=2**40).shard_above == 2**40
     for temperature in (0.0, 1e-3, 1000.0):
         assert RolloutConfig(temperature=temperature).temperature == temperature

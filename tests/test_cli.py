@@ -272,6 +272,8 @@ USELESS = [
     ("--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 2", "rollout.draft.path"),
     ("--rollout.draft.tap_convention boundary", "no rollout.draft.path"),
     ("--draft_training.no_online --draft_training.learning_rate 1e-4", "draft_training.online off"),
+    ("--draft_training.ttt_steps 1 --draft_training.decay 0.5", "draft_training.ttt_steps 1"),
+    ("--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3", "rollout.draft.draft_length 1"),
     ("--draft_training.no_online --offline.steps 0 --draft_training.grad_clip 1", "not trained"),
     ("--offline.steps 0 --offline.samples 100", "offline.steps 0"),
     ("--offline.steps 0 --offline.learning_rate 1e-4", "offline.steps 0"),

@@ -50,6 +50,16 @@ class TestCheck:
             (Config(grpo=GrpoConfig(prompts=6)), 4, 2, ["grpo.prompts 6", "4 data shards"]),
             (Config(sft=SftConfig(rows=20), mesh=MeshConfig(data=8)), 8, 1, ["sft.rows 20", "8 data shards", "16 or 24"]),
             (Config(offline=OfflineConfig(rows=4), mesh=MeshConfig(data=8)), 8, 1, ["offline.rows 4", "8 data shards", "8 or 16"]),
+            (
+                Config(
+                    grpo=GrpoConfig(prompts=2_000_000_000),
+                    sft=SftConfig(steps=0),
+                    rollout=RolloutConfig(draft=DraftConfig(kind="none")),
+                ),
+                8,
+                1,
+                ["grpo.prompts 2000000000 x grpo.group_size 8 rows", "lower one"],
+            ),
             (Config(rollout=RolloutConfig(max_new_tokens=3)), 1, 1, ["draft_length 3", "max_new_tokens 3"]),
             (Config(rollout=RolloutConfig(max_new_tokens=5, draft=DraftConfig(draft_length="auto"))), 1, 1, ["draft_length 5", "auto"]),
             (Config(model=ModelConfig(layers=3)), 1, 1, ["model.layers is 3", "eagle3", "at least 4"]),

@@ -227,6 +227,8 @@ class TestRefusals:
             (["--temperature", "-1"], ["temperature is -1"]),
             (["--draft.kind", "none", "--lookup.beside", "ngram"], ["lookup.beside ngram needs a learned draft", "draft.kind is none"]),
             (["--prompt", "who?"], ["'who'"]),
+            (["--samples", "2000000000"], ["--samples 2000000000", "lower one"]),
+            (["--lookup.past", "2147483647", "--lookup.beside", "history", "--samples", "2"], ["lookup.past 2147483647", "lower one"]),
         ],
     )
     def test_settings(self, run: Path, given: list[str], words: list[str]) -> None:
@@ -234,6 +236,11 @@ class TestRefusals:
             main(["--checkpoint", str(run), *given])
         assert [word for word in words if word not in str(caught.value)] == []
         assert "rollout." not in str(caught.value)
+
+    def test_answers_may_be_shorter_than_the_texts_that_the_draft_was_trained_on(self) -> None:
+        config = dataclasses.replace(CONFIG, draft_training=dataclasses.replace(CONFIG.draft_training, ttt_steps=20), mesh=MeshConfig())
+        config = dataclasses.replace(config, rollout=dataclasses.replace(CONFIG.rollout, draft=DraftConfig()), offline=OfflineConfig())
+        check(self.settings(config, "--max_new_tokens", "5"), devices=1)
 
     @pytest.mark.parametrize("kind", ["none", "ngram", "history"])
     def test_settings_of_the_runs_own_kind_give_way(self, kind: str) -> None:

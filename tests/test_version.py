@@ -37,6 +37,7 @@ def test_every_program_says_its_version(argv: list[str], capsys: pytest.CaptureF
         lambda: load_config(argv, "train", ""),
         lambda: take_option(argv, "other", "checkpoint", "RUN"),
         lambda: bench.main(argv[-1:]),
+        lambda: bench.main(["generate", "--model", "x", *argv]),
     ):
         with pytest.raises(SystemExit) as ended:
             say()

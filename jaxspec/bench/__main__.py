@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     parser.add_argument("bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above")
-    work = BENCHES[parser.parse_args(argv[:1]).bench][0]
+    work = BENCHES[parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench][0]
     return at_once("measuring", lambda _: work(argv[1:]))
 
 

@@ -36,6 +36,7 @@ from jaxspec.state import Drafter, Prompts, Rollout, Statistics
 from jaxspec.step import build_step
 from jaxspec.streams import Stream
 from jaxspec.train_draft import cached_draft, load_policy
+from jaxspec.unused import OF_DRAFT
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
 temperature, and some with the lengths that each round chooses; drafts are trained on first use. --rows N (default 512) answers each; the
@@ -46,6 +47,8 @@ REPEATS = 5
 """Timed calls of each row of the table, in turn."""
 VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
 """What the rows of the table set."""
+USED = f"{OF_DRAFT} grpo.group_size rollout.draft.temperature rollout.lookup."
+"""Settings that this program looks at, beside `VARIED`, which it goes through."""
 
 
 class Variant(NamedTuple):
@@ -286,4 +289,4 @@ def main(words: Sequence[str]) -> int:
     if not given.isdecimal() or int(given) < 1:
         print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
         return 2
-    return run("bench drafts", ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED)
+    return run("bench drafts", ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED, USED)

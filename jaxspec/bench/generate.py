@@ -5,9 +5,9 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.architecture import Count, Natural
-from jaxspec.bench.measure import Budget, Timed, common, process_seconds, timed
+from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
-from jaxspec.checked import Checked, Range, require
+from jaxspec.bench.workload import SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
 from jaxspec.cli import override
-from jaxspec.config import (
-    AUTO_LENGTHS,
-    Config,
-    DataConfig,
-    DraftConfig,
-    DraftKind,
-    DraftLength,
-    EngineConfig,
-    GrpoConfig,
-    ModelConfig,
-    OfflineConfig,
-    RolloutConfig,
-    Seed,
-    SftConfig,
-    Temperature,
-    VerifyRule,
-    numbers_of,
-)
+from jaxspec.config import AUTO_LENGTHS, Config, numbers_of
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.drafts.build import build_draft, build_network
 from jaxspec.models.decoder import Decoder
@@ -48,7 +30,7 @@ from jaxspec.pace import measured_pace
 from jaxspec.pretrained import policy_checkpoint
 from jaxspec.profile import Profiler
 from jaxspec.program import Job, start_jax
-from jaxspec.resolve import read_draft, resolved
+from jaxspec.resolve import read_draft
 from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.runner import TimedGeneration, abstract, ahead, placed, put
 from jaxspec.sampling import Noise, categorical
@@ -62,99 +44,8 @@ second are those of whole calls, tokenizing included, after two calls to warm up
 With --live a table of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length over those of a plain
 decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to see what a good draft
 would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
-LEARNING_RATE = 1e-6
-"""Of steps that learn; too low to change what is measured."""
-Length = DraftLength | Literal["auto"]
 CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""
-SYNTHETIC_LENGTH = 3
-"""Drafts of the round that `synthetic_acceptance` speaks of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Checked, prefix="--"):
-    """What `bench generate` runs."""
-
-    model: str = ""
-    """Folder of a Hugging Face checkpoint, or its id on the hub."""
-    batch: Count = 8
-    """Rows."""
-    prompt: Count = 64
-    """Tokens of each prompt."""
-    new: Count = 128
-    """Tokens of each answer."""
-    temperature: Temperature = 1.0
-    """Sampling temperature."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, keys and values."""
-    draft: DraftKind = "none"
-    """What proposes tokens."""
-    draft_path: str = ""
-    """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
-    draft_length: Length = 3
-    """Tokens drafted a round (K); `auto`: each round chooses."""
-    draft_vocab: Natural = 0
-    """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
-    verify: VerifyRule = "block"
-    """Lossless rule."""
-    synthetic_acceptance: Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)] = 0.0
-    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really accepted."""
-    lengths: tuple[DraftLength, ...] = ()
-    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
-    live: tuple[Count, ...] = ()
-    """Numbers of rows of the table of rounds; empty: no table."""
-    page_size: Natural = 0
-    """Positions of a page of keys and values; 0: a page is as long as a row."""
-    threads: Natural = 0
-    """Cores of a CPU that may be used; 0: all."""
-    repeats: Count = 5
-    """Undisturbed calls that are wanted."""
-    budget: Budget = 15.0
-    """Seconds after which disturbed calls are no longer made up for."""
-    seed: Seed = 0
-    """Of prompts, sampling and random weights."""
-    profile: str = ""
-    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-generate.json.gz. Empty: none."""
-
-    def check(self) -> None:
-        require(bool(self.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench generate --help")
-        numbers_of("--profile", self.profile)
-        needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
-        draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
-        require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
-        vain = ", ".join(f"--{name}" for name in ("lengths", "draft_path", "draft_vocab") if getattr(self, name))
-        require(self.draft != "none" or not vain, f"{vain}: for a draft only; name one with --draft")
-
-
-def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
-    """The options as a run's config; a group of one is no group to learn from, and every answer is to a prompt of its own."""
-    draft = DraftConfig(
-        kind=options.draft,
-        draft_length=options.draft_length,
-        vocab=options.draft_vocab,
-        path=options.draft_path,
-        sampling="sample",  # nothing is learnt here, so that no temperatures are to be measured
-    )
-    rollout = RolloutConfig(
-        max_new_tokens=options.new,
-        temperature=options.temperature,
-        verify=options.verify,
-        draft=draft,
-        engine=EngineConfig(slots=max(options.batch, *options.live, 1), page_size=options.page_size),
-    )
-    asked = Config(
-        seed=options.seed,
-        model=ModelConfig(path=options.model, dtype=options.dtype),
-        rollout=rollout,
-        grpo=GrpoConfig(prompts=options.batch // group, group_size=max(group, 2), learning_rate=LEARNING_RATE, warmup_steps=0),
-        data=DataConfig(max_prompt_length=options.prompt),
-        sft=SftConfig(steps=0),
-        offline=OfflineConfig(steps=0),
-    )
-    config = resolved(asked, say)
-    given, most = options.draft_vocab, config.model.vocab
-    require(given <= most, f"--draft_vocab is {given}; at most the policy's {most}, or 0 for all of it")
-    return config
 
 
 def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
@@ -163,7 +54,7 @@ def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
     cores = min(options.threads or meshes.cores(), meshes.cores())
     prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
     few = weights > CACHE and options.batch < 2 * cores
-    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 == cores % count)
+    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
     largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
     start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
     there = [count for count in range(1, meshes.count_devices() + 1) if prompts % count == 0]
@@ -362,9 +253,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    defaults = GenerateOptions(model="DIR")
-    options = override(defaults, argv, "python -m jaxspec.bench generate --model DIR", ABOUT)
-    require(options.model != defaults.model, "no --model: give the folder of a checkpoint; see python -m jaxspec.bench generate --help")
+    options = override(GenerateOptions(), argv, "python -m jaxspec.bench generate --model DIR", ABOUT)
+    check_model(options.model, "generate")
     phases = {"import": process_seconds()}
     began = time.perf_counter()
     loaded = load(options)

@@ -12,8 +12,8 @@ import jax
 from jaxspec import mesh as meshes
 from jaxspec import sync
 from jaxspec.architecture import Count, Natural
-from jaxspec.bench.measure import PeakMemory, versions
-from jaxspec.checked import Checked, require
+from jaxspec.bench.measure import PeakMemory, check_model, versions
+from jaxspec.checked import Checked, called, require
 from jaxspec.cli import override
 from jaxspec.config import MeshConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
@@ -44,12 +44,15 @@ class LoadOptions(Checked, prefix="--"):
 def load(argv: Sequence[str]) -> int:
     """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the host needed on the way."""
     options = override(LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT)
-    require(bool(options.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench load --help")
+    check_model(options.model, "load")
     require(Path("/proc/self/status").exists(), "bench load reads the memory it takes from /proc, which this system lacks")
-    config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
+    with called({"model.path": "--model"}):
+        config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
     meshes.prepare_devices(options.data * options.tensor)
     wanted, there = (options.data or 1) * options.tensor, meshes.count_devices()
     require(wanted <= there, f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are {there}")
+    whole = options.data > 0 or there % options.tensor == 0
+    require(whole, f"--tensor {options.tensor} does not divide {there} devices; give one that does, or --data to use fewer")
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES, MeshConfig().shard_above)

@@ -12,12 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxspec.checked import Range
+from jaxspec.checked import Range, require
 from jaxspec.mesh import cores
 from jaxspec.version import version
 
 Budget = Annotated[float, Range(least=0)]
 """Seconds after which disturbed calls are no longer made up for."""
+
+
+def check_model(model: str, bench: str) -> None:
+    """Whether a benchmark of a checkpoint was given one; its options have none by default."""
+    require(bool(model), f"no --model: give the folder of a checkpoint; see python -m jaxspec.bench {bench} --help")
 
 
 def versions() -> dict[str, str]:

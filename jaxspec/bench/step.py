@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.architecture import Count, Natural
-from jaxspec.bench.generate import GenerateOptions, Length, Loaded, check_logprob, digits, load
-from jaxspec.bench.measure import Budget, common, process_seconds, timed
+from jaxspec.bench.generate import Loaded, check_logprob, digits, load
+from jaxspec.bench.measure import Budget, check_model, common, process_seconds, timed
+from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
 from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
 from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
@@ -33,7 +34,7 @@ one JSON object."""
 class StepOptions(Checked, prefix="--"):
     """What to measure."""
 
-    model: str
+    model: str = ""
     """Folder of a Hugging Face checkpoint."""
     batch: Count = 32
     """Answers a step."""
@@ -41,11 +42,11 @@ class StepOptions(Checked, prefix="--"):
     """Answers to each prompt (G)."""
     beta: Annotated[float, Range(least=0)] = 0.0
     """Weight of a KL term; 0 is what jaxspec's loss has."""
-    prompt: Count = 64
+    prompt: PromptLength = 64
     """Prompt tokens a row."""
     new: Count = 128
     """New tokens a row."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values in generation."""
     draft: DraftKind = "none"
     """What proposes tokens."""
@@ -67,16 +68,15 @@ class StepOptions(Checked, prefix="--"):
     """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-step.json.gz. Empty: none."""
 
     def check(self) -> None:
-        require(bool(self.model), "no --model: give the folder of a checkpoint; see python -m jaxspec.bench step --help")
         whole = self.batch >= self.group and self.batch % self.group == 0
         require(whole, f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every prompt has all its answers")
-        numbers_of("--profile", self.profile)
         require(self.beta == 0, f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured")
 
     def workload(self) -> GenerateOptions:
         """The generation of such a step."""
-        shared = ("model", "batch", "prompt", "new", "dtype", "draft", "draft_path", "draft_length", "verify", "threads", "repeats")
-        return GenerateOptions(**{name: getattr(self, name) for name in shared}, budget=self.budget, seed=self.seed)
+        shared = ("model", "batch", "prompt", "new", "dtype", "draft", "draft_path", "draft_length", "verify", "threads")
+        calls = {"repeats": self.repeats, "budget": self.budget, "seed": self.seed, "profile": self.profile}
+        return GenerateOptions(**{name: getattr(self, name) for name in shared}, **calls)
 
 
 class Stepper:
@@ -133,9 +133,8 @@ def phases_of(stepper: Stepper) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    defaults = StepOptions(model="DIR")
-    options = override(defaults, argv, "python -m jaxspec.bench step --model DIR", ABOUT)
-    require(options.model != defaults.model, "no --model: give the folder of a checkpoint; see python -m jaxspec.bench step --help")
+    options = override(StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT)
+    check_model(options.model, "step")
     seconds = {"import": process_seconds()}
     began = time.perf_counter()
     loaded = load(options.workload(), options.group)

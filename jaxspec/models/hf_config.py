@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.checked import read_from, require
+from jaxspec.checked import called, read_from, require
 from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig
 from jaxspec.json_keys import Keys
 
@@ -17,7 +17,22 @@ _ARCHITECTURES: dict[str, FamilyConfig] = {
     "LlamaForCausalLM": FamilyConfig(model_type="llama", query_key_norm=False),
     "MiMoForCausalLM": FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
 }
-"""Architectures by their name in config.json; what a file may vary in them is read by `_family`."""
+"""Architectures by their name in config.json; what a file may vary in them is said by `implied`."""
+KEYS = {
+    "model.vocab": "vocab_size",
+    "model.layers": "num_hidden_layers",
+    "model.embed": "hidden_size",
+    "model.heads": "num_attention_heads",
+    "model.kv_heads": "num_key_value_heads",
+    "model.head_size": "head_dim",
+    "model.ffn": "intermediate_size",
+    "model.norm_eps": "rms_norm_eps",
+    "model.family.experts": "num_experts",
+    "model.family.experts_per_token": "num_experts_per_tok",
+    "model.rope_theta": "rope_theta",
+    **{f"model.rope.{key}": key for key in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")},
+}
+"""What settings that are read from a config.json are called there."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
@@ -49,7 +64,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         require(value is None or value in allowed, f"{source}: {key} is {value}; {remedy}")
     _refuse_sliding(keys)
     heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
-    with read_from(source):
+    with read_from(source), called(KEYS):
         family = _family(keys, _ARCHITECTURES[str(name)])
         theta, factor, rope = rope_of(keys)
         if base.rope_factor != 1:
@@ -81,10 +96,16 @@ def _family(keys: Keys, family: FamilyConfig) -> FamilyConfig:
         experts, chosen = keys.whole("num_experts", renamed), keys.whole("num_experts_per_tok")
         # transformers' own default, for files that leave it out
         family = replace(family, experts=experts, experts_per_token=chosen, normalize_experts=keys.flag("norm_topk_prob", False))
-    if family.model_type in ("qwen3", "qwen3_moe", "llama"):  # the others have biases whatever the key says
-        bias = keys.flag("attention_bias", False)
-        family = replace(family, attention_bias=bias, output_bias=bias)
-    return family
+    return implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
+
+
+def implied(family: FamilyConfig) -> FamilyConfig:
+    """A family with all that its model_type fixes in place of what it says: what readers of its config.json make of it."""
+    fixed = next(entry for entry in _ARCHITECTURES.values() if entry.model_type == family.model_type)
+    experts = (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
+    free = family.model_type in ("qwen3", "qwen3_moe", "llama")  # the others have biases whatever the key says
+    biases = (family.attention_bias, family.attention_bias) if free else (fixed.attention_bias, fixed.output_bias)
+    return replace(family, query_key_norm=fixed.query_key_norm, attention_bias=biases[0], output_bias=biases[1], experts=experts)
 
 
 def _refuse_sliding(keys: Keys) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.checked import read_from, require
+from jaxspec.checked import called, read_from, require
 from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
 from jaxspec.json_keys import Keys
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
-from jaxspec.models.hf_config import architecture_of, rope_json, rope_of
+from jaxspec.models.hf_config import KEYS, architecture_of, rope_json, rope_of
 
 Form = Literal["raw", "speculators"]
 """Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
@@ -22,6 +22,13 @@ _OTHERS = {
     "eagle3deepseek": "EAGLE-3 with latent attention",
 }
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_KEYS = KEYS | {
+    "head.taps": _IDS,
+    "head.use_taps": "use_aux_hidden_state",
+    "head.norm_before_fuse": "norm_before_fc",
+    "head.fuse_norms": "fc_norm",
+    "head.logit_scale": "logit_scale",
+}
 
 
 def head_config(
@@ -52,9 +59,10 @@ def head_config(
         say(f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head, not in the recurrence")
     if published and "norm_before_residual" not in raw:
         say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
-    with read_from(source):
+    taps = _taps(flags, convention, target, say) if use_taps else ()
+    with read_from(source), called(_KEYS):
         head = HeadConfig(
-            taps=_taps(flags, convention, target, say) if use_taps else (),
+            taps=taps,
             use_taps=use_taps,
             norm_before_fuse=flags.flag("norm_before_fc", False),
             fuse_norms=fuse_norms,

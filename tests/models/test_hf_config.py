@@ -2,15 +2,17 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import pytest
 
+from jaxspec.architecture import ModelType
 from jaxspec.config import ConfigError, FamilyConfig, ModelConfig, RopeConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import config_json, model_config
+from jaxspec.models.hf_config import config_json, implied, model_config
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 4,
@@ -83,7 +85,7 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
         ({"rope_theta": "1e6"}, ["rope_theta is '1e6'", "positive number"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "max_position_embeddings": "absent"}, ["'yarn' needs", "add one"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
-        ({"num_key_value_heads": 3}, ["kv_heads 3 does not divide"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads 3 does not divide num_attention_heads 4; give one of 1, 2, 4"]),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -196,3 +198,19 @@ def test_a_config_that_leaves_comes_back(config: ModelConfig) -> None:
     written = json.loads(json.dumps(config_json(config, "bfloat16", {"eos_token_id": 3})))
     assert model_config(written, "config.json", ModelConfig()) == config
     assert (written["eos_token_id"], written["torch_dtype"]) == (3, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", get_args(ModelType))
+@pytest.mark.parametrize(
+    ("norms", "biases", "experts"), list(product((True, False), ((False, False), (True, True), (True, False)), (0, 8)))
+)
+def test_a_family_is_read_back_as_it_is_where_its_type_implies_it(
+    kind: ModelType, norms: bool, biases: tuple[bool, bool], experts: int
+) -> None:
+    family = FamilyConfig(model_type=kind, query_key_norm=norms, attention_bias=biases[0], output_bias=biases[1], experts=experts)
+    written = config_json(ModelConfig(family=family), "float32", {})
+    if kind == "qwen3_moe" and not experts:
+        assert implied(family) != family
+        return
+    read_back = model_config(written, "config.json", ModelConfig()).family
+    assert (implied(family) == family) == (read_back == family)

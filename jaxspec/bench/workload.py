@@ -1,0 +1,153 @@
+"""What `bench generate` and `bench step` run: their options, as the config of a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from jaxspec import mesh as meshes
+from jaxspec.architecture import Count, Natural
+from jaxspec.bench.measure import Budget
+from jaxspec.checked import Checked, Range, called, require
+from jaxspec.config import (
+    Config,
+    DataConfig,
+    DraftConfig,
+    DraftKind,
+    DraftLength,
+    EngineConfig,
+    GrpoConfig,
+    LookupConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    Seed,
+    SftConfig,
+    Temperature,
+    VerifyRule,
+    numbers_of,
+)
+from jaxspec.consistency import check, require_countable
+from jaxspec.resolve import resolved
+
+LEARNING_RATE = 1e-6
+"""Of steps that learn; too low to change what is measured."""
+Length = DraftLength | Literal["auto"]
+PromptLength = Annotated[int, Range(least=2)]
+SYNTHETIC_LENGTH = 3
+"""Drafts of the round that `synthetic_acceptance` speaks of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Checked, prefix="--"):
+    """What `bench generate` runs."""
+
+    model: str = ""
+    """Folder of a Hugging Face checkpoint, or its id on the hub."""
+    batch: Count = 8
+    """Rows."""
+    prompt: PromptLength = 64
+    """Tokens of each prompt."""
+    new: Count = 128
+    """Tokens of each answer."""
+    temperature: Temperature = 1.0
+    """Sampling temperature."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, keys and values."""
+    draft: DraftKind = "none"
+    """What proposes tokens."""
+    draft_path: str = ""
+    """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
+    draft_length: Length = 3
+    """Tokens drafted a round (K); `auto`: each round chooses."""
+    draft_vocab: Natural = 0
+    """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
+    verify: VerifyRule = "block"
+    """Lossless rule."""
+    synthetic_acceptance: Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)] = 0.0
+    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really accepted."""
+    lengths: tuple[DraftLength, ...] = ()
+    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
+    live: tuple[Count, ...] = ()
+    """Numbers of rows of the table of rounds; empty: no table."""
+    page_size: Natural = 0
+    """Positions of a page of keys and values; 0: a page is as long as a row."""
+    threads: Natural = 0
+    """Cores of a CPU that may be used; 0: all."""
+    repeats: Count = 5
+    """Undisturbed calls that are wanted."""
+    budget: Budget = 15.0
+    """Seconds after which disturbed calls are no longer made up for."""
+    seed: Seed = 0
+    """Of prompts, sampling and random weights."""
+    profile: str = ""
+    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-generate.json.gz. Empty: none."""
+
+    def check(self) -> None:
+        require(self.threads <= meshes.cores(), f"--threads is {self.threads}, and there are {meshes.cores()} cores; 0 uses all of them")
+        rows = max(self.batch, *self.live, 1)
+        require_countable(f"--batch {self.batch} (or --live):", rows, self.prompt + self.new)
+        calls, first = self.repeats + 2, numbers_of("--profile", self.profile).start
+        late = f"--profile is {self.profile!r}, and only calls 0 to {calls - 1} are sure to be made"
+        require(first < calls, f"{late} (two to warm up, and --repeats {self.repeats}); begin at one of them")
+        needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
+        draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
+        require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
+        for fact, holds, names in (
+            ("--draft none", self.draft == "none", "draft_length draft_path draft_vocab lengths"),
+            ("--draft none", self.draft == "none" and self.verify == "token", "verify"),  # coupled noise differs even there
+            (f"--draft {self.draft}", self.draft not in ("eagle3", "mtp", "model"), "draft_path"),
+            (f"--draft {self.draft}", self.draft != "eagle3", "draft_vocab"),
+            ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
+            ("no --live", not self.live, "lengths"),
+        ):
+            vain = ", ".join(f"--{name}" for name in names.split() if getattr(self, name) != getattr(type(self), name))
+            require(not (holds and vain), f"with {fact} there is no use for {vain}; leave it out")
+        longest = max(self.lengths, default=0)
+        require(longest < self.new, f"--lengths has {longest}, and --new is {self.new}: a draft must be shorter than an answer; lower it")
+
+
+OPTIONS = {
+    "model.path": "--model",
+    "grpo.prompts": "--batch",
+    "grpo.group_size": "--group",
+    "data.max_prompt_length": "--prompt",
+    "rollout.max_new_tokens": "--new",
+    "rollout.draft.kind": "--draft",
+    "rollout.draft.path": "--draft_path",
+    "rollout.draft.draft_length": "--draft_length",
+    "rollout.draft.vocab": "--draft_vocab",
+    "rollout.engine.page_size": "--page_size",
+}
+"""What the settings of the config that is made of the options are called among these."""
+
+
+def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
+    """The options as a run's config; a group of one is no group to learn from, and every answer is to a prompt of its own."""
+    draft = DraftConfig(
+        kind=options.draft,
+        draft_length=options.draft_length,
+        vocab=options.draft_vocab,
+        path=options.draft_path,
+        sampling="sample",  # nothing is learnt here, so that no temperatures are to be measured
+    )
+    rollout = RolloutConfig(
+        max_new_tokens=options.new,
+        temperature=options.temperature,
+        verify=options.verify,
+        draft=draft,
+        lookup=LookupConfig(max_match=min(LookupConfig.max_match, options.prompt + options.new)),
+        engine=EngineConfig(slots=max(options.batch, *options.live, 1), page_size=options.page_size),
+    )
+    asked = Config(
+        seed=options.seed,
+        model=ModelConfig(path=options.model, dtype=options.dtype),
+        rollout=rollout,
+        grpo=GrpoConfig(prompts=options.batch // group, group_size=max(group, 2), learning_rate=LEARNING_RATE, warmup_steps=0),
+        data=DataConfig(max_prompt_length=options.prompt),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(samples=2, rows=1),  # nothing is trained by it; a vocabulary of the draft's own calls for it
+    )
+    with called(OPTIONS):
+        config = resolved(asked, say)
+        check(config, 1)  # of the mesh, `mesh_for` makes one that fits
+    return config
