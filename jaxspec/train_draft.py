@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from jaxspec import draft_data
@@ -31,7 +31,7 @@ from jaxspec.data import load_problems, pad_prompts, told
 from jaxspec.draft_data import Rows, answered
 from jaxspec.files import Damaged, digest
 from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import Progress
+from jaxspec.metrics import Progress, Screen
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.pretrained import Checkpoint, fingerprint, merger, policy_checkpoint
@@ -353,7 +353,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
-        Console().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
+        Screen().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
     job.say(f"draft: {weights}")
     return 0
 
