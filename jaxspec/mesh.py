@@ -13,9 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config import ConfigError, require
-from jaxspec.processes import environment_number, first_line
+from jaxspec.processes import environment_number, first_line, whole_number
 
 DATA, TENSOR = "data", "tensor"
+_MOST_DEVICES = 512
+"""More devices of a CPU than any machine has cores; XLA would not get to an end with a million."""
 
 Rules = Mapping[str, str]
 """Logical axis to mesh axis."""
@@ -57,9 +59,9 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
     """
     environment_number("NPROC", 1)
     forced = _forced_devices()
-    if environment_number("JAX_NUM_CPU_DEVICES", 1) or forced:
+    if environment_number("JAX_NUM_CPU_DEVICES", 1, _MOST_DEVICES) or forced:
         return
-    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1) or wanted or cores()
+    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1, _MOST_DEVICES) or wanted or cores()
     os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -67,12 +69,15 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
 def _forced_devices() -> bool:
     """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says less or far too much."""
     words = os.environ.get("XLA_FLAGS", "").split()
+    if not words:
+        os.environ.pop("XLA_FLAGS", None)  # for a value of blanks XLA ends the process
     file = words and not words[0].startswith("--")
     require(not file or Path(words[0]).is_file(), f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags")
     counts = [word.partition("=")[2] for word in words if word.startswith("--xla_force_host_platform_device_count")]
     for count in counts:
-        good = count.isdigit() and int(count) >= 1
-        require(good, f"XLA_FLAGS has --xla_force_host_platform_device_count={count}; give a whole number, 1 or more")
+        good = 1 <= (whole_number(count) or 0) <= _MOST_DEVICES
+        flag = f"--xla_force_host_platform_device_count={count}"
+        require(good, f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}")
     return bool(counts)
 
 
