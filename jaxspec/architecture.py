@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from jaxspec.checked import Checked, Range, require
@@ -66,6 +66,26 @@ class FamilyConfig(Checked, prefix="model.family."):
     def check(self) -> None:
         chosen = f"model.family.experts_per_token is {self.experts_per_token}; at most model.family.experts {self.experts}"
         require(self.experts == 0 or self.experts_per_token <= self.experts, chosen)
+
+
+_QWEN3 = FamilyConfig()
+ARCHITECTURES: dict[str, FamilyConfig] = {
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": replace(_QWEN3, model_type="qwen3_moe"),
+    "Qwen2ForCausalLM": FamilyConfig(model_type="qwen2", query_key_norm=False, attention_bias=True),
+    "LlamaForCausalLM": FamilyConfig(model_type="llama", query_key_norm=False),
+    "MiMoForCausalLM": FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
+}
+"""Architectures by their name in config.json; what a file may vary in them is said by `implied`."""
+
+
+def implied(family: FamilyConfig) -> FamilyConfig:
+    """A family with all that its model_type fixes in place of what it says: what readers of its config.json make of it."""
+    fixed = next(entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type)
+    experts = (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
+    free = family.model_type in ("qwen3", "qwen3_moe", "llama")  # the others have biases whatever the key says
+    biases = (family.attention_bias, family.attention_bias) if free else (fixed.attention_bias, fixed.output_bias)
+    return replace(family, query_key_norm=fixed.query_key_norm, attention_bias=biases[0], output_bias=biases[1], experts=experts)
 
 
 @dataclass(frozen=True, kw_only=True)

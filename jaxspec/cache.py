@@ -1,10 +1,10 @@
 """Weights kept for the next run: a cache of folders by what shapes their content, and trees of arrays in one file."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import struct
 import zipfile
 import zlib
@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.files import Damaged, digest, locked, writing
+from jaxspec.files import ABSENT, Damaged, digest, discard, expanded, locked, reading, replacing, writing
+from jaxspec.json_keys import parse_json
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
 from jaxspec.trees import layout, named, require_same
@@ -37,7 +38,8 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""All that NumPy and zipfile were seen to raise for damaged files; the checksums of the archive let no flipped byte of an array pass."""
+"""All that NumPy and zipfile were seen to raise for damaged files; the checksums of the archive let no flipped byte of an array pass. An
+OSError is what `reading` leaves of them."""
 
 
 def content_key(*parts: Any) -> str:
@@ -48,8 +50,9 @@ def content_key(*parts: Any) -> str:
 
 def cache_folder() -> Path:
     """Returns the folder of the cache: JAXSPEC_CACHE, else XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
-    given = os.environ.get("JAXSPEC_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxspec"
-    return Path(given).expanduser().absolute()
+    if given := os.environ.get("JAXSPEC_CACHE"):
+        return expanded(given, "JAXSPEC_CACHE")
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "the folder of the cache (JAXSPEC_CACHE or XDG_CACHE_HOME)") / "jaxspec"
 
 
 def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] = print) -> Path:
@@ -61,30 +64,31 @@ def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] =
     """
     cache = cache_folder()
     ready, building = cache / key, cache / f"{key}.building"
-    if ready.is_dir() and not _damage(ready):
-        return ready
     with writing(f"cache {cache} cannot be written to", "name another folder with JAXSPEC_CACHE", ConfigError):
+        if ready.is_dir() and not _damage(ready):
+            return ready
         cache.mkdir(parents=True, exist_ok=True)
         lock = _waited(cache / f"{key}.lock", say)
     with lock:
-        if ready.is_dir():
+        if ready.exists() or ready.is_symlink():
             damage = _damage(ready)
             if not damage:
                 return ready
             say(f"warning: the cached {ready} is damaged ({damage}); it is discarded and made anew")
             with writing(f"the damaged {ready} cannot be removed", "remove it, or name another folder with JAXSPEC_CACHE", ConfigError):
-                shutil.rmtree(ready)
-        shutil.rmtree(building, ignore_errors=True)
+                discard(ready)
         try:
             remedy = "free some space or name another folder with JAXSPEC_CACHE"
             with writing(f"cache {building} cannot be written to", remedy):
+                discard(building)
                 building.mkdir()
             build(building)
             with writing(f"cache {building} cannot be written to", remedy):
                 (building / SUMS).write_text(json.dumps(_sums(building)), encoding="utf-8")
-            building.rename(ready)
+                building.rename(ready)
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                discard(building)
     return ready
 
 
@@ -93,17 +97,23 @@ def _sums(folder: Path) -> dict[str, str]:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with a cached folder; empty if its files are those that were written."""
+    """What is wrong with a cached folder; empty if its files are those that were written.
+
+    Raises:
+      ConfigError: that cannot be told, because a file must not be read, say; then nothing is to be discarded.
+    """
+    if not folder.is_dir():
+        return "it is not a folder"
+    sums = folder / SUMS
     try:
-        written = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        with reading(sums):
+            written = parse_json(sums.read_text(encoding="utf-8"))
+    except (*ABSENT, ValueError):
         written = None
     if not isinstance(written, dict):
         return f"its {SUMS} cannot be read"
-    try:
+    with reading(folder):
         found = _sums(folder)
-    except OSError as reason:
-        return f"{reason.filename}: {reason.strerror}"
     differing = sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name))
     return f"{', '.join(differing)} not as written" if differing else ""
 
@@ -120,11 +130,11 @@ def _waited(path: Path, say: Callable[[str], None]) -> TextIO:
 def save_tree(path: Path, tree: PyTree) -> None:
     """Writes the arrays of a tree to one file, from the calling process; each must be replicated or wholly on its devices.
 
-    Raises SaveError if the file cannot be written.
+    The file is complete or as it was before. Raises SaveError if it cannot be written.
     """
     leaves = named(tree)
     index = json.dumps([[name, dtype] for name, (_, dtype) in layout(leaves).items()])
-    with writing(f"{path} cannot be written", "free some space or name another folder"), path.open("wb") as file:
+    with replacing(path, "free some space or name another folder") as fresh, fresh.open("wb") as file:
         np.savez(file, *(np.asarray(leaf) for leaf in leaves.values()), index=np.asarray(index))
 
 
@@ -135,11 +145,11 @@ def load_tree(path: Path, abstract: PyTree) -> PyTree:
     """
     leaves = named(abstract)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with reading(path), np.load(path, allow_pickle=False) as file:
             # NumPy forgets the names of dtypes that are not its own, such as bfloat16.
-            arrays = {name: file[f"arr_{i}"].view(np.dtype(dtype)) for i, (name, dtype) in enumerate(json.loads(str(file["index"])))}
+            arrays = {name: file[f"arr_{i}"].view(np.dtype(dtype)) for i, (name, dtype) in enumerate(parse_json(str(file["index"])))}
     except _UNREADABLE as reason:
         told = str(reason).split("\n")[0][:200] or type(reason).__name__
         raise Damaged(f"{path} cannot be read ({told})", "remove it, and it is made anew") from reason
-    require_same(str(path), layout(arrays), layout(leaves))
+    require_same(str(path), layout(arrays), layout(leaves), "Remove it, and it is made anew")
     return jax.tree.unflatten(jax.tree.structure(abstract), [from_host(leaf, arrays[name]) for name, leaf in leaves.items()])

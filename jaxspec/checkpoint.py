@@ -241,10 +241,11 @@ def _unused(path: Path) -> Path:
 def _quieten_orbax() -> None:
     """Keeps quiet what Orbax tells beside what it raises, which the user reads once, as a ConfigError.
 
-    It logs a traceback of each failed save, and leaves what a failed read had begun to the garbage collector and to the threads of
-    tensorstore, who print theirs.
+    It logs a traceback of each failed save, and leaves what a failed read or save had begun to the garbage collector, to asyncio and to
+    the threads of tensorstore, who print theirs.
     """
     logging.getLogger("absl").addFilter(_not_from_orbax)
+    logging.getLogger("asyncio").addFilter(_not_abandoned)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     others = sys.unraisablehook
 
@@ -260,6 +261,10 @@ def _quieten_orbax() -> None:
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
+
+
+def _not_abandoned(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
 
 
 def _reason(error: BaseException) -> str:

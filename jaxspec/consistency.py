@@ -2,9 +2,9 @@
 
 import math
 
+from jaxspec.architecture import implied
 from jaxspec.checked import INT32, require
 from jaxspec.config import Config, FamilyConfig
-from jaxspec.models.hf_config import implied
 
 
 def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:

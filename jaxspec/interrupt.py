@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from jaxspec.terminal import say, to_nowhere
+
 _GRACE_SECONDS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -22,7 +24,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def end_at_once(number: int, frame: object = None) -> None:
     """Handles a signal while there is nothing to save, such as while a program is imported."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, b"stopped; nothing to save; the same command starts again\n")
+        if sys.__stdout__ is not None:  # it was closed from the start; what is number 1 now may be any file
+            os.write(sys.__stdout__.fileno(), b"stopped; nothing to save; the same command starts again\n")
     os._exit(128 + number)
 
 
@@ -38,7 +41,7 @@ class Interrupt:
     preemption notice, and `agreed` is what tells. `announce` prints one line to the user; it is called from the watching thread.
     """
 
-    def __init__(self, announce: Callable[[str], None] = print) -> None:
+    def __init__(self, announce: Callable[[str], None] = say) -> None:
         self._announce = announce
         self._requested = False
         self._first: signal.Signals | None = None
@@ -158,11 +161,7 @@ class Interrupt:
 
     def _leave_terminal(self) -> None:
         """Sends what is still printed to nowhere if the terminal is gone: writing there would fail, and the work go unsaved."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for number in self._terminals:
-            if not os.isatty(number):
-                os.dup2(nowhere, number)
-        os.close(nowhere)
+        to_nowhere(*(number for number in self._terminals if not os.isatty(number)))
 
     def _leave_unsaved(self) -> None:
         self._leave(self.status, f"stopped while {self._doing}")
@@ -174,7 +173,8 @@ class Interrupt:
         timer.start()
         try:
             for cleanup in self._cleanups:
-                cleanup()
+                with contextlib.suppress(Exception):  # whatever fails there, the others clean up too, and the line is said
+                    cleanup()
             if 1 in self._terminals:
                 with contextlib.suppress(OSError):
                     os.write(1, _SHOW_CURSOR)  # a bar that is cut off has hidden it
@@ -186,8 +186,9 @@ class Interrupt:
         # The terminal may be gone; that is no reason to stop watching.
         with contextlib.suppress(OSError, ValueError):
             self._announce(message)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # closed from the start
+                    stream.flush()
 
 
 def _wake(number: int, frame: object) -> None:

@@ -13,9 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config import ConfigError, require
-from jaxspec.processes import environment_number, first_line
+from jaxspec.processes import environment_number, first_line, whole_number
 
 DATA, TENSOR = "data", "tensor"
+_MOST_DEVICES = 512
+"""More devices of a CPU than any machine has cores; XLA would not get to an end with a million."""
 
 Rules = Mapping[str, str]
 """Logical axis to mesh axis."""
@@ -33,10 +35,6 @@ def cores() -> int:
 def threads() -> int:
     """Threads of each device of a CPU."""
     return environment_number("NPROC", 1) or cores()
-
-
-MOST_CPU_DEVICES = 512
-"""Devices that a CPU is split into at most: each takes time to start, and more serve nobody."""
 
 
 def machine(mesh: Mesh) -> dict[str, Any]:
@@ -60,12 +58,11 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
       ConfigError: an environment variable that it reads, or that XLA would end the process for, holds no such number.
     """
     environment_number("NPROC", 1)
-    forced, (given, local) = _forced_devices(), (environment_number(name, 1) for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES"))
-    for name, number in (("JAX_NUM_CPU_DEVICES", given), ("JAXSPEC_LOCAL_DEVICES", local)):
-        require((number or 1) <= MOST_CPU_DEVICES, f"{name} is {number}; at most {MOST_CPU_DEVICES}, or unset it")
-    if given or forced:
+    forced = _forced_devices()
+    if environment_number("JAX_NUM_CPU_DEVICES", 1, _MOST_DEVICES) or forced:
         return
-    count = min(local or wanted or cores(), MOST_CPU_DEVICES)  # whoever wanted more is told what there is
+    most = min(wanted or cores(), _MOST_DEVICES)  # whoever wanted more is told what there is
+    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1, _MOST_DEVICES) or most
     os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -73,13 +70,15 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
 def _forced_devices() -> bool:
     """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says less or far too much."""
     words = os.environ.get("XLA_FLAGS", "").split()
+    if not words:
+        os.environ.pop("XLA_FLAGS", None)  # for a value of blanks XLA ends the process
     file = words and not words[0].startswith("--")
     require(not file or Path(words[0]).is_file(), f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags")
     counts = [word.partition("=")[2] for word in words if word.startswith("--xla_force_host_platform_device_count")]
     for count in counts:
-        good = count.isdigit() and len(count) < 9 and 1 <= int(count) <= MOST_CPU_DEVICES
-        whole = f"give a whole number from 1 to {MOST_CPU_DEVICES}"
-        require(good, f"XLA_FLAGS has --xla_force_host_platform_device_count={count}; {whole}")
+        good = 1 <= (whole_number(count) or 0) <= _MOST_DEVICES
+        flag = f"--xla_force_host_platform_device_count={count}"
+        require(good, f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}")
     return bool(counts)
 
 

@@ -19,6 +19,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxspec.config import ConfigError
+from jaxspec.terminal import heard_or_not, silence
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
 _PHASES = ("data", "prepare", "generate", "reward", "logprob", "train", "draft", "step")
@@ -175,6 +176,18 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     return _lines(Path(workdir) / _METRICS)
 
 
+class Screen(Console):
+    """A console of rich that lets the program go on when nobody reads any more; rich's own ends it."""
+
+    def on_broken_pipe(self) -> None:
+        silence()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Writes what was printed meanwhile, as does every `print`; a full disk is survived as well."""
+        with heard_or_not():
+            super().__exit__(kind, error, trace)
+
+
 class Progress:
     """Shows how far a loop is: a bar in a terminal, else a plain line now and then; processes other than 0 are silent.
 
@@ -184,7 +197,7 @@ class Progress:
     def __init__(self, title: str, total: int, process_index: int = 0, console: Console | None = None) -> None:
         self._title = title
         self._total = total
-        self._console = console or Console(quiet=process_index != 0)
+        self._console = console or Screen(quiet=process_index != 0)
         self._bar: Bar | None = None
         self._first: tuple[int, float] | None = None
         self._shown = -math.inf

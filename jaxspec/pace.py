@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.cache import cache_folder, content_key
+from jaxspec.files import SaveError, replacing
+from jaxspec.json_keys import parse_json
 from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import sources
@@ -24,6 +25,7 @@ from jaxspec.runner import ahead, placed, put
 from jaxspec.state import EOS, Drafter, Known, Pace, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.streams import Stream
+from jaxspec.terminal import say
 
 ROUNDS = 16
 """Rounds that are timed together, at most."""
@@ -80,26 +82,35 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
                     cost[place, loop:, context] = _seconds(run, max(1, min(ROUNDS, room // (length + 1) - 1)))
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            fresh = file.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}), encoding="utf-8")
-            fresh.replace(file)
+            _keep(file, cost)
     known = Known(reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32))
     return Pace(known=known, cost=jnp.asarray(cost))
 
 
+def _keep(file: Path, cost: np.ndarray) -> None:
+    """Writes the table for the next run; where that cannot be done, a run goes on without."""
+    try:
+        with replacing(file, "the next run times its rounds anew", shared=True) as fresh:
+            fresh.write_text(json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}), encoding="utf-8")
+    except SaveError as reason:
+        say(f"warning: {reason}")
+
+
 def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     """The table in a file, or zeros where there is none of this shape, or one that does not hold any more what was written."""
-    if not file.exists():
-        return np.zeros(shape, np.float32)
+    table, damage = [], ""
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        table, whole = saved["cost"], saved["digest"] == content_key(saved["cost"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        table, whole = [], False
-    if not whole and jax.process_index() == 0:
-        print(f"warning: {file} is damaged: rounds are timed anew", flush=True)
-    return np.asarray(table, np.float32) if whole and np.shape(table) == shape else np.zeros(shape, np.float32)
+        saved = parse_json(file.read_text(encoding="utf-8"))
+        table, damage = saved["cost"], "" if saved["digest"] == content_key(saved["cost"]) else "is damaged"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as reason:
+        damage = f"cannot be read ({reason.strerror})"
+    except (ValueError, KeyError, TypeError):
+        damage = "is damaged"
+    if damage and jax.process_index() == 0:
+        say(f"warning: {file} {damage}: rounds are timed anew")
+    return np.asarray(table, np.float32) if not damage and np.shape(table) == shape else np.zeros(shape, np.float32)
 
 
 def _from_process_0(table: np.ndarray) -> np.ndarray:

@@ -9,17 +9,24 @@ from typing import NamedTuple
 
 import jax
 
+from jaxspec.checked import INT32
 from jaxspec.config import ConfigError, require
+from jaxspec.json_keys import shown
+from jaxspec.terminal import say
 
 WAIT = "JAXSPEC_WAIT_SECONDS"
 """Names the variable that says how long a process waits for the others; 300 s without it."""
 NAMES = ("JAXSPEC_COORDINATOR", "JAXSPEC_PROCESSES", "JAXSPEC_PROCESS_ID")
+_OTHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""What other programs on JAX are told by; each process would take itself for a lone one."""
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+"""Names the variable that says where JAX listens, if not at the coordinator's port of all addresses."""
 _PATIENCE = 30.0
 """After so many seconds, and after as many again, who has not come is named."""
 _TURN = 0.5
 _HELLO_SECONDS = 2.0
-_WAIT, _GO = "wait", "go"
-"""What process 0 tells those who have called, at once and in the end."""
+_WAIT, _GO, _NO = "jaxspec wait", "jaxspec go", "jaxspec no: "
+"""What process 0 tells those who have called, at once and in the end; with the last, why. Anything else comes from somebody else."""
 _SILENT = "process 0 has not come (something else answers there)"
 _DEAD_SECONDS = 60
 """A process that has not been heard of for so long is taken for dead by the others."""
@@ -43,11 +50,13 @@ def initialize_processes() -> None:
       ConfigError: the variables cannot be read or are not all there, the port is taken, or a process has not come in time.
     """
     seconds = environment_number(WAIT, at_least=1) or 300
-    if any(os.environ.get(name) for name in NAMES):
+    if any(map(_given, NAMES)):
         place = _told()
     elif _in_a_job():
         place = _detected(seconds)
     else:
+        others = [name for name in _OTHERS if _given(name)] if _given("JAX_NUM_PROCESSES") != "1" else []
+        require(not others, f"{', '.join(others)} set, which jaxspec does not read, so that each process would train alone. {_REMEDY}")
         return
     coordinator, processes, process = place or (None, None, None)
     if place is not None:
@@ -68,18 +77,29 @@ def initialize_processes() -> None:
 _REMEDY = f"Set {', '.join(NAMES)} for each process, or none of them and no scheduler's variables for a single one"
 
 
-def environment_number(name: str, at_least: int) -> int | None:
+def _given(name: str) -> str:
+    """What an environment variable holds; empty where it is unset or only blanks."""
+    return os.environ.get(name, "").strip()
+
+
+def environment_number(name: str, at_least: int, most: int = INT32) -> int | None:
     """The whole number that an environment variable holds; None where it is unset or empty.
 
     Raises:
       ConfigError: it holds something else.
     """
-    text = os.environ.get(name, "").strip()
+    text = _given(name)
     if not text:
         return None
-    good = text.isascii() and text.isdigit() and int(text) >= at_least
-    require(good, f"{name} is {text!r}; give a whole number, {at_least} or more, or unset it")
-    return int(text)
+    number = whole_number(text)
+    good = number is not None and at_least <= number <= most
+    require(good, f"{name} is {shown(text)}; give a whole number, {at_least} or more and at most {most}, or unset it")
+    return number
+
+
+def whole_number(text: str) -> int | None:
+    """The number that digits write; None for another text, and for a number far too large."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(INT32)) else None
 
 
 def first_line(error: Exception) -> str:
@@ -88,10 +108,10 @@ def first_line(error: Exception) -> str:
 
 
 def _told() -> Place:
-    missing = [name for name in NAMES if not os.environ.get(name)]
+    missing = [name for name in NAMES if not _given(name)]
     given = [name for name in NAMES if name not in missing]
     require(not missing, f"{', '.join(given)} set but not {', '.join(sorted(missing))}: set all three, or none for a single process")
-    coordinator, processes, process = os.environ[NAMES[0]].strip(), environment_number(NAMES[1], 1), environment_number(NAMES[2], 0)
+    coordinator, processes, process = _given(NAMES[0]), environment_number(NAMES[1], 1), environment_number(NAMES[2], 0)
     assert processes is not None, "it is set"
     assert process is not None, "it is set"
     require(process < processes, f"{NAMES[2]} is {process}, but {NAMES[1]} is {processes}: ids go from 0 to {processes - 1}")
@@ -145,7 +165,7 @@ class _Patience:
             self.say(f"has waited {waited:.0f} s of {self._seconds:g} at {self._place.coordinator}: {absent}")
 
     def say(self, message: str) -> None:
-        print(f"process {self._place.process} of {self._place.processes} {message}", flush=True)
+        say(f"process {self._place.process} of {self._place.processes} {message}")
 
 
 def meet(place: Place, seconds: float) -> None:
@@ -159,7 +179,7 @@ def meet(place: Place, seconds: float) -> None:
       ConfigError: the coordinator is no host:port, its port is taken, two processes have the same id, or were told of different numbers of
         processes, or the time is up.
     """
-    host, port = _address(place.coordinator)
+    host, port = _address(place.coordinator, NAMES[0])
     patience = _Patience(place, seconds)
     if place.process:
         _call(host, port, place, patience)
@@ -170,25 +190,38 @@ def meet(place: Place, seconds: float) -> None:
         _listen(place, port).close()  # a taken port is said in our words
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    good = bool(host) and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535
-    require(good, f"the coordinator {coordinator!r} is not HOST:PORT with a port from 1 to 65535; set {NAMES[0]} to such as 10.0.0.1:1234")
-    return host.strip("[]"), int(port)
+def _address(text: str, name: str) -> tuple[str, int]:
+    """Host and port of an address, which the variable `name` says.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    host, _, digits = text.rpartition(":")
+    port = whole_number(digits) or 0
+    what, remedy = f"the coordinator {shown(text)}", f"set {name} to such as 10.0.0.1:1234"
+    require(bool(host) and 1 <= port <= 65535, f"{what} is not HOST:PORT with a port from 1 to 65535; {remedy}")
+    try:
+        host.encode("idna")  # as it is done for the look-up
+    except UnicodeError as error:
+        raise ConfigError(f"{what} has no valid name of a host ({error}); {remedy}") from error
+    return host.strip("[]"), port
 
 
 def _listen(place: Place, port: int) -> socket.socket:
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")  # where JAX will listen
+    bind, where = _given(_BIND), f"port {port} of this machine"
+    remedy = f"choose a free port for the coordinator {place.coordinator}, the same for all processes"
     try:
         if bind:
-            host, port = _address(bind)
+            where, remedy = f"{_BIND} {bind}", "set it to an address of this machine with a free port, or unset it"
+            host, port = _address(bind, _BIND)
             return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        reason = f"process 0 cannot listen at port {port} of this machine: {os.strerror(error.errno) if error.errno else error}"
-        raise ConfigError(f"{reason}; choose a free port for the coordinator {place.coordinator}, the same for all processes") from error
+        # The words of others go on about the address.
+        reason = os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error.strerror or error
+        raise ConfigError(f"process 0 cannot listen at {where}: {reason}; {remedy}") from error
 
 
 def _gather(listener: socket.socket, place: Place, patience: _Patience) -> None:
@@ -207,7 +240,7 @@ def _gather(listener: socket.socket, place: Place, patience: _Patience) -> None:
             with contextlib.suppress(OSError):  # nobody calls, or hangs up at once
                 _admit(listener.accept()[0], callers, place)
     except ConfigError as error:
-        _answer(callers.values(), str(error))
+        _answer(callers.values(), f"{_NO}{error}")
         raise
 
 
@@ -227,8 +260,8 @@ def _admit(line: socket.socket, callers: dict[int, socket.socket], place: Place)
     elif process in callers and _holds(callers[process]):
         wrong = f"two processes say that they are process {process}; give each its own {NAMES[2]}"
     if wrong:
-        print(wrong, flush=True)
-        return _answer([line], wrong)
+        say(wrong)
+        return _answer([line], f"{_NO}{wrong}")
     line.sendall(f"{_WAIT}\n".encode())
     line.settimeout(0)
     callers[process] = line
@@ -270,14 +303,14 @@ def _call(host: str, port: int, place: Place, patience: _Patience) -> None:
         else:
             if said == _GO:
                 return
-            require(not said, said)
+            require(not said.startswith(_NO), said.removeprefix(_NO))
             absent = _SILENT
         patience.look(absent)
         time.sleep(_TURN)
 
 
 def _hold(line: socket.socket, patience: _Patience) -> str:
-    """What process 0 says when it has seen all, or why it cannot; empty when the line breaks."""
+    """What is said at the other end, other than to wait; empty when the line breaks."""
     line.settimeout(_TURN)
     absent = _SILENT
     while True:

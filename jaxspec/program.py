@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,14 +21,19 @@ from jaxspec.config import Config, ConfigError, ModelConfig, require
 from jaxspec.consistency import check
 from jaxspec.interrupt import Interrupt
 from jaxspec.pretrained import policy_checkpoint
-from jaxspec.processes import initialize_processes
+from jaxspec.processes import first_line, initialize_processes
 from jaxspec.resolve import resolved
 from jaxspec.rl.optim import Diverged
 from jaxspec.step import Step, build_step
+from jaxspec.terminal import say
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from jaxspec.version import refuse_namesake
 
 _T = TypeVar("_T")
+_PACKAGE = Path(__file__).parent
+_LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE)
+"""What JAX says where it cannot reach another process any more."""
+_LONGEST_NAME = 200
+"""Characters of a file's name in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Job:
     def say(self, message: str) -> None:
         """Prints a line, once for all processes."""
         if jax.process_index() == 0:
-            print(message, flush=True)
+            say(message)
 
 
 def run(
@@ -52,7 +59,7 @@ def run(
     varied: Sequence[str] = (),
     used: str = "",
 ) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status: 2 for a `ConfigError`, 1 for a `Diverged`.
+    """Runs `body` with what the command line asks for; returns the exit status of `reported`, or 128 and the number of a signal.
 
     `varied` and `used` are as in `load_config`.
     """
@@ -71,16 +78,39 @@ def run(
 
 
 def reported(work: Callable[[], int]) -> int:
-    """The exit status of `work`; what it refuses or gives up is one message, without a traceback."""
+    """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
+
+    The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too little memory. It is 1 for a `Diverged`
+    and for another process of the job that has ended.
+    """
     try:
-        refuse_namesake()
         return work()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
+        message = _in_words(error)
+        if not message:
+            raise
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
+
+
+def _in_words(error: Exception) -> str:
+    """What there is to say of an error; nothing of one that nobody foresaw, whose traceback is needed."""
+    if isinstance(error, OSError):
+        name = str(error.filename or "")
+        name = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}...{name[-_LONGEST_NAME // 2 :]}"
+        return f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
+    if isinstance(error, MemoryError):
+        ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(_PACKAGE)]
+        where = "".join(f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in ours[-1:])
+        asked = "; ".join(filter(None, (str(error), where)))
+        return (
+            f"the memory of this machine does not hold what is asked for ({asked}); lower the setting it follows from, or find a larger one"
+        )
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        lost = jax.distributed.is_initialized() and _LOST.search(str(error))
+        ended = f"another process of the job has ended, and its own last lines say why ({first_line(error)})"
+        return f"{ended}; the same command goes on from the last checkpoint" if lost else ""
+    return str(error)
 
 
 def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
@@ -184,6 +214,7 @@ def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
 
 def sources(*names: str) -> str:
     """The text of some of the package's own files: part of the key of cached weights, which a change of code must not reuse."""
-    package = Path(__file__).parent
-    files = sorted(file for name in names for file in package.glob(name))
-    return "".join(f"{os.fspath(file.relative_to(package))}\n{file.read_text(encoding='utf-8')}" for file in files)
+    found = {name: list(_PACKAGE.glob(name)) for name in names}
+    assert all(found.values()), f"of {names} some match no file: {found}"
+    files = sorted(file for some in found.values() for file in some)
+    return "".join(f"{os.fspath(file.relative_to(_PACKAGE))}\n{file.read_text(encoding='utf-8')}" for file in files)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-from rich.console import Console
 
 from jaxspec import mesh as meshes
 from jaxspec import metrics as measures
@@ -328,7 +327,7 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved
     why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
     if jax.process_index() == 0:  # the only one that surely sees the run's folder
         lines = measures.read(workdir)
-        Console().print(measures.closing_table(lines, summary))
+        measures.Screen().print(measures.closing_table(lines, summary))
         why = "; ".join(filter(None, (measures.without_result(lines), why)))
     if remark := random_draft(job.config):
         job.say(remark)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from jaxspec import draft_data
@@ -29,9 +29,9 @@ from jaxspec.cache import cache_folder, cached, content_key, load_tree, save_tre
 from jaxspec.config import Config, ConfigError
 from jaxspec.data import load_problems, pad_prompts, told
 from jaxspec.draft_data import Rows, answered
-from jaxspec.files import Damaged, digest
+from jaxspec.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import Progress
+from jaxspec.metrics import Progress, Screen
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.pretrained import Checkpoint, fingerprint, merger, policy_checkpoint
@@ -56,6 +56,11 @@ DEPTHS = 8
 """Depths that are measured at least, so that another draft_length finds its own in the cache."""
 PROBED = 16
 """Training prompts on which a draft that was loaded is compared with the policy."""
+CODE = (
+    *("train_draft.py", "draft_data.py", "data.py", "chat_template.py", "template_process.py", "step.py", "streams.py", "sampling.py"),
+    *("drafts/build.py", "rollout/*.py", "rl/*.py"),
+)
+"""The files that shape a draft, beside those that shape the policy."""
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
 """Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
@@ -74,7 +79,7 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
         file = folder / f"responses-{number}.npz"
         kept = _kept(file, SftBatch(*shapes), progress)
         if kept is None:
-            _keep(file, respond(number))
+            save_tree(file, respond(number))
             kept = load_tree(file, SftBatch(*shapes))
         batches[number] = answered(jax.device_get(kept))
         progress.update(done * rows)
@@ -120,7 +125,7 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         learner, metrics = call(learner, policy, jax.device_put(batch, meshes.rows_sharding(job.mesh)))
         if time.monotonic() - last >= pause:
             began = time.monotonic()
-            _keep(file, (learner, np.int32(number + 1)))
+            save_tree(file, (learner, np.int32(number + 1)))
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
@@ -129,22 +134,16 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
     return learner.network
 
 
-def _keep(file: Path, tree: PyTree) -> None:
-    """Writes a file that is complete or absent."""
-    fresh = file.with_suffix(".writing")
-    save_tree(fresh, tree)
-    fresh.replace(file)
-
-
 def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """What `_keep` wrote, with the layout of `abstract`; None where there is no such file, or a damaged one, which is discarded."""
+    """What `save_tree` wrote, with the layout of `abstract`; None where there is no such file, or a damaged one, which is discarded."""
     if not file.exists():
         return None
     try:
         return load_tree(file, abstract)
     except Damaged as reason:
         progress.say(f"warning: {reason.what}; it is discarded and made anew")
-        file.unlink()
+        with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
+            discard(file)
         return None
 
 
@@ -185,7 +184,10 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial` on the way."""
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
-    partial.mkdir(exist_ok=True)
+    with writing(f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"):
+        if not partial.is_dir():
+            discard(partial)
+        partial.mkdir(exist_ok=True)
     learner = abstract(job.step, job.config.grpo.prompts)[0].draft
     assert learner is not None, "build is only called for a draft with weights"
     loaded = load_draft(job, learner.network)
@@ -209,7 +211,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     with interrupt.nothing_unsaved("measuring the draft", then=then):
         reached["acceptance"] = measure(job, policy, network, draft_data.in_batches(measured, offline.rows))
         save_tree(folder / WEIGHTS, network)
-        (folder / ACCEPTANCE).write_text(json.dumps(reached) + "\n", encoding="utf-8")
+        write_whole(folder / ACCEPTANCE, json.dumps(reached) + "\n")
     by_length = tokens_kept(reached["acceptance"][: draft.longest])
     would = f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep {by_length[-1]:.2f} tokens on held-out responses"
     job.say(f"the draft took {time.perf_counter() - began:.0f} s; {would}")
@@ -255,9 +257,7 @@ def _key(job: Job, text: Rows | None) -> str:
     draft, training, processing = config.rollout.draft, config.draft_training, job.step.settings.processing
     network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first, config.head, config.draft_model
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
-    code = sources(
-        "train_draft.py", "draft_data.py", "data.py", "step.py", "streams.py", "sampling.py", "drafts/build.py", "rollout/*.py", "rl/*.py"
-    )
+    code = sources(*CODE)
     law = config.seed, config.rollout.max_new_tokens, processing
     weights = [fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path]
     return content_key("draft", policy_key(job), weights, law, data, offline, network, objective, code)
@@ -355,7 +355,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
-        Console().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
+        Screen().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
     job.say(f"draft: {weights}")
     return 0
 

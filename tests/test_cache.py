@@ -1,11 +1,13 @@
 """Weights kept for the next run: built once, never shown by half, and made anew where their files are not what was written."""
 
+import errno
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import pytest
 
 from jaxspec import cache
 from jaxspec.config import ConfigError
-from jaxspec.files import Damaged
+from jaxspec.files import Damaged, SaveError, digest, replacing
 
 TREE = {"matrix": jnp.arange(48.0).reshape(6, 8), "half": jnp.arange(16.0).astype(jnp.bfloat16), "count": jnp.int32(3)}
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -91,6 +93,87 @@ def test_a_damaged_entry_is_made_anew_with_a_word(tmp_path: Path, monkeypatch: p
     assert len(built) == 2
     assert [str(folder) in line and name in line and "made anew" in line for line in told] == [True]
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["a file", "a dangling link", "a link to a damaged folder"])
+def test_what_stands_where_an_entry_belongs_is_found_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    entry, elsewhere = tmp_path / "cache" / "key", tmp_path / "elsewhere"
+    entry.parent.mkdir()
+    if kind == "a link to a damaged folder":
+        elsewhere.mkdir()
+    entry.write_text("no folder") if kind == "a file" else entry.symlink_to(elsewhere)
+    entry.with_suffix(".building").write_text("no folder either")
+    told: list[str] = []
+    folder = cache.cached("key", lambda folder: (told.append("built"), (folder / "weights").write_text("whole"))[0], told.append)
+    assert (folder / "weights").read_text() == "whole"
+    assert len(told) == 2
+    assert str(entry) in told[0]
+    assert told[0].startswith("warning: ")
+    assert told[1] == "built"
+    assert elsewhere.exists() == (kind == "a link to a damaged folder")
+
+
+@pytest.mark.parametrize("name", ["weights", "sha256.json"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_an_entry_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """A right that is missing, or too many open files, says nothing about what was written."""
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights", TREE))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    plain = Path.open
+
+    def refused(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == name:
+            raise OSError(number, os.strerror(number))
+        return plain(file, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refused)
+        with pytest.raises(ConfigError, match=f"{name} cannot be read: {os.strerror(number)}; see to that"):
+            cache.cached("key", lambda folder: None)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "load", lambda *_, **__: refused(folder / name))
+        with pytest.raises(ConfigError, match=f"weights cannot be read: {os.strerror(number)}") as refusal:
+            cache.load_tree(folder / "weights", abstract(1))
+    assert not isinstance(refusal.value, Damaged)
+
+
+def test_what_is_no_regular_file_has_no_digest(tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device read for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"^{file} is not a regular file"):
+            digest(file)
+    assert digest(tmp_path / "absent") == digest(tmp_path) == "-"
+
+
+def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "file"
+    for shared in (False, True):
+        with replacing(file, shared=shared) as fresh:
+            fresh.write_text("whole")
+        refused = pytest.raises(SaveError, match=r"file cannot be written: No space left on device; free some space")
+        with refused, replacing(file, shared=shared) as fresh:
+            fresh.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert [(each.name, each.read_text()) for each in file.parent.iterdir()] == [("file", "whole")]
+
+
+def test_a_home_that_nobody_has_is_named_with_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSPEC_CACHE", "~nosuch/x")
+    with pytest.raises(ConfigError, match=r"^JAXSPEC_CACHE is '~nosuch/x', and no home directory of ~nosuch is known here; give the whole"):
+        cache.cache_folder()
+    monkeypatch.setenv("JAXSPEC_CACHE", "x" * 300)
+    with pytest.raises(ConfigError, match=r"cannot be written to: File name too long; name another folder with JAXSPEC_CACHE"):
+        cache.cached("key", lambda folder: None)
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("JAXSPEC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache.cache_folder() == Path("/somewhere/.cache/jaxspec")
 
 
 def test_content_key_depends_on_values_alone() -> None:

@@ -169,17 +169,39 @@ def test_flag_set_before_the_region_ends_there() -> None:
     assert text.splitlines()[1:] == ["stopped while compiling; nothing to save; the same command starts again"]
 
 
-def test_a_hanging_or_failing_cleanup_does_not_keep_the_process() -> None:
-    body = """
+@pytest.mark.parametrize(
+    ("cleanup", "said"),
+    [
+        ("time.sleep(60)", ""),
+        ("1 / 0", "cleaned up\nstopped while loading; nothing to save; the same command starts again\n"),
+    ],
+)
+def test_a_hanging_or_failing_cleanup_does_not_keep_the_process(cleanup: str, said: str) -> None:
+    """Nor does one that fails keep the others from cleaning up, or the last line from being said."""
+    body = f"""
         from jaxspec import interrupt as module
         module._GRACE_SECONDS = 0.5
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("loading", lambda: time.sleep(60)):
+        with Interrupt() as interrupt, interrupt.nothing_unsaved("loading", lambda: {cleanup}, lambda: print("cleaned up")):
             ready()
             native()
     """
-    status, _, seconds = _run(body, signal.SIGTERM)
-    assert status == 143
+    status, text, seconds = _run(body, signal.SIGTERM)
+    assert (status, text) == (143, said)
     assert seconds < 3
+
+
+def test_a_signal_is_obeyed_where_standard_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `>&-`; the thread that watches goes on."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with Interrupt() as interrupt:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 5
+            while interrupt._first != signal.SIGTERM and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+        assert interrupt.status == 143
+        assert interrupt._watcher.is_alive()
 
 
 def test_handlers_come_back() -> None:

@@ -118,7 +118,7 @@ def devices_with(**environment: str) -> tuple[int, str | None]:
 def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     assert devices_with() == (3, str(max(1, cores // 3)))
-    assert devices_with(JAXSPEC_LOCAL_DEVICES="2") == (2, str(max(1, cores // 2)))
+    assert devices_with(JAXSPEC_LOCAL_DEVICES="2", XLA_FLAGS=" ") == (2, str(max(1, cores // 2)))
     assert devices_with(XLA_FLAGS="--xla_force_host_platform_device_count=5") == (5, None)
     assert devices_with(JAX_NUM_CPU_DEVICES="4") == (4, None)
 
@@ -135,6 +135,8 @@ def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> 
         ("XLA_FLAGS", "garbage", "XLA_FLAGS starts with .'garbage'.: neither a flag .* nor a file"),
         ("XLA_FLAGS", "--xla_force_host_platform_device_count=abc", "device_count=abc; give a whole number"),
         ("XLA_FLAGS", "--xla_force_host_platform_device_count=0", "device_count=0; give a whole number"),
+        *((name, "1000000", f"{name} is '1000000'.*at most 512") for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=1000000", "device_count=1000000; give a whole number.*at most 512"),
     ],
 )
 def test_numbers_of_devices_that_make_no_sense_are_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:

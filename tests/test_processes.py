@@ -21,7 +21,7 @@ from jaxspec.processes import Place, initialize_processes, meet
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What `jax.distributed.initialize` was called with; the environment is that of a lone process."""
     for name in list(os.environ):
-        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION")):
+        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *processes._OTHERS)):
             monkeypatch.delenv(name)
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
@@ -94,6 +94,12 @@ def test_a_scheduler_that_jax_knows_says_where_to_meet(
         ({"JAXSPEC_COORDINATOR": "here"}, "coordinator 'here' is not HOST:PORT"),
         ({"JAXSPEC_COORDINATOR": "here:http"}, "coordinator 'here:http' is not HOST:PORT"),
         ({"JAXSPEC_COORDINATOR": "here:70000"}, "coordinator 'here:70000' is not HOST:PORT"),
+        ({"JAXSPEC_COORDINATOR": f"here:{'1' * 5000}"}, "is not HOST:PORT .* set JAXSPEC_COORDINATOR to"),
+        ({"JAXSPEC_COORDINATOR": "a..b:23462"}, "coordinator 'a..b:23462' has no valid name of a host .* set JAXSPEC_COORDINATOR to"),
+        ({"JAXSPEC_COORDINATOR": f"{'a' * 100}:23462"}, "has no valid name of a host .* set JAXSPEC_COORDINATOR to"),
+        ({"JAXSPEC_PROCESSES": " "}, "JAXSPEC_COORDINATOR, JAXSPEC_PROCESS_ID set but not JAXSPEC_PROCESSES"),
+        ({"JAXSPEC_WAIT_SECONDS": "9" * 20}, "JAXSPEC_WAIT_SECONDS is '9{20}'; give a whole number, 1 or more and at most 2147483647"),
+        ({"JAXSPEC_WAIT_SECONDS": "9" * 5000}, "JAXSPEC_WAIT_SECONDS is '9{59}[.]{3}; give a whole number"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -105,6 +111,21 @@ def test_what_cannot_be_read_is_named(
     with pytest.raises(ConfigError, match=said):
         initialize_processes()
     assert started == []
+
+
+def test_what_other_programs_on_jax_are_told_by_is_refused(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train alone, all of them in one folder; a scheduler's job, and a lone process, may have them."""
+    for name, value in {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=rf"{name} set, which jaxspec does not read, .* Set {', '.join(processes.NAMES)} for each"):
+            initialize_processes()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    initialize_processes()
+    assert started == []
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    initialize_processes()
+    assert started == [(None, None, None)]
 
 
 @pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "two", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "two"}])
@@ -212,7 +233,7 @@ def _answers(host: str, port: int, hello: bytes) -> bool:
     try:
         with socket.create_connection((host, port)) as line:
             line.sendall(hello)
-            return line.recv(5) == b"wait\n"
+            return line.recv(13) == b"jaxspec wait\n"
     except OSError:
         return False
 
@@ -242,6 +263,44 @@ def test_a_taken_port_is_named_at_once(coordinator: str, count: int) -> None:
         refused = Arrival(coordinator, count, 0).ended()
         assert refused.startswith(f"process 0 cannot listen at port {port} of this machine: Address already in use; choose a free port")
         assert "(something else answers there)" in Arrival(coordinator, 2, 1, seconds=0.3).ended()
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"go\n", b"220 mail.example ESMTP\n", b"\xff" * 2000])
+def test_what_another_service_says_is_not_taken_for_process_0(coordinator: str, said: bytes) -> None:
+    host, _, port = coordinator.partition(":")
+    with socket.create_server((host, int(port))) as service:
+
+        def serve() -> None:
+            while True:
+                try:
+                    with service.accept()[0] as line:
+                        line.sendall(said)
+                except OSError:  # who called has hung up, or the test is over
+                    if service.fileno() < 0:
+                        return
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert "process 0 has not come (something else answers there)" in Arrival(coordinator, 2, 1, seconds=0.3).ended()
+        service.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("bind", "said"),
+    [
+        ("nowhere", "the coordinator 'nowhere' is not HOST:PORT with a port from 1 to 65535; set JAX_COORDINATOR_BIND_ADDRESS to"),
+        (
+            "nowhere.invalid:1234",
+            "process 0 cannot listen at JAX_COORDINATOR_BIND_ADDRESS nowhere.invalid:1234: Name or service not known;",
+        ),
+    ],
+)
+def test_a_bad_address_to_listen_at_is_named_as_such(coordinator: str, monkeypatch: pytest.MonkeyPatch, bind: str, said: str) -> None:
+    def unknown(*_: Any, **__: Any) -> socket.socket:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_server", unknown)
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
+    assert Arrival(coordinator, 1, 0).ended().startswith(said)
 
 
 def test_a_name_that_is_not_known_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

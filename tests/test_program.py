@@ -1,14 +1,22 @@
 """What a job opens once for all programs: the tokenizer as the config wants it, and a step that knows it."""
 
+import errno
+import logging
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
+from jaxspec import checkpoint
 from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, DraftTrainingConfig, OfflineConfig, RolloutConfig, SftConfig
-from jaxspec.program import make_job
+from jaxspec.metrics import Progress, Screen, closing_table
+from jaxspec.program import make_job, reported, sources
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train import random_draft
 from tests.conftest import small_mesh, tiny_config, tiny_model
@@ -26,6 +34,121 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(tm
     assert job.tokenizer.render("+2") == "1+2"
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
     assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
+
+
+# ---- what ends a program
+
+
+def _read(name: str) -> Callable[[], Any]:
+    return lambda: Path(name).read_bytes()
+
+
+def _refused(number: int) -> Callable[[], Any]:
+    def work() -> None:
+        raise OSError(number, os.strerror(number), "/somewhere/file")
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (_refused(errno.EACCES), "/somewhere/file: Permission denied;"),
+        (_refused(errno.ELOOP), "/somewhere/file: Too many levels of symbolic links;"),
+        (_read("/proc"), "/proc: Is a directory;"),
+        (_read("nowhere/file"), "nowhere/file: No such file or directory;"),
+        (_read("x" * 1000), f"{'x' * 100}...{'x' * 100}: File name too long;"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(work: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reported(work) == 2
+    assert capsys.readouterr().err == f"error: {said} see to that and run the same command again\n"
+
+
+def test_an_error_of_the_system_without_a_file_has_its_traceback() -> None:
+    with pytest.raises(OSError, match="Broken pipe"):
+        reported(lambda: os.write(_closed_pipe(), b"x"))
+
+
+@pytest.mark.parametrize("told", ["Unable to allocate 4.00 PiB for an array", ""])
+def test_too_little_memory_is_one_line_that_says_for_what(
+    told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(self: Path, **_: Any) -> None:
+        raise MemoryError(*filter(None, [told]))
+
+    monkeypatch.setattr(Path, "read_text", too_large)
+    assert reported(lambda: len(sources("program.py"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the memory of this machine does not hold what is asked for (")
+    assert told in line
+    assert re.search(r"program\.py, line \d+: return .*lower the setting", line)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(
+    ("told", "lost"), [("FAILED_PRECONDITION: Gloo all-reduce failed: [pair.cc] Connection closed by peer", True), ("INTERNAL: bug", False)]
+)
+def test_the_end_of_another_process_is_one_line(
+    joined: bool, told: str, lost: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
+
+    def work() -> int:
+        raise jax.errors.JaxRuntimeError(f"{told}\nand a page more")
+
+    if not (joined and lost):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=told[:5]):
+            reported(work)
+        return
+    assert reported(work) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: another process of the job has ended")
+    assert told in line
+    assert line.endswith("the same command goes on from the last checkpoint")
+
+
+# ---- where nobody reads
+
+
+def _closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_program_goes_on_where_its_output_is_not_taken(full: bool, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `| head` has ended, or on a disk that is full."""
+    for talk in (
+        lambda: make_job(tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0)), small_mesh()).say("a line"),
+        lambda: Screen(force_terminal=terminal).print(closing_table([], {})),
+        lambda: _progress(terminal),
+    ):
+        with os.fdopen(os.open("/dev/full", os.O_WRONLY) if full else _closed_pipe(), "w") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            talk()
+            assert str(Path(f"/proc/self/fd/{stream.fileno()}").readlink()) == os.devnull
+            talk()
+
+
+def _progress(terminal: bool) -> None:
+    with Progress("batch", 2, console=Screen(force_terminal=terminal)) as progress:
+        progress.update(1)
+        progress.say("a line")
+        progress.update(2)
+
+
+def test_what_orbax_leaves_to_asyncio_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint._quieten_orbax()
+    logger = logging.getLogger("asyncio")
+    logger.error("Future exception was never retrieved\nfuture: <Future finished>")
+    logger.error("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+# ---- what a step is built from
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec import train_draft
+from jaxspec import pace, train_draft
+from jaxspec.cache import save_tree
 from jaxspec.config import (
     Config,
     ConfigError,
@@ -30,14 +31,16 @@ from jaxspec.config import (
 from jaxspec.data import PromptStream, load_problems
 from jaxspec.draft_data import Rows, answered, training_text
 from jaxspec.interrupt import Interrupt
+from jaxspec.mesh import replicated
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.program import Job, make_job
+from jaxspec.program import Job, make_job, sources
 from jaxspec.rl.optim import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
+from jaxspec.train_sft import policy_key
 from tests.conftest import eagle3, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, with_weights
 
 ROOT = Path(__file__).parent.parent
@@ -117,11 +120,11 @@ class TestTrain:
         assert not list(tmp_path.iterdir())
         always_kept(monkeypatch)
         keeps = iter([True, True, False, False])  # the last steps before the kill are lost
-        original = train_draft._keep
-        monkeypatch.setattr(train_draft, "_keep", lambda file, tree: original(file, tree) if next(keeps, True) else None)
+        original = train_draft.save_tree
+        monkeypatch.setattr(train_draft, "save_tree", lambda file, tree: original(file, tree) if next(keeps, True) else None)
         with pytest.raises(Killed):
             train(job, policy, rows, tmp_path, Seen(dies_at=4))
-        (tmp_path / "learner.writing").write_bytes(b"half a file")
+        (tmp_path / "learner.npz.tmp").write_bytes(b"half a file")
         seen = Seen()
         resumed = train(job, policy, rows, tmp_path, seen)
         assert seen.steps == [3, 4, 5, 6]
@@ -142,6 +145,37 @@ class TestTrain:
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
 
 
+class TestKept:
+    def layout(self, **arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        whole = replicated(small_mesh())
+        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole) for name, array in arrays.items()}
+
+    def test_a_folder_in_its_place_is_discarded(self, tmp_path: Path) -> None:
+        file, seen = tmp_path / "learner.npz", Seen()
+        (file / "inside").mkdir(parents=True)
+        assert train_draft._kept(file, self.layout(a=np.zeros(3)), seen) is None
+        assert not file.exists()
+        assert [str(file) in line and "made anew" in line for line in seen.said] == [True]
+
+    def test_one_that_cannot_be_read_now_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "learner.npz"
+        save_tree(file, {"a": np.zeros(3)})
+
+        def refused(*_: Any, **__: Any) -> None:
+            raise PermissionError(13, "Permission denied", str(file))
+
+        monkeypatch.setattr(np, "load", refused)
+        with pytest.raises(ConfigError, match=r"learner.npz cannot be read: Permission denied"):
+            train_draft._kept(file, self.layout(a=np.zeros(3)), Seen())
+        assert file.exists()
+
+    def test_one_with_other_arrays_is_to_be_removed(self, tmp_path: Path) -> None:
+        file = tmp_path / "learner.npz"
+        save_tree(file, {"b": np.zeros(3)})
+        with pytest.raises(ConfigError, match=r"another config: a is missing; b is not part of this run. Remove it, and it is made anew$"):
+            train_draft._kept(file, self.layout(a=np.zeros(3)), Seen())
+
+
 class TestCollect:
     def test_responses_are_kept_as_they_come_and_never_sampled_twice(self, tmp_path: Path) -> None:
         job = a_job()
@@ -152,7 +186,7 @@ class TestCollect:
         whole = collect(job, policy, [0, 1, 5], kept, Seen())
         with pytest.raises(Killed):
             collect(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
-        (killed / "responses-1.writing").write_bytes(b"half a file")
+        (killed / "responses-1.npz.tmp").write_bytes(b"half a file")
         mixed = collect(job, other, [0, 1, 5], killed, Seen())
         assert same_bits(mixed[0], whole[0])  # kept
         assert not same_bits(mixed[1], whole[1])  # sampled now, from the other policy
@@ -265,6 +299,23 @@ class TestCachedDraft:
         assert len(trained[1].tokens) == 8
         assert same_bits(measured[0], measured[1])
         assert not any(np.array_equal(row, other) for row in measured[0][0].tokens for other in trained[1].tokens)
+
+    def test_a_file_where_work_is_kept_on_the_way_is_replaced(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=1))
+        monkeypatch.setattr(train_draft, "train", lambda job, *_: tiny_network(eagle3, job.config.model))
+        monkeypatch.setattr(train_draft, "measure", lambda *_: [0.5])
+        cache.mkdir()
+        (cache / f"{train_draft._key(job, None)}.partial").write_text("no folder")
+        with Interrupt() as interrupt:
+            assert trained_draft(job, interrupt).exists()
+        assert not list(cache.glob("*.partial"))
+
+    def test_the_code_that_shapes_what_is_kept_is_found_and_that_of_prompts_is_part_of_it(self) -> None:
+        job = a_job()
+        assert all([policy_key(job), train_draft._key(job, None), pace._key(job.step, 6)])  # every name matches a file
+        assert {"data.py", "chat_template.py", "template_process.py"} <= set(train_draft.CODE)
+        with pytest.raises(AssertionError, match=r"nothing\*\.py"):
+            sources("program.py", "nothing*.py")
 
     def test_responses_that_failed_are_neither_trained_on_nor_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

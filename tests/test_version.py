@@ -1,6 +1,10 @@
 """Name and version of the distribution, and the namesake that must not lie over it."""
 
+import os
+import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +16,6 @@ from jaxspec import version as versions
 from jaxspec.bench import __main__ as bench
 from jaxspec.cli import load_config, take_option
 from jaxspec.config import ConfigError
-from jaxspec.program import reported
 from jaxspec.version import DISTRIBUTION, refuse_namesake, version
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -53,9 +56,7 @@ def test_the_project_says_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_a_namesake_in_the_same_folder_is_refused(
-    over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_namesake_in_the_same_folder_is_refused(over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lies elsewhere does no harm."""
     info = tmp_path / "jaxspec-0.3.dist-info"
     info.mkdir()
@@ -63,13 +64,23 @@ def test_a_namesake_in_the_same_folder_is_refused(
     monkeypatch.syspath_prepend(str(tmp_path))
     if not over:
         refuse_namesake()
-        assert reported(lambda: 0) == 0
         return
     monkeypatch.setattr(versions, "_PACKAGE", (tmp_path / "jaxspec").resolve())
     with pytest.raises(ConfigError, match=r"X-ray spectra\) is installed over jaxspec-rl .*pip uninstall jaxspec jaxspec-rl"):
         refuse_namesake()
-    assert reported(lambda: 0) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_namesake_is_named_before_its_modules_are_imported(repository: Path, tmp_path: Path) -> None:
+    """It has a package `data`, which hides our module of that name."""
+    shutil.copytree(repository / "jaxspec", tmp_path / "jaxspec", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "jaxspec/data").mkdir()
+    (tmp_path / "jaxspec/data/__init__.py").touch()
+    (tmp_path / "jaxspec-0.3.dist-info").mkdir()
+    (tmp_path / "jaxspec-0.3.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\n")
+    command, environment = [sys.executable, "-m", "jaxspec.train"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"error: the distribution jaxspec .*give each an environment of its own\n", run.stderr), run.stderr
 
 
 def test_an_old_installation_is_replaced(repository: Path, tmp_path: Path) -> None:

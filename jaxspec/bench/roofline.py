@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
@@ -22,6 +21,8 @@ from jaxspec.cache import cache_folder
 from jaxspec.checked import Checked
 from jaxspec.cli import override
 from jaxspec.config import ModelConfig
+from jaxspec.files import write_whole
+from jaxspec.metrics import Screen
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what is read again and again (caches are
 faster than memory), and floating-point operations a second of large products. The result is kept for the other benchmarks. The last line
@@ -141,14 +142,13 @@ def main(argv: Sequence[str]) -> int:
     rates = {mib: max(rate, before.bytes_per_s.get(mib, 0)) for mib, rate in found.bytes_per_s.items()}
     best = Roofline(rates, max(found.flops_per_s, before.flops_per_s))
     file = _file(options.dtype)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(best._asdict()), encoding="utf-8")
+    write_whole(file, json.dumps(best._asdict()))
     table = Table(box=box.SIMPLE, title="what is read again and again", title_justify="left", padding=0, show_edge=False)
     for title in ("MiB", "GB/s now", "GB/s at best"):
         table.add_column(title, justify="right")
     for mib, rate in found.bytes_per_s.items():
         table.add_row(str(mib), f"{rate / 1e9:.1f}", f"{best.bytes_per_s[mib] / 1e9:.1f}")
-    Console().print(table)
+    Screen().print(table)
     print(f"{options.dtype} products: {found.flops_per_s / 1e9:.0f} GFLOP/s now, {best.flops_per_s / 1e9:.0f} at best; kept in {file}")
     about = {"machine": meshes.machine(meshes.make_mesh(1, 1)), "versions": versions(), "dtype": options.dtype}
     print(json.dumps({"bench": "roofline", "now": found._asdict(), "best": best._asdict()} | about), flush=True)

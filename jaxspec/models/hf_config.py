@@ -5,19 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxspec.architecture import ARCHITECTURES, implied
 from jaxspec.checked import called, read_from, require
 from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig
 from jaxspec.json_keys import Keys
 
-_QWEN3 = FamilyConfig()
-_ARCHITECTURES: dict[str, FamilyConfig] = {
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": replace(_QWEN3, model_type="qwen3_moe"),
-    "Qwen2ForCausalLM": FamilyConfig(model_type="qwen2", query_key_norm=False, attention_bias=True),
-    "LlamaForCausalLM": FamilyConfig(model_type="llama", query_key_norm=False),
-    "MiMoForCausalLM": FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
-}
-"""Architectures by their name in config.json; what a file may vary in them is said by `implied`."""
 KEYS = {
     "model.vocab": "vocab_size",
     "model.layers": "num_hidden_layers",
@@ -55,9 +47,9 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     """
     keys = Keys(raw, source)
     name = next(iter(keys.texts("architectures")), None)
-    known = f"known are {', '.join(_ARCHITECTURES)}"
+    known = f"known are {', '.join(ARCHITECTURES)}"
     require(name is not None, f"{source}: no key 'architectures'; {known}")
-    require(name in _ARCHITECTURES, f"{source}: the architecture {name} is not supported; {known}")
+    require(name in ARCHITECTURES, f"{source}: the architecture {name} is not supported; {known}")
     for key, allowed in _REFUSED.items():
         value = raw.get(key)
         remedy = f"only {', '.join(map(str, allowed))} is supported" if allowed else "give weights that are not quantized"
@@ -65,7 +57,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     _refuse_sliding(keys)
     heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     with read_from(source), called(KEYS):
-        family = _family(keys, _ARCHITECTURES[str(name)])
+        family = _family(keys, ARCHITECTURES[str(name)])
         theta, factor, rope = rope_of(keys)
         if base.rope_factor != 1:
             stretched = f"which model.rope_factor {base.rope_factor:g} stretches"
@@ -97,15 +89,6 @@ def _family(keys: Keys, family: FamilyConfig) -> FamilyConfig:
         # transformers' own default, for files that leave it out
         family = replace(family, experts=experts, experts_per_token=chosen, normalize_experts=keys.flag("norm_topk_prob", False))
     return implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
-
-
-def implied(family: FamilyConfig) -> FamilyConfig:
-    """A family with all that its model_type fixes in place of what it says: what readers of its config.json make of it."""
-    fixed = next(entry for entry in _ARCHITECTURES.values() if entry.model_type == family.model_type)
-    experts = (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
-    free = family.model_type in ("qwen3", "qwen3_moe", "llama")  # the others have biases whatever the key says
-    biases = (family.attention_bias, family.attention_bias) if free else (fixed.attention_bias, fixed.output_bias)
-    return replace(family, query_key_norm=fixed.query_key_norm, attention_bias=biases[0], output_bias=biases[1], experts=experts)
 
 
 def _refuse_sliding(keys: Keys) -> None:
@@ -155,7 +138,7 @@ def _attention_factor(given: Keys, factor: float) -> float:
 
 def architecture_of(config: ModelConfig) -> str:
     """The name of a model's class in config.json."""
-    return next(name for name, entry in _ARCHITECTURES.items() if entry.model_type == config.family.model_type)
+    return next(name for name, entry in ARCHITECTURES.items() if entry.model_type == config.family.model_type)
 
 
 def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
