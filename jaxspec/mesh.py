@@ -58,11 +58,10 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
       ConfigError: an environment variable that it reads, or that XLA would end the process for, holds no such number.
     """
     environment_number("NPROC", 1)
-    forced = _forced_devices()
-    if environment_number("JAX_NUM_CPU_DEVICES", 1, _MOST_DEVICES) or forced:
+    given, local = (environment_number(name, 1, _MOST_DEVICES) for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES"))
+    if _forced_devices() or given:
         return
-    most = min(wanted or cores(), _MOST_DEVICES)  # whoever wanted more is told what there is
-    count = environment_number("JAXSPEC_LOCAL_DEVICES", 1, _MOST_DEVICES) or most
+    count = local or min(wanted or cores(), _MOST_DEVICES)  # whoever wanted more is told what there is
     os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
     jax.config.update("jax_num_cpu_devices", count)
 

@@ -258,7 +258,7 @@ class Loop:
                 f"status/failed and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at samples.jsonl beside it; "
                 f"a lower learning rate is the usual remedy. Earlier checkpoints are intact."
             )
-            require_progress(line.get(f"skipped_in_row/{name}", 0), name, f"batch {line['step']}", look)
+            require_progress(line.get(f"skipped_in_row/{name}", 0.0), name, f"batch {line['step']}", look)
 
     def evaluate(self, position: Position, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop.
