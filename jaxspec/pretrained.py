@@ -85,7 +85,7 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
 def fingerprint(path: str) -> str:
     """A digest of a checkpoint's settings and of samples of its weights: other weights have another one, and nothing is read whole."""
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]):
+    for file in sorted(file for pattern in ("*.safetensors", "*config.json") for file in folder.glob(pattern) if file.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:

@@ -301,6 +301,15 @@ def test_a_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(str(copy)) != first
 
 
+def test_a_fingerprint_passes_over_what_is_no_file(folder: Path) -> None:
+    first = fingerprint(str(folder))
+    (folder / "a.safetensors").mkdir()
+    (folder / "b.safetensors").symlink_to("nowhere")
+    os.mkfifo(folder / "c.safetensors")
+    (folder / "foo_config.json").mkdir()
+    assert fingerprint(str(folder)) == first
+
+
 def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
     """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing but shapes at hand."""
     lora, config = tmp_path / "lora", policy_config(ModelConfig(path=str(folder)))
