@@ -16,7 +16,20 @@ from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, ModelConfig, require
 from jaxspec.json_keys import read_json
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, shown, their_slices, to_ours, to_theirs
+from jaxspec.models.hf import (
+    REDUNDANT,
+    Place,
+    Row,
+    check_count,
+    mtp_names,
+    named_leaves,
+    places,
+    policy_rows,
+    shown,
+    their_slices,
+    to_ours,
+    to_theirs,
+)
 from jaxspec.models.hf_config import model_config
 from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
@@ -126,6 +139,8 @@ class Checkpoint:
         """
         self._abstract, self._tensors = abstract, tensors
         leaves = named_leaves(abstract)
+        for row in rows:
+            check_count(row, leaves[row.ours].shape, len(tensors), str(folder))
         self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
         _check(folder, [place for found in self._places.values() for place in found], tensors, ignore)
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())

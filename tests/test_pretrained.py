@@ -112,6 +112,7 @@ def pickled(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 NORM = "model.norm.weight"
 
 
@@ -131,6 +132,11 @@ NORM = "model.norm.weight"
         (change_config(vocab_size=12), ["model.embed_tokens.weight is [11, 16]", "[12, 16]"]),
         (change_config(num_hidden_layers=5), ["lacks tensors", "model.layers.4.input_layernorm.weight", "and 6 more"]),
         (change_config(num_hidden_layers=3), ["no place here: model.layers.3.input_layernorm.weight"]),
+        (change_config(num_hidden_layers=1000), ["num_hidden_layers 1000 in config.json", "there are 47 tensors in all; correct"]),
+        (
+            change_config(**MOE, num_experts=2**31 - 1),
+            ["num_hidden_layers 4 and num_experts 2147483647 in config.json", "ask for 8589934588 tensors", "correct config.json"],
+        ),
         (change_config(tie_word_embeddings=True), ["tie_word_embeddings is true, but lm_head.weight differs"]),
         (change_config(architectures=["T5ForConditionalGeneration"]), ["T5ForConditionalGeneration is not supported"]),
         (change_config(hidden_size=None), ["no key 'hidden_size'"]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.config import HeadConfig, ModelConfig, require
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.hf import MIMO_MTP, Row, layer_rows, named_leaves, places, shown, to_ours, to_theirs
+from jaxspec.models.hf import MIMO_MTP, Row, check_count, layer_rows, named_leaves, places, shown, to_ours, to_theirs
 from jaxspec.models.hf_draft_config import Form
 from jaxspec.models.mtp import Mtp
 
@@ -58,6 +58,8 @@ def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> 
 def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
     """Arrays by attribute path for the shapes of a network; every row must find its tensors and every tensor a row."""
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
+    for row in rows:
+        check_count(row, shapes[row.ours], len(tensors), source)
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
     missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
     require(not missing, f"{source} lacks {shown(missing)}; it is damaged, or its config.json speaks of another draft")
