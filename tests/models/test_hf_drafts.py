@@ -238,6 +238,10 @@ def test_vocabulary_buffers() -> None:
         ({"d2t": np.array([0, 0, -1, 0, 0, 0])}, 6, "must ascend"),
         ({**buffers(IDS), "t2d": buffers([0, 1, 2, 3, 4])["t2d"]}, 6, "d2t names 6 tokens and t2d 5"),
         ({"d2t": buffers(IDS)["d2t"]}, 7, r"d2t has shape \[6\], and the head 7 rows"),
+        ({"t2d": np.isin(np.arange(12), IDS)}, 6, r"t2d has shape \[12\], and the vocabulary 11 tokens"),
+        ({"t2d": np.isin(np.arange(11), IDS)[None]}, 6, r"t2d has shape \[1, 11\]"),
+        ({"d2t": np.zeros(11)}, 11, "d2t is of type float64; it must hold whole numbers"),
+        ({"d2t": np.zeros(6, bool)}, 6, "d2t is of type bool"),
         ({"t2d": buffers(IDS)["t2d"]}, 7, "t2d names 6 tokens, and the head has 7 rows"),
     ],
 )
