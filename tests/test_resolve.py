@@ -178,8 +178,8 @@ FP8 = ml_dtypes.float8_e4m3fn
         ({"d2t": np.zeros(11, np.float32)}, "'d2t' is of type F32; it must be one of I64"),
         ({"t2d": np.zeros((1, 11), bool)}, r"'t2d' has shape \[1, 11\]"),
         ({"norm.weight": np.ones(16, np.int32)}, r"'norm\.weight' is of type I32; it must be one of F64"),
-        ({"norm.weight": np.ones(16, bool)}, r"'norm\\.weight' is of type BOOL"),
-        ({"norm.weight": np.ones(16, FP8)}, r"'norm\\.weight' is of type F8_E4M3; .* not quantized"),
+        ({"norm.weight": np.ones(16, bool)}, r"'norm\.weight' is of type BOOL"),
+        ({"norm.weight": np.ones(16, FP8)}, r"'norm\.weight' is of type F8_E4M3; .* not quantized"),
     ],
 )
 def test_tensors_of_a_draft_are_checked_before_they_are_read(policy: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
