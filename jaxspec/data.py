@@ -137,7 +137,10 @@ class RowParser:
     def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
         name: str = getattr(self.config, setting)
         if name not in row:
-            near = difflib.get_close_matches(name, row, 1)
+            # Who obeys a hint at the column of answers trains on them as problems.
+            others = {self.config.prompt_column, self.config.answer_column} | ({"answer", "solution"} & {*row})
+            offered = [column for column in row if setting == "answer_column" or column.lower() not in others]
+            near = difflib.get_close_matches(name, offered, 1)
             hint = f"; did you mean --data.{setting} {near[0]}?" if near else f"; set --data.{setting}"
             raise ConfigError(f"{self.where(index)}: no column {name!r} among {', '.join(map(repr, row)) or 'none'}{hint}")
         value = row[name]

@@ -153,6 +153,8 @@ class Tokenizer:
         if not isinstance(text, str | None) or (isinstance(token, Mapping) and not text):
             wanted = "a string, an object with a string 'content', or null"
             raise ConfigError(f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be {wanted}")
+        if text and text.encode(errors="ignore").decode() != text:
+            raise ConfigError(f"{self.source}/tokenizer_config.json: {name} holds half of a character, {shown(token)}; correct the key")
         return text or ""
 
     def _id(self, name: str) -> int | None:
@@ -226,12 +228,15 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     if "model" not in read_json(path):
         raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
     settings = read_json(config) if config.is_file() else {}
-    if chat_template.is_file():
+    if chat_template.exists() or chat_template.is_symlink():
+        require(chat_template.is_file(), f"{chat_template}: not a regular file; download it again, or remove it")
         settings["chat_template"] = _read_template(chat_template)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
+    backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
+    backend.no_padding()
     return Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
 
 

@@ -1,6 +1,7 @@
 """Keys of JSON files: values of another type are refused with file, key and what they must be."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,13 @@ def test_a_file_that_holds_no_object_is_named_in_one_line(tmp_path: Path, text: 
     assert "\n" not in str(error.value)
     file.write_text(json.dumps({"a": 1}))
     assert read_json(file) == {"a": 1}
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config\.json: not a regular file; give .*"):
+        read_json(tmp_path / "config.json")
 
 
 def test_a_file_is_blamed_once() -> None:

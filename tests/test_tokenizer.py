@@ -56,6 +56,21 @@ def test_save_and_load_agree(folder):
     assert loaded.decode(loaded.chat("99-12=")) == "99-12="
 
 
+def test_truncation_and_padding_that_a_file_keeps_are_not_followed(folder):
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    wanted = [load_tokenizer(str(folder)).encode(text) for text in ("1", "12345")]
+    edit(folder / "tokenizer.json", truncation=truncation, padding=padding)
+    assert [load_tokenizer(str(folder)).encode(text) for text in ("1", "12345")] == wanted
+
+
 def test_vocabulary_must_hold_every_token():
     tokenizer = character_tokenizer()
     tokenizer.check_vocab(tokenizer.size)
@@ -331,6 +346,19 @@ def test_what_the_assistant_wrote_in_other_templates(folder):
 def test_templates_and_messages_that_hide_the_assistant_are_refused(folder, template, header, closing, turns, words):
     with pytest.raises(ConfigError, match=words):
         chat_of(template, header, closing, turns, folder)
+
+
+def test_half_of_a_character_as_a_special_token_is_named(folder):
+    edit(folder / "tokenizer_config.json", bos_token="\ud800")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: bos_token holds half of a character, '.*'; correct the key"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda file: file.symlink_to("nowhere")])
+def test_a_template_that_is_no_file_is_refused(folder, make):
+    make(folder / "chat_template.jinja")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a regular file; download it again, or remove it"):
+        load_tokenizer(str(folder))
 
 
 def test_messages_need_a_template():

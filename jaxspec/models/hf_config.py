@@ -117,6 +117,7 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     implied = longest / original if kind == "yarn" and longest else None
     require(given.has("factor") or implied is not None, f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
     factor = given.number("factor", implied)
+    require(factor >= 1, f"{given.source}: factor is {factor:g}; it must be at least 1, since positions are stretched only")
     rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
         rope = replace(rope, **{key: given.number(key) for key in ("low_freq_factor", "high_freq_factor") if given.has(key)})

@@ -81,6 +81,10 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope scaling 'longrope'", "yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["no key 'factor'"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.5399929762484854e-05, "mscale": 1, "mscale_all_dim": 1}},
+            ["factor is", "least 1"],
+        ),
         ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "an object or null"]),
         ({"rope_theta": "1e6"}, ["rope_theta is '1e6'", "positive number"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "max_position_embeddings": "absent"}, ["'yarn' needs", "add one"]),
