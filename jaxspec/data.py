@@ -25,7 +25,6 @@ from jaxspec.json_keys import is_whole_text, listed, named, parse_json, shown
 from jaxspec.rewards.extract import extract, normalise
 from jaxspec.tokenizer import Tokenizer
 
-
 _EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
 _ANSWERS = ("answer", "answers", "solution", "solutions", "response", "completion", "output", "target")
 """Columns that are never proposed for problems."""
