@@ -130,6 +130,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       ConfigError: the file is missing, or holds something else.
     """
+    require(not file.exists() or file.is_file(), f"{file}: not a regular file; give a folder that has it as one")  # a pipe would never end
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:

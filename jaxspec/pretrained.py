@@ -16,17 +16,29 @@ from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, ModelConfig, require
 from jaxspec.json_keys import read_json
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import REDUNDANT, Place, Row, mtp_names, named_leaves, places, policy_rows, shown, their_slices, to_ours, to_theirs
+from jaxspec.models.hf import (
+    REDUNDANT,
+    Place,
+    Row,
+    check_count,
+    mtp_names,
+    named_leaves,
+    places,
+    policy_rows,
+    shown,
+    their_slices,
+    to_ours,
+    to_theirs,
+)
 from jaxspec.models.hf_config import model_config
 from jaxspec.models.lora import changed, changes_of
 from jaxspec.state import PyTree
-from jaxspec.tensor_files import Stored, open_tensors
+from jaxspec.tensor_files import FLOATS, Stored, check_header, open_tensors
 
 CONFIG = "config.json"
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """PEFT's names."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _SAMPLE, _SAMPLES = 2**12, 2**10
 """Bytes of a sample, and samples of a file, in a fingerprint."""
 
@@ -71,7 +83,10 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
       ConfigError: there is no such folder, or its adapters are not for this policy.
     """
     folder = find_folder(path, "lora.path")
-    tensors = {name: stored.read() for name, stored in open_tensors(folder, ADAPTERS).items()}
+    stored = open_tensors(folder, ADAPTERS)
+    for tensor in stored.values():
+        check_header(tensor)
+    tensors = {name: tensor.read() for name, tensor in stored.items()}
     with read_from(str(folder)):
         changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
 
@@ -85,7 +100,7 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
 def fingerprint(path: str) -> str:
     """A digest of a checkpoint's settings and of samples of its weights: other weights have another one, and nothing is read whole."""
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]):
+    for file in sorted(file for pattern in ("*.safetensors", "*config.json") for file in folder.glob(pattern) if file.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
@@ -126,6 +141,8 @@ class Checkpoint:
         """
         self._abstract, self._tensors = abstract, tensors
         leaves = named_leaves(abstract)
+        for row in rows:
+            check_count(row, leaves[row.ours].shape, len(tensors), str(folder))
         self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
         _check(folder, [place for found in self._places.values() for place in found], tensors, ignore)
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
@@ -171,12 +188,13 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
         if tensors[name].shape != place.shape
     ]
     require(not wrong, f"{folder} holds tensors of another shape: {shown(wrong, '; ')}; correct config.json")
-    narrow = shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in _FLOATS])
+    narrow = shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS])
     require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
     known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in tensors and head not in known and embedding in known:  # a tied head that was written all the same
-        same = tensors[head].shape == tensors[embedding].shape and np.array_equal(tensors[head].read(), tensors[embedding].read())
+        alike = tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOATS
+        same = alike and np.array_equal(tensors[head].read(), tensors[embedding].read())
         require(same, f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the key to false in config.json")
         known |= {head}
     unknown = shown([name for name in tensors if name not in known])

@@ -19,7 +19,7 @@ from jaxspec.models.hf_draft_config import head_config
 from jaxspec.models.hf_drafts import filled, head_arrays, mtp_arrays, mtp_form, normal_names, settle
 from jaxspec.pretrained import CONFIG, absolute, find_folder, policy_checkpoint, policy_config
 from jaxspec.state import PyTree
-from jaxspec.tensor_files import Stored, open_tensors
+from jaxspec.tensor_files import WHOLES, Stored, check_header, open_tensors
 
 Say = Callable[[str], Any]
 _MODEL, _DRAFT = "model.path", "rollout.draft.path"
@@ -84,7 +84,7 @@ def _with_head(config: Config, folder: Path, say: Say) -> Config:
     model, head, vocab = head_config(read_json(folder / CONFIG), source, draft.tap_convention, config.model, say)
     if config.head.taps:  # who names them knows better
         head = replace(head, taps=config.head.taps)
-    tensors = normal_names(_read_all(open_tensors(folder)), str(folder))
+    tensors = _read_all(normal_names(open_tensors(folder), str(folder)))
     comparable = "embed_tokens.weight" in tensors and bool(config.model.path)
     model, head = settle(model, head, tensors, _lent(config, comparable)["embedding"], say)
     if "lm_head.weight" in tensors:  # the tensors have the last word
@@ -103,7 +103,10 @@ def _with_mtp(config: Config, folder: Path, _: Say) -> Config:
     count, embedding_first = mtp_form(list(tensors), layers)
     kinds = "model.mtp_layers.0.* as MiMo names them, or DeepSeek's eh_proj behind the policy's last layer"
     require(count > 0, f"{_DRAFT} {folder} has no MTP layers ({kinds})")
-    widths = [tensors[name].shape[0] for name in mtp_names(list(tensors), layers) if name.endswith(".gate_proj.weight")]
+    gates = [tensors[name] for name in mtp_names(list(tensors), layers) if name.endswith(".gate_proj.weight")]
+    for gate in gates:
+        check_header(gate)
+    widths = [gate.shape[0] for gate in gates]
     require(bool(widths), f"{_DRAFT} {folder}: its MTP layers have no mlp.gate_proj; only SwiGLU layers, dense or of experts, can be read")
     ffn = 0 if widths[0] == config.model.ffn else widths[0]
     draft = replace(config.rollout.draft, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
@@ -134,13 +137,23 @@ def read_draft(config: Config, abstract: PyTree) -> PyTree:
         sizes = replace(draft_model(config), layers=draft.layers)
         arrays = mtp_arrays(sizes, draft.embedding_first, own, _lent(config, copies), layers)
     else:
-        named = normal_names(_read_all(tensors), str(folder))
+        named = _read_all(normal_names(tensors, str(folder)))
         lent = _lent(config, "lm_head.weight" not in named)
         arrays = head_arrays(draft_model(config), config.head, named, lent, str(folder))
     return jax.tree.map(from_host, abstract, filled(abstract, arrays))
 
 
+_BUFFERS: dict[str, tuple[str, ...]] = {"d2t": WHOLES, "t2d": (*WHOLES, "BOOL")}
+"""Tensors of a draft, by their normal names, that are no weights, and the types that they may have."""
+
+
 def _read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+    """A draft's tensors; their headers are checked before."""
+    for name, stored in tensors.items():
+        if name in _BUFFERS:
+            check_header(stored, _BUFFERS[name], (1,))
+        else:
+            check_header(stored)
     return {name: stored.read() for name, stored in tensors.items()}
 
 
@@ -153,5 +166,9 @@ def _lent(config: Config, values: bool) -> dict[str, np.ndarray]:
         require(not values, lacks)
         return {"embedding": np.broadcast_to(np.float32(math.nan), shape), "head": np.broadcast_to(np.float32(math.nan), shape[::-1])}
     tensors = open_tensors(find_folder(model.path, _MODEL))
-    embedding = tensors["model.embed_tokens.weight"].read()
-    return {"embedding": embedding, "head": (embedding if model.tied else tensors["lm_head.weight"].read()).T}
+    names = ["model.embed_tokens.weight", *([] if model.tied else ["lm_head.weight"])]
+    for name in names:
+        require(name in tensors, f"{_MODEL} {model.path} lacks the tensor {name}, which the draft borrows; download the checkpoint again")
+        check_header(tensors[name], axes=(2,))
+    embedding, *head = (tensors[name].read() for name in names)
+    return {"embedding": embedding, "head": (head[0] if head else embedding).T}

@@ -60,6 +60,21 @@ class Stored(NamedTuple):
         return part
 
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that can be read."""
+WHOLES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+
+
+def check_header(stored: Stored, kinds: tuple[str, ...] = FLOATS, axes: tuple[int, ...] = (1, 2)) -> None:
+    """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all; only its header is looked at."""
+    name = f"{stored.file}: the tensor {shown(stored.name)}"
+    remedy = "give weights that are not quantized" if kinds == FLOATS else "give the file as it was published"
+    require(stored.dtype in kinds, f"{name} is of type {stored.dtype}; it must be one of {', '.join(kinds)}, so {remedy}")
+    counts = " or ".join(map(str, axes))
+    fits = len(stored.shape) in axes and all(stored.shape)
+    require(fits, f"{name} has shape {list(stored.shape)}; it must have {counts} axes, none of them of size 0; download the file again")
+
+
 def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
     """Looks up every tensor of a folder: those of its index, or of the file `name`.
 

@@ -234,6 +234,8 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
+    backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
+    backend.no_padding()
     tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
     _check_template(tokenizer, chat_template if os.path.lexists(chat_template) else config)
     return tokenizer

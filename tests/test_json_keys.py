@@ -1,6 +1,7 @@
 """Keys of JSON files: values of another type are refused with file, key and what they must be."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def test_a_number_too_long_for_python_is_called_that(tmp_path: Path) -> None:
 def test_names_of_others_are_shown_in_one_printable_line() -> None:
     assert listed(["a", "b\n\x1b[31m", "\ud800", "c" * 999, "e", "f", "g"]) == f"a, b\\n\\x1b[31m, \\ud800, {'c' * 300}..., e and 2 more"
     assert (listed([]), listed(iter("ab"), "; ")) == ("", "a; b")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config\.json: not a regular file; give .*"):
+        read_json(tmp_path / "config.json")
 
 
 def test_a_file_is_blamed_once() -> None:

@@ -112,6 +112,7 @@ def pickled(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 NORM = "model.norm.weight"
 
 
@@ -131,6 +132,11 @@ NORM = "model.norm.weight"
         (change_config(vocab_size=12), ["model.embed_tokens.weight is [11, 16]", "[12, 16]"]),
         (change_config(num_hidden_layers=5), ["lacks tensors", "model.layers.4.input_layernorm.weight", "and 6 more"]),
         (change_config(num_hidden_layers=3), ["no place here: model.layers.3.input_layernorm.weight"]),
+        (change_config(num_hidden_layers=1000), ["num_hidden_layers 1000 in config.json", "there are 47 tensors in all; correct"]),
+        (
+            change_config(**MOE, num_experts=2**31 - 1),
+            ["num_hidden_layers 4 and num_experts 2147483647 in config.json", "ask for 8589934588 tensors", "correct config.json"],
+        ),
         (change_config(tie_word_embeddings=True), ["tie_word_embeddings is true, but lm_head.weight differs"]),
         (change_config(architectures=["T5ForConditionalGeneration"]), ["T5ForConditionalGeneration is not supported"]),
         (change_config(hidden_size=None), ["no key 'hidden_size'"]),
@@ -230,6 +236,11 @@ def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
         ({"rank_pattern": [2]}, r"rank_pattern is \[2\]; it must be an object"),
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern: q_proj is '2'"),
         ({"alpha_pattern": {"(": 2}}, r"alpha_pattern: '\(' is no regular expression"),
+        ({"alpha_pattern": {"(?i)q_proj": 4}}, r"alpha_pattern: '\(\?i\)q_proj' is no regular expression"),
+        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 4}}, r"alpha_pattern: '\(.*' repeats a group that has a repeat in it.*; write it without"),
+        ({"rank_pattern": {"(q|(a*))*!": 4}}, "repeats a group"),
+        ({"rank_pattern": {"((a*)b){2,}!": 4}}, "repeats a group"),
+        ({"target_modules": "(("}, r"target_modules: '\(\(' is no regular expression"),
         ({"peft_type": 3}, "peft_type is 3"),
     ],
 )
@@ -241,6 +252,25 @@ def test_settings_of_adapters_of_another_type_are_named(folder: Path, tmp_path: 
     a, b = np.zeros((2, 16), np.float32), np.zeros((16, 2), np.float32)
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=rf"^{lora}.*adapter_config\.json.*{words}"):
+        merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "no tensors"),
+        ({"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.int32)}, "is of type I32; it must be one of F64"),
+        ({"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), ml_dtypes.float8_e4m3fn)}, "is of type F8_E4M3; it must be"),
+        ({"layers.1.self_attn.q_proj.lora_A.weight": np.float32(1)}, r"has shape \[\]; it must have 1 or 2 axes"),
+        ({"layers.01.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.float32)}, r"layers\.01\..*not a LoRA matrix"),
+    ],
+)
+def test_adapters_of_another_type_are_named(folder: Path, tmp_path: Path, tensors: dict[str, np.ndarray], words: str) -> None:
+    lora, name = tmp_path / "lora", "base_model.model.model."
+    lora.mkdir()
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6}))
+    save_file({name + key: np.asarray(tensor) for key, tensor in tensors.items()}, lora / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{lora}.*{words}"):
         merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
 
 
@@ -299,6 +329,15 @@ def test_a_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(str(copy)) == first
     change_config(rope_theta=7.0)(copy)
     assert fingerprint(str(copy)) != first
+
+
+def test_a_fingerprint_passes_over_what_is_no_file(folder: Path) -> None:
+    first = fingerprint(str(folder))
+    (folder / "a.safetensors").mkdir()
+    (folder / "b.safetensors").symlink_to("nowhere")
+    os.mkfifo(folder / "c.safetensors")
+    (folder / "foo_config.json").mkdir()
+    assert fingerprint(str(folder)) == first
 
 
 def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def test_save_and_load_agree(folder):
     assert loaded.decode(loaded.chat("99-12=")) == "99-12="
 
 
+def test_truncation_and_padding_that_a_file_keeps_are_not_followed(folder):
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    wanted = [load_tokenizer(str(folder)).encode(text) for text in ("1", "12345")]
+    edit(folder / "tokenizer.json", truncation=truncation, padding=padding)
+    assert [load_tokenizer(str(folder)).encode(text) for text in ("1", "12345")] == wanted
+
+
 def test_vocabulary_must_hold_every_token():
     tokenizer = character_tokenizer()
     tokenizer.check_vocab(tokenizer.size)

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, require
 from jaxspec.state import PyTree
 
 REDUNDANT = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
 
 _SHOWN = 5
+_COUNTS = {"layer": "num_hidden_layers", "expert": "num_experts"}
+"""The keys of config.json that say how often a row's tensor is there."""
 MIMO_MTP = "model.mtp_layers."
 """Beginning of the names of MiMo's own multi-token-prediction layers."""
 
@@ -99,6 +101,14 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     paths = [[key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key) for key in path] for path, _ in leaves]
     # A flax variable holds its array as `value`, which is also what one of our weights is called.
     return {".".join(path[:-1] if path[-1] == "value" else path): leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
+
+
+def check_count(row: Row, shape: tuple[int, ...], tensors: int, source: str) -> None:
+    """Raises ConfigError, before any place is made, for a weight that lies in more places than a checkpoint has tensors."""
+    sizes = dict(zip(re.findall(r"{(\w+)}", row.theirs), shape[row.single : row.leading], strict=True))
+    keys = " and ".join(f"{_COUNTS[holder]} {size}" for holder, size in sizes.items())
+    asked = f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors {row.theirs}"
+    require(math.prod(sizes.values()) <= tensors, f"{asked}, and there are {tensors} tensors in all; correct config.json")
 
 
 def places(row: Row, shape: tuple[int, ...]) -> list[Place]:

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxspec.config import HeadConfig, ModelConfig, require
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.hf import MIMO_MTP, Row, layer_rows, named_leaves, places, shown, to_ours, to_theirs
+from jaxspec.models.hf import MIMO_MTP, Row, check_count, layer_rows, named_leaves, places, shown, to_ours, to_theirs
 from jaxspec.models.hf_draft_config import Form
 from jaxspec.models.mtp import Mtp
 
@@ -58,6 +58,8 @@ def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> 
 def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
     """Arrays by attribute path for the shapes of a network; every row must find its tensors and every tensor a row."""
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
+    for row in rows:
+        check_count(row, shapes[row.ours], len(tensors), source)
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
     missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
     require(not missing, f"{source} lacks {shown(missing)}; it is damaged, or its config.json speaks of another draft")
@@ -81,13 +83,16 @@ _RENAMED = {
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
-def normal_names(tensors: Arrays, source: str) -> dict[str, np.ndarray]:
+Tensor = TypeVar("Tensor")
+
+
+def normal_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The tensors of an EAGLE-3 head by the names of the speculators form, without prefixes and rotary tables.
 
     Raises:
       ConfigError: two tensors come to the same name, or they are those of another kind of draft.
     """
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, Tensor] = {}
     for name, array in tensors.items():
         short = name
         while short.startswith(_PREFIXES):
@@ -132,6 +137,11 @@ def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.nd
       ConfigError: the ids do not ascend inside the target's `vocab`, or the two buffers disagree.
     """
     offsets, mask = tensors.get("d2t"), tensors.get("t2d")
+    for name, buffer, size, kinds in (("d2t", offsets, rows, "iu"), ("t2d", mask, vocab, "biu")):
+        if buffer is not None:
+            require(buffer.dtype.kind in kinds, f"{source}: {name} is of type {buffer.dtype}; it must hold whole numbers, or t2d a mask")
+            has = f"{source}: {name} has shape {list(buffer.shape)}, and"
+            require(buffer.shape == (size,), f"{has} {f'the head {rows} rows' if name == 'd2t' else f'the vocabulary {vocab} tokens'}")
     if rows == vocab and (offsets is None or not offsets.any()):
         return None
     require(
@@ -140,7 +150,6 @@ def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.nd
     )
     ids = np.zeros(0, int) if mask is None else np.flatnonzero(mask)
     if offsets is not None:
-        require(offsets.shape == (rows,), f"{source}: d2t has shape {list(offsets.shape)}, and the head {rows} rows")
         ids = np.arange(rows) + offsets.astype(np.int64)
         fits = bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
         absolute = bool((np.diff(offsets) > 0).all() and offsets[0] >= 0 and offsets[-1] < vocab)

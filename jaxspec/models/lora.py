@@ -167,7 +167,7 @@ WITHOUT_EFFECT = {
 """Those that change nothing in what finished adapters add; any other must be off."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the checkpoint's own weights as they are."""
-_KEY = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(\w+)\.(\w+)\.lora_([AB])\.weight")
+_KEY = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,8})\.(\w+)\.(\w+)\.lora_([AB])\.weight")
 
 Pairs = dict[tuple[str, int], dict[str, np.ndarray]]
 """Matrices A and B by target and layer."""
@@ -240,17 +240,36 @@ def _check_types(keys: Keys) -> None:
     keys.whole("r")
     keys.number("lora_alpha")
     keys.flag("use_rslora", False)
-    if not isinstance(keys.content.get("target_modules"), str):
+    named = keys.content.get("target_modules")
+    if isinstance(named, str):
+        _check_expression(named, f"{keys.source}: target_modules")
+    else:
         keys.texts("target_modules")
     if not is_whole(keys.content.get("layers_to_transform")):
         keys.wholes("layers_to_transform")
     for ranks, part in ((True, keys.part("rank_pattern")), (False, keys.part("alpha_pattern"))):
         for expression in part.content:
             part.whole(expression) if ranks else part.number(expression)
-            try:
-                re.compile(expression)
-            except re.error as error:
-                raise ConfigError(f"{part.source}: {shown(expression)} is no regular expression ({error}); correct it") from error
+            _check_expression(expression, part.source)
+
+
+_REPEATED_GROUP = re.compile(r"[*+}]\)*[^()]*\)+([*+]|\{\d*,\})")
+"""A group that is repeated without a limit although something in it is, which can take for ever to match."""
+
+
+def _check_expression(expression: str, source: str) -> None:
+    """Whether an expression can be matched as `_pattern` does it, in a time that is not exponential in the length of a name."""
+    try:
+        re.compile(_whole(expression))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{source}: {shown(expression)} is no regular expression ({error}); correct it") from error
+    nested = _REPEATED_GROUP.search(re.sub(r"\\.|\[[^]]*\]", "x", expression))
+    require(nested is None, f"{source}: {shown(expression)} repeats a group that has a repeat in it, which may never end; write it without")
+
+
+def _whole(expression: str) -> str:
+    """PEFT's own expression for the end of a module's name."""
+    return rf"(.*\.)?({expression})$"
 
 
 def _pairs(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Pairs:
@@ -284,8 +303,8 @@ def _check_complete(network: Decoder, pairs: Pairs, config: Mapping[str, Any]) -
         same = f"adapter_config.json: r is {rank} for {_module(layer, name)}, whose lora_A has rank {len(pair['A'])}; correct one of them"
         require(rank == len(pair["A"]), same)
     named, layers = config.get("target_modules"), config.get("layers_to_transform")
+    require(bool(pairs), "the adapter file has no tensors; export the adapters again")
     if isinstance(named, str):  # a regular expression: what it matches is what the file has
-        require(bool(pairs), "the adapter file has no tensors")
         return
     layers = range(network.config.layers) if layers is None else [layers] if isinstance(layers, int) else layers
     for name in named or ():
@@ -296,7 +315,7 @@ def _check_complete(network: Decoder, pairs: Pairs, config: Mapping[str, Any]) -
 
 def _pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """What the first expression that matches the end of the module's name says; PEFT's own rule."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in (pattern or {}).items() if re.match(_whole(key), module)), default)
 
 
 def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:

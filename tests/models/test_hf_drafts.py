@@ -238,6 +238,10 @@ def test_vocabulary_buffers() -> None:
         ({"d2t": np.array([0, 0, -1, 0, 0, 0])}, 6, "must ascend"),
         ({**buffers(IDS), "t2d": buffers([0, 1, 2, 3, 4])["t2d"]}, 6, "d2t names 6 tokens and t2d 5"),
         ({"d2t": buffers(IDS)["d2t"]}, 7, r"d2t has shape \[6\], and the head 7 rows"),
+        ({"t2d": np.isin(np.arange(12), IDS)}, 6, r"t2d has shape \[12\], and the vocabulary 11 tokens"),
+        ({"t2d": np.isin(np.arange(11), IDS)[None]}, 6, r"t2d has shape \[1, 11\]"),
+        ({"d2t": np.zeros(11)}, 11, "d2t is of type float64; it must hold whole numbers"),
+        ({"d2t": np.zeros(6, bool)}, 6, "d2t is of type bool"),
         ({"t2d": buffers(IDS)["t2d"]}, 7, "t2d names 6 tokens, and the head has 7 rows"),
     ],
 )
@@ -260,6 +264,8 @@ def test_files_of_other_drafts_and_damaged_ones_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             read(changed, config)
+    with pytest.raises(ConfigError, match=r"here: num_hidden_layers 999 in config\.json ask for .* there are 13 tensors in all; correct"):
+        read(tensors, {**config, "num_hidden_layers": 1000})
     assert read({**tensors, "midlayer.self_attn.rotary_emb.inv_freq": np.zeros(2)}, config) is not None
 
 
