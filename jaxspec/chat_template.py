@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError
+from jaxspec.json_keys import named
 
 SECONDS = 2
 """Processor time for compiling a template, and for filling it once; a usual one takes a thousandth."""
@@ -65,7 +66,7 @@ class ChatTemplate:
             raise ConfigError(f"{self._source}: the chat template cannot be given what is nested so deeply; flatten it") from error
         answer = json.loads(line) if line.endswith(b"\n") else {"error": self._ended(process)}
         if "error" in answer:
-            raise ConfigError(f"{self._source}: the chat template {trouble}: {answer['error']}; correct chat_template")
+            raise ConfigError(f"{self._source}: the chat template {trouble}: {named(answer['error'])}; correct chat_template")
         return answer["text"]
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:

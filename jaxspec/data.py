@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,10 +20,14 @@ from jaxtyping import Int32, Int64
 
 from jaxspec import tasks
 from jaxspec.checked import read_from
-from jaxspec.config import ConfigError, DataConfig
-from jaxspec.json_keys import parse_json, shown
+from jaxspec.config import ConfigError, DataConfig, require
+from jaxspec.json_keys import is_whole_text, listed, named, parse_json, shown
 from jaxspec.rewards.extract import extract, normalise
 from jaxspec.tokenizer import Tokenizer
+
+_EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
+_ANSWERS = ("answer", "answers", "solution", "solutions", "response", "completion", "output", "target")
+"""Columns that are never proposed for problems."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,10 @@ class RowParser:
     def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
         name: str = getattr(self.config, setting)
         if name not in row:
-            # Who obeys a hint at the column of answers trains on them as problems.
-            others = {self.config.prompt_column, self.config.answer_column} | ({"answer", "solution"} & {*row})
-            offered = [column for column in row if setting == "answer_column" or column.lower() not in others]
-            near = difflib.get_close_matches(name, offered, 1)
-            hint = f"; did you mean --data.{setting} {near[0]}?" if near else f"; set --data.{setting}"
-            raise ConfigError(f"{self.where(index)}: no column {name!r} among {', '.join(map(repr, row)) or 'none'}{hint}")
+            columns = listed(map(shown, row)) or "none"
+            raise ConfigError(f"{self.where(index)}: no column {shown(name)} among {columns}; {self._remedy(row, setting)}")
         value = row[name]
-        if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+        if isinstance(value, str) and not is_whole_text(value):
             raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a character, {shown(value)}; correct the text")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             kind = f"{type(value).__name__}{' that is not finite' if isinstance(value, float) else ''}"
@@ -152,6 +153,15 @@ class RowParser:
                 f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
             )
         return str(value)
+
+    def _remedy(self, row: dict[str, Any], setting: str) -> str:
+        """What to do about a column that is absent: never advice that would train on the answers, or break the other file."""
+        if self.key != "data.path":
+            return f"give the file the columns of data.path, which --data.{setting} names for both"
+        other = self.config.answer_column if setting == "prompt_column" else self.config.prompt_column
+        taken = {other, *(_ANSWERS if setting == "prompt_column" else ())}
+        near = difflib.get_close_matches(getattr(self.config, setting), [column for column in row if column.lower() not in taken], 1)
+        return f"did you mean --data.{setting} {named(near[0])}?" if near else f"set --data.{setting}"
 
 
 class JsonLines(Problems):
@@ -197,6 +207,10 @@ def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, P
     """
     if not config.path:
         return _generated(config, tokenizer, held_out=False), _generated(config, tokenizer, held_out=True)
+    same = f"data.prompt_column and data.answer_column are both {shown(config.prompt_column)}"
+    require(config.prompt_column != config.answer_column, f"{same}, so that problems would state their answers; name two columns")
+    halved = f"data.instruction is {shown(config.instruction)}, which is no text in UTF-8; write it in UTF-8"
+    require(is_whole_text(config.instruction), halved)
     parser, held_out = RowParser(config, tokenizer, "data.path", config.path), config.eval_prompts
     places, left_out = _scan(parser)
     if config.eval_path:
@@ -211,8 +225,11 @@ def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, P
     return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], LeftOut())
 
 
-def told(config: DataConfig, problems: Problems, held_out: Problems) -> list[str]:
-    """Return what a user should know of the files' content: what was left out of them, and held-out problems that are trained on."""
+def told(config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1) -> list[str]:
+    """Return what a user should know of the problems: what was left out, held-out ones that are trained on, and numbers below those asked.
+
+    A batch of training takes `batch` problems.
+    """
     lines = []
     if str(problems.left_out):
         lines.append(f"data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
@@ -220,13 +237,22 @@ def told(config: DataConfig, problems: Problems, held_out: Problems) -> list[str
         lines.append(f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out")
     if isinstance(problems, JsonLines) and isinstance(held_out, JsonLines) and (shared := held_out.shared(problems)):
         lines.append(f"warning: {shared} of the {len(held_out)} held-out problems are among those to train on, too")
+    if len(problems) < batch:
+        lines.append(
+            f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on, so that some are in it repeatedly"
+        )
+    if len(held_out) < config.eval_prompts:
+        lines.append(f"{len(held_out)} problems are held out: there are no more, though data.eval_prompts is {config.eval_prompts}")
     return lines
 
 
 def reference_answer(text: str) -> str:
-    """Return the normalised answer of a reference: what follows its last `####`, else its last \\boxed{}, else all of it."""
+    """Return the normalised answer of a reference: what follows its last `####`, else its last \\boxed{}, else all of it.
+
+    An empty box, without another, is no answer.
+    """
     _, mark, rest = text.rpartition("####")
-    return normalise(rest.strip().partition("\n")[0] if mark else extract(text, "boxed") or text)
+    return normalise(rest.strip().partition("\n")[0] if mark else extract(text, "boxed") or text * (not _EMPTY_BOX.search(text)))
 
 
 def pad_prompts(problems: Sequence[Problem], length: int, pad_id: int) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, " n"]]:

@@ -1,7 +1,7 @@
 """JSON objects of files that others wrote, read key by key: what has another type is named with its file and its key."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ class Keys:
 
 _LARGEST, _LARGEST_WHOLE = 1e30, 2**31 - 1
 """Larger numbers are mistakes."""
-_SHOWN = 60
+_SHOWN, _SHOWN_NAME, _SHOWN_NAMES = 60, 300, 5
+"""Characters of a value and of a name, and names of a list, that a message shows."""
 
 
 def is_whole(value: Any) -> bool:
@@ -93,12 +94,34 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def named(text: str) -> str:
+    """A name, or a reason, of somebody else's for a message: without quotes, in one line of printable characters that is not too long."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN_NAME])
+    return plain if len(text) <= _SHOWN_NAME else f"{plain}..."
+
+
+def listed(names: Iterable[str], separator: str = ", ") -> str:
+    """The first few names, and how many more there are, for a message."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN_NAMES} more" if len(every) > _SHOWN_NAMES else ""
+    return separator.join(map(named, every[:_SHOWN_NAMES])) + more
+
+
+def is_whole_text(text: str) -> bool:
+    """Whether UTF-8 can hold a text: a string of JSON, or a word of the command line, may have half of a character."""
+    return text.isascii() or text.encode(errors="ignore").decode() == text
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value that a JSON text holds; raises ValueError for one that is not valid, or nested beyond all sense."""
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        if type(error) is ValueError:  # only Python's limit on what it converts is of no class of its own
+            raise ValueError("a whole number of thousands of digits") from error
+        raise
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspec.config import Config, ModelConfig, require
 from jaxspec.drafts.build import draft_model
+from jaxspec.files import expanded
 from jaxspec.json_keys import read_json
 from jaxspec.mesh import from_host
 from jaxspec.models.hf import mtp_names
@@ -32,6 +33,7 @@ def resolved(config: Config, say: Say) -> Config:
     Raises:
       ConfigError: a folder, a file or a key is missing, or a checkpoint is of a kind that is not supported.
     """
+    config = _from_home(config)
     stretched = config.model.rope_factor != 1
     if config.model.path:
         model = policy_config(config.model)
@@ -58,6 +60,17 @@ def resolved(config: Config, say: Say) -> Config:
         model = replace(config.draft_model, rope_factor=config.model.rope_factor, rope=config.model.rope)
         config = replace(config, draft_model=model)
     return config
+
+
+def _from_home(config: Config) -> Config:
+    """The config with home directories for `~` in the names of its data, whoever reads or digests them."""
+
+    def whole(text: str, name: str) -> str:
+        return str(expanded(text, name)) if text.startswith("~") else text
+
+    paths = {name: whole(getattr(config.data, name), f"data.{name}") for name in ("path", "eval_path", "tokenizer")}
+    offline = replace(config.offline, text=whole(config.offline.text, "offline.text"))
+    return replace(config, data=replace(config.data, **paths), offline=offline)
 
 
 def _native_mtp(model: ModelConfig) -> int:

@@ -9,9 +9,14 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 2**30
@@ -56,8 +61,8 @@ def _allow(seconds: int) -> None:
 
 
 def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = _raise_exception
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
 
@@ -73,9 +78,33 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)  # the local day, as transformers gives it
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own `tojson` escapes HTML, which a prompt must not."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks for transformers what the assistant wrote, changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_whole"), [], [], body).set_lineno(line)
+
+    def _whole(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 if __name__ == "__main__":

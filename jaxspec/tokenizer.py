@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import index
@@ -14,7 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.config import ConfigError, require
-from jaxspec.json_keys import Keys, is_whole, read_json, read_keys, shown
+from jaxspec.files import expanded
+from jaxspec.json_keys import Keys, is_whole, is_whole_text, listed, read_json, read_keys, shown
 
 CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -112,7 +114,7 @@ class Tokenizer:
         if len(spans) != turns:
             raise ConfigError(
                 f"{self.source}: the chat template writes {len(spans)} turns of the assistant for {turns} messages; every one must be "
-                f"written with {self._turn.header!r} before and {self._turn.closing!r} after it, and no message may hold these"
+                f"written with {shown(self._turn.header)} before and {shown(self._turn.closing)} after it, and no message may hold these"
             )
         encoding = self._encoded(text)
         written = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
@@ -150,11 +152,9 @@ class Tokenizer:
         """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
         token = self._settings.get(name)
         text = token.get("content") if isinstance(token, Mapping) else token
-        if not isinstance(text, str | None) or (isinstance(token, Mapping) and not text):
-            wanted = "a string, an object with a string 'content', or null"
+        if not isinstance(text, str | None) or (isinstance(token, Mapping) and not text) or not is_whole_text(text or ""):
+            wanted = "a string of whole characters, an object with such a 'content', or null"
             raise ConfigError(f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be {wanted}")
-        if text and text.encode(errors="ignore").decode() != text:
-            raise ConfigError(f"{self.source}/tokenizer_config.json: {name} holds half of a character, {shown(token)}; correct the key")
         return text or ""
 
     def _id(self, name: str) -> int | None:
@@ -164,7 +164,7 @@ class Tokenizer:
         found = self._backend.token_to_id(token)
         if found is None:
             raise ConfigError(
-                f"{self.source}/tokenizer_config.json: {name} {token!r} is not in tokenizer.json; correct the key or add the token"
+                f"{self.source}/tokenizer_config.json: {name} {shown(token)} is not in tokenizer.json; correct the key or add the token"
             )
         return found
 
@@ -183,8 +183,8 @@ class Tokenizer:
         same = asked.startswith(bare) and went_on.startswith(bare) and prompt.startswith(header) and opening.startswith(header)
         if not (header.strip() and closing and same and rest.startswith(closing)):
             raise ConfigError(
-                f"{self.source}: the chat template does not show what the assistant writes: a generation prompt adds {prompt!r}, an answer "
-                f"follows {opening!r} and ends with {closing!r}; correct chat_template, or give text instead of messages"
+                f"{self.source}: the chat template does not show what the assistant writes: a generation prompt adds {shown(prompt)}, an "
+                f"answer follows {shown(opening)} and ends with {shown(closing)}; correct chat_template, or give text instead of messages"
             )
         return Turn(header, prompt.removeprefix(header), closing)
 
@@ -208,7 +208,7 @@ class Tokenizer:
         if isinstance(found, list):  # several named templates
             entries = [Keys(entry, f"{where}, chat_template") for entry in found if isinstance(entry, Mapping)]
             by_name = {entry.text("name"): entry.text("template") for entry in entries}
-            named = f"chat_template names {', '.join(by_name) or 'no template'}, and none 'default'"
+            named = f"chat_template names {listed(by_name) or 'no template'}, and none 'default'"
             require(len(entries) == len(found) and "default" in by_name, f"{where}: {named}; call the one to use 'default'")
             found = by_name["default"]
         wanted = "a string, or a list of objects with 'name' and 'template'"
@@ -222,14 +222,13 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends of generation_config.json.
     Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
     """
-    path, config, chat_template, generation_config = (Path(folder) / name for name in FILES)
+    path, config, chat_template, generation_config = (expanded(folder, "data.tokenizer") / name for name in FILES)
     if not path.is_file():
         raise ConfigError(f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a Hugging Face tokenizer")
     if "model" not in read_json(path):
         raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
-    settings = read_json(config) if config.is_file() else {}
-    if chat_template.exists() or chat_template.is_symlink():
-        require(chat_template.is_file(), f"{chat_template}: not a regular file; download it again, or remove it")
+    settings = read_json(config) if os.path.lexists(config) else {}
+    if os.path.lexists(chat_template):
         settings["chat_template"] = _read_template(chat_template)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -237,10 +236,22 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
         raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
     backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
     backend.no_padding()
-    return Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
+    tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
+    _check_template(tokenizer, chat_template if os.path.lexists(chat_template) else config)
+    return tokenizer
+
+
+def _check_template(tokenizer: Tokenizer, file: Path) -> None:
+    """Whether the prompts of two problems differ; a template that refuses them may still take a whole chat."""
+    try:
+        one, other = (tokenizer.render(f"{_PROBE}{number}") for number in "12")
+    except ConfigError:
+        return
+    require(one != other, f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it writes the user's message")
 
 
 def _read_template(file: Path) -> str:
+    require(file.is_file(), f"{file} is no regular file, or a link to none; download it again, or remove it")
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -252,7 +263,7 @@ def _read_template(file: Path) -> str:
 
 def _ends(file: Path) -> list[int]:
     """The end tokens of a generation_config.json, which writes one as a number and several as a list."""
-    keys = read_keys(file) if file.is_file() else Keys({}, str(file))
+    keys = read_keys(file) if os.path.lexists(file) else Keys({}, str(file))
     found = keys.content.get("eos_token_id")
     ends = [] if found is None else found if isinstance(found, list) else [found]
     require(all(map(is_whole, ends)), f"{file}: eos_token_id is {shown(found)}; it must be a whole number or a list of whole numbers")

@@ -80,7 +80,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with interrupt.nothing_unsaved("starting"):
         this_start = workdirs.announced(job, workdir)
         problems, held_out = load_problems(config.data, job.tokenizer)
-        for line in told(config.data, problems, held_out):
+        for line in told(config.data, problems, held_out, config.grpo.prompts):
             job.say(line)
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)

@@ -17,6 +17,8 @@ class Unused(NamedTuple):
     fact: str
     """What makes them useless, with `c` for the config."""
     holds: Callable[[Config], bool]
+    said_by_files: bool = False
+    """Files say what is used instead, so that even a value that is the default is in vain."""
 
 
 def _kind(*kinds: str) -> Callable[[Config], bool]:
@@ -46,6 +48,7 @@ WITH_ANY_DRAFT = (
         f"{_SIZES} model.rope_theta model.norm_eps model.tied model.rope. model.family.",
         "model.path, whose config.json says it,",
         lambda c: bool(c.model.path),
+        said_by_files=True,
     ),
     Unused(
         "model.ignore",
@@ -88,10 +91,10 @@ BY_DRAFT = (
     ),
     Unused("rollout.draft.sampling rollout.draft.temperature", "rollout.temperature 0", lambda c: c.rollout.temperature == 0),
     Unused("rollout.draft.tap_convention", "no rollout.draft.path", lambda c: not c.rollout.draft.path),
-    Unused("rollout.draft.ffn", _PATH, _loaded("eagle3", "mtp", "model")),
-    Unused(f"rollout.draft.vocab {_FORM}", _PATH, _loaded("eagle3")),
-    Unused("rollout.draft.layers", _PATH, _loaded("mtp", "model")),
-    Unused("rollout.draft.embedding_first", _PATH, _loaded("mtp")),
+    Unused("rollout.draft.ffn", _PATH, _loaded("eagle3", "mtp", "model"), said_by_files=True),
+    Unused(f"rollout.draft.vocab {_FORM}", _PATH, _loaded("eagle3"), said_by_files=True),
+    Unused("rollout.draft.layers", _PATH, _loaded("mtp", "model"), said_by_files=True),
+    Unused("rollout.draft.embedding_first", _PATH, _loaded("mtp"), said_by_files=True),
     Unused("rollout.lookup.rule", _LOOKUP, lambda c: c.rollout.lookup_kind != "ngram"),
     Unused("rollout.lookup.past", _LOOKUP, lambda c: c.rollout.lookup_kind != "history"),
     Unused("rollout.lookup.min_match rollout.lookup.max_match", _LOOKUP, lambda c: c.rollout.lookup_kind == "none"),
@@ -125,17 +128,18 @@ OF_DRAFT = f"{OF_POLICY} {_LAW} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lor
 
 
 def refuse_unused(config: Config, named: Iterable[str], table: tuple[Unused, ...] = WITH_ANY_DRAFT + BY_DRAFT) -> None:
-    """Refuses settings among `named` that do nothing and differ from their defaults; what only a config file says is left alone.
+    """Refuses settings among `named` that do nothing; what only a config file says is left alone, and so is a default that would hold.
 
     Raises:
       ConfigError: names them, and the settings that make them useless.
     """
-    defaults, given = flat(to_json(Config())), set(named)
-    changed = [name for name, value in sorted(flat(to_json(config)).items()) if name in given and value != defaults.get(name)]
+    defaults, values = flat(to_json(Config())), flat(to_json(config))
+    given = sorted(values.keys() & set(named))
     told: set[str] = set()
     said = []
     for row in table:
-        found = [name for name in changed if name not in told and _stands_for(row.settings.split(), name)]
+        judged = [name for name in given if name not in told and (row.said_by_files or values[name] != defaults.get(name))]
+        found = [name for name in judged if _stands_for(row.settings.split(), name)]
         if found and row.holds(config):
             told |= set(found)
             said.append(f"with {row.fact.format(c=config)} there is no use for {', '.join(f'--{name}' for name in found)}")

@@ -238,6 +238,8 @@ USELESS = [
     ("--lora.path folder --lora.alpha 8", "lora.rank 0"),
     ("--model.path folder --model.layers 4", "model.path"),
     ("--model.path folder --model.norm_eps 1e-5", "model.path"),
+    ("--model.path folder --model.vocab 40", "model.path"),  # the default, and yet not what the folder says
+    ("--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 1", "rollout.draft.path"),
     ("--model.path folder --model.rope.context 4096", "model.path"),
     ("--model.path folder --model.family.no_query_key_norm", "model.path"),
     ("--model.ignore", "model.path"),

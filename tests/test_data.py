@@ -1,5 +1,6 @@
 """Problems by number: the same on every reader, every row once an epoch, and files that say what is wrong with them."""
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,6 +95,26 @@ def test_what_is_held_out_is_counted_too_and_compared_with_what_is_trained_on(wr
     ]
 
 
+def test_the_held_out_file_must_have_the_same_columns(write):
+    """A setting that it called for would be wrong for the other file."""
+    other = write({"questions": "1+1=", "answer": "2"}, name="eval.jsonl")
+    with pytest.raises(
+        ConfigError, match=r"no column 'question' among .*; give the file the columns of data\.path, which --data\.prompt_c"
+    ):
+        load(write(*rows(5)), eval_path=other)
+
+
+def test_fewer_problems_than_are_asked_for_are_told(write):
+    config = DataConfig(path=write(*rows(3)), eval_path=write(*rows(2, 50), name="eval.jsonl"), eval_prompts=2)
+    found = load_problems(config, TOKENIZER)
+    assert told(config, *found, 3) == []
+    assert told(config, *found, 4) == [
+        "warning: a batch takes 4 problems, and there are 3 to train on, so that some are in it repeatedly",
+    ]
+    more = dataclasses.replace(config, eval_prompts=3)
+    assert told(more, *load_problems(more, TOKENIZER)) == ["2 problems are held out: there are no more, though data.eval_prompts is 3"]
+
+
 def test_columns_and_instruction(write):
     path = write(*({"problem": f"{i}-1=", "solution": i - 1} for i in range(2, 9)))
     train, _ = load(path, prompt_column="problem", answer_column="solution", instruction="?", eval_prompts=1, tokenizer="set")
@@ -122,6 +143,14 @@ def test_reads_from_many_threads_agree(write):
         ),
         ([{"solution": "1+1=", "answer": "2"}], {"prompt_column": "solutio"}, "among 'solution', 'answer'; set --data.prompt_column$"),
         (rows(2), {"answer_column": "zzz"}, "no column 'zzz' among 'question', 'answer'; set --data.answer_column"),
+        (rows(2), {"answer_column": "answers"}, "'answer'; did you mean --data.answer_column answer\\?"),
+        # columns of answers are near, too
+        ([{"problem": "1+1=", "solution": "2"}], {}, "no column 'question' among 'problem', 'solution'; set --data.prompt_column$"),
+        ([{"q": "1", "questions": "2"}], {"answer_column": "questions"}, "among 'q', 'questions'; set --data.prompt_column$"),
+        ([{f"c\n{i}": i for i in range(20_000)}], {}, r"among 'c\\n0', 'c\\n1', .* and 19995 more; set --data.prompt_column$"),
+        (rows(2), {"prompt_column": "answer"}, "data.prompt_column and data.answer_column are both 'answer', .*; name two columns"),
+        (rows(2), {"instruction": "\udcff"}, r"^data\.instruction is '\\udcff', which is no text in UTF-8"),
+        ([{"question": "1+1=", "answer": r"\boxed{}"}], {}, "column 'answer' states no answer in any of 1 lines"),
         ([{"question": ["1+1="], "answer": "2"}], {}, "column 'question' holds a list"),
         (["[" * 100_000], {}, "line 1: not JSON .nested too deeply"),
         (['{"question": NaN, "answer": "2"}'], {}, "line 1: column 'question' holds a float that is not finite"),
@@ -157,6 +186,8 @@ def test_missing_files(write, tmp_path):
         (" 42 ", "42"),
         (r"\frac{3}{7}", r"\frac{3}{7}"),
         ("#### 5\nend", "5"),
+        (r"so \boxed{} it is", ""),
+        (r"\boxed{ } \boxed{7}", "7"),
     ],
 )
 def test_reference_answers(text, answer):

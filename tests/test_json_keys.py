@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError
-from jaxspec.json_keys import Keys, read_json
+from jaxspec.json_keys import Keys, listed, read_json
 
 KEYS = Keys({"size": 3, "rate": 0.5, "on": False, "name": "x", "names": ["a"], "ids": [1, 2], "part": {"size": 4}, "none": None}, "a.json")
 
@@ -65,6 +65,18 @@ def test_a_file_that_holds_no_object_is_named_in_one_line(tmp_path: Path, text: 
     assert "\n" not in str(error.value)
     file.write_text(json.dumps({"a": 1}))
     assert read_json(file) == {"a": 1}
+
+
+def test_a_number_too_long_for_python_is_called_that(tmp_path: Path) -> None:
+    """And no function of Python's is advised."""
+    (tmp_path / "config.json").write_text('{"a": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON \(a whole number of thousands of digits\); download"):
+        read_json(tmp_path / "config.json")
+
+
+def test_names_of_others_are_shown_in_one_printable_line() -> None:
+    assert listed(["a", "b\n\x1b[31m", "\ud800", "c" * 999, "e", "f", "g"]) == f"a, b\\n\\x1b[31m, \\ud800, {'c' * 300}..., e and 2 more"
+    assert (listed([]), listed(iter("ab"), "; ")) == ("", "a; b")
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

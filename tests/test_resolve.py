@@ -69,6 +69,15 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
     assert resolved(Config(), print) == Config()
 
 
+def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other paths are kept as they are given."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    found = resolved(Config(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")), print).data
+    assert (found.path, found.eval_path, found.tokenizer) == ("/home/somebody/a.jsonl", "b.jsonl", "/home/somebody/t")
+    with pytest.raises(ConfigError, match=r"^data\.eval_path is '~nobody7/a', and no home directory of ~nobody7"):
+        resolved(Config(data=DataConfig(eval_path="~nobody7/a")), print)
+
+
 @pytest.mark.parametrize("form", ["raw", "speculators"])
 def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, form: Any) -> None:
     flags: dict[str, Any] = {"norm_before_residual": True, "fuse_norms": True, "norm_output": True, "taps": (0, 2, 4)}

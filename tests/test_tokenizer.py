@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def qwen():
 def folder(tmp_path):
     character_tokenizer().save(str(tmp_path / "tokenizer"))
     return tmp_path / "tokenizer"
+
+
+ASKS = "{{ messages[0].content }}"
 
 
 def edit(path, **changes):
@@ -79,15 +83,15 @@ def test_vocabulary_must_hold_every_token():
 
 
 def test_template_file_wins_and_sees_special_tokens(folder):
-    edit(folder / "tokenizer_config.json", chat_template="1")
-    assert load_tokenizer(str(folder)).render("2+2=") == "1"
+    edit(folder / "tokenizer_config.json", chat_template="1{{ messages[0].content }}")
+    assert load_tokenizer(str(folder)).render("2+2=") == "12+2="
     (folder / "chat_template.jinja").write_text("{{ bos_token }}?{{ messages[0].content }}{% if add_generation_prompt %};{% endif %}")
     assert load_tokenizer(str(folder)).render("2+2=") == "<bos>?2+2=;"
 
 
 def test_named_templates_give_the_default(folder):
-    edit(folder / "tokenizer_config.json", chat_template=[{"name": "tool", "template": "1"}, {"name": "default", "template": "2"}])
-    assert load_tokenizer(str(folder)).render("x") == "2"
+    edit(folder / "tokenizer_config.json", chat_template=[{"name": "tool", "template": "1"}, {"name": "default", "template": ASKS}])
+    assert load_tokenizer(str(folder)).render("x") == "x"
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('system message needed') }}", "{% if %}", "{{ messages[5].content }}"])
@@ -111,6 +115,7 @@ def test_bad_template_is_reported(folder, template):
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0].content.a.b }}", "has no attribute 'a'"),
         ("{{ raise_exception('two' ~ '\n' ~ 'lines') }}", "two lines"),
+        ("{{ raise_exception('\x1b[31mred' ~ 'x' * 999) }}", r"\\x1b\[31mredx{200,}"),
     ],
 )
 def test_a_template_that_takes_too_much_or_fails_ends_in_one_line(folder, monkeypatch, template, reason):
@@ -123,12 +128,12 @@ def test_a_template_that_takes_too_much_or_fails_ends_in_one_line(folder, monkey
 def test_a_template_goes_on_after_a_message_that_took_too_long(folder, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0)
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    edit(folder / "tokenizer_config.json", chat_template="{% if messages[0].content == '1' %}" + slow + "{% endif %}?")
+    edit(folder / "tokenizer_config.json", chat_template="{% if messages[0].content == '1' %}" + slow + "{% endif %}?" + ASKS)
     tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.render("2") == "?"
+    assert tokenizer.render("2") == "?2"
     with pytest.raises(ConfigError, match="takes more than 0 seconds"):
         tokenizer.render("1")
-    assert tokenizer.render("2") == "?"
+    assert tokenizer.render("2") == "?2"
 
 
 def test_a_template_may_be_filled_from_several_threads_and_leaves_no_process(folder):
@@ -143,6 +148,39 @@ def test_a_template_may_be_filled_from_several_threads_and_leaves_no_process(fol
     del tokenizer
     gc.collect()
     assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("template", ["", "   ", "1+1=", "{% if false %}{{ messages[0].content }}{% endif %}"])
+def test_a_template_that_says_the_same_of_any_problem_is_named_by_its_file(folder, template):
+    """Else the data would be blamed, or the policy be trained to answer nothing; a template may refuse a user's message without others."""
+    edit(folder / "tokenizer_config.json", chat_template=template + "{% set a = 1 %}")
+    with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer_config\.json: the chat template writes '.*' for any problem; correct it"):
+        load_tokenizer(str(folder))
+    (folder / "chat_template.jinja").write_text(template + "{% set a = 1 %}")
+    with pytest.raises(ConfigError, match=rf"^{folder}/chat_template\.jinja: the chat template writes"):
+        load_tokenizer(str(folder))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message') if messages|length < 2 }}")
+    load_tokenizer(str(folder))
+
+
+KEYWORDS = "ensure_ascii=true, indent=1, separators=('; ', ' = '), sort_keys=true"
+EXTENDED = {
+    "day": "{{ strftime_now('%Y-%m-%d') }}",
+    "json": "{{ {'b': 'é<', 'a': [1]}|tojson(" + KEYWORDS + ") }}{{ {'b': 'é<', 'a': 1}|tojson }}",
+    "marks": "{% set a = 1 %}{% for m in messages %}{% generation %}\n  {% set a = 2 %}{{ m.content }}{% endgeneration %}\n{{ a }}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", EXTENDED)
+def test_what_transformers_adds_to_templates_writes_the_same(folder, name):
+    edit(folder / "tokenizer_config.json", chat_template=EXTENDED[name] + ASKS)
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+
+    chat = [{"role": "user", "content": "1+1="}]
+    (wanted,), _ = render([chat], chat_template=EXTENDED[name] + ASKS)
+    assert load_tokenizer(str(folder)).render("1+1=") == wanted
 
 
 def test_template_cannot_reach_python(folder):
@@ -190,7 +228,7 @@ TEMPLATE, CONFIG, ENDS = "chat_template", "tokenizer_config.json", "generation_c
     ("file", "key", "values"),
     [
         (CONFIG, "eos_token", [3, ["<eos>"], True, {"text": "<eos>"}, {"content": 3}, {}]),
-        (CONFIG, "bos_token", [3, ["<bos>"], {"content": ["<bos>"]}]),
+        (CONFIG, "bos_token", ["\ud800", {"content": "<\udfff"}, 3, ["<bos>"], {"content": ["<bos>"]}]),
         (CONFIG, "pad_token", [0.5, ["<pad>"]]),
         (CONFIG, "unk_token", [False, [3]]),
         (CONFIG, "add_bos_token", ["false", 0, []]),
@@ -220,6 +258,28 @@ def test_a_tokenizer_that_cannot_say_a_text_or_anything_is_named(folder):
     edit(folder / "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])
     with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer\.json: the vocabulary is empty"):
         load_tokenizer(str(folder))
+
+
+def test_a_file_that_cannot_be_read_is_not_passed_over(folder):
+    """A folder, a link to nothing and a pipe, in place of a file that may as well be absent."""
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+        file = folder / name
+        file.unlink(missing_ok=True)
+        for make in (file.mkdir, lambda file=file: file.symlink_to("nowhere")):
+            make()
+            with pytest.raises(ConfigError, match=rf"^{file}"):
+                load_tokenizer(str(folder))
+            file.unlink() if file.is_symlink() else file.rmdir()
+    os.mkfifo(folder / "chat_template.jinja")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is no regular file"):
+        load_tokenizer(str(folder))
+
+
+def test_a_home_folder_may_be_written_in_short(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_tokenizer(f"~/{folder.name}").chat("1+1=") == character_tokenizer().chat("1+1=")
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer is '~nobody7/x', and no home directory"):
+        load_tokenizer("~nobody7/x")
 
 
 def test_a_template_file_that_is_no_text_is_named(folder):
@@ -350,14 +410,7 @@ def test_templates_and_messages_that_hide_the_assistant_are_refused(folder, temp
 
 def test_half_of_a_character_as_a_special_token_is_named(folder):
     edit(folder / "tokenizer_config.json", bos_token="\ud800")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: bos_token holds half of a character, '.*'; correct the key"):
-        load_tokenizer(str(folder))
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, lambda file: file.symlink_to("nowhere")])
-def test_a_template_that_is_no_file_is_refused(folder, make):
-    make(folder / "chat_template.jinja")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a regular file; download it again, or remove it"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: bos_token is '.*'; it must be a string of whole characters"):
         load_tokenizer(str(folder))
 
 
