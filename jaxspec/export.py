@@ -22,7 +22,7 @@ from jaxspec import mesh as meshes
 from jaxspec.checked import Checked, require
 from jaxspec.cli import override, take_option
 from jaxspec.config import Config, MeshConfig, ModelConfig
-from jaxspec.files import SaveError
+from jaxspec.files import SaveError, expanded
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
@@ -88,7 +88,7 @@ def export(run: Run, options: Options) -> Path:
       ConfigError: the folder exists or cannot be written, or the tokenizer is not to be found.
     """
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
-    out = Path(options.out).expanduser().absolute()
+    out = expanded(options.out, "--out")
     require(not out.exists(), f"--out {options.out} exists already; name another folder, or remove it first")
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
@@ -110,7 +110,7 @@ def export(run: Run, options: Options) -> Path:
 
 def unfinished(options: Options) -> Path:
     """Where the folder is written until it is whole."""
-    out = Path(options.out).expanduser().absolute()
+    out = expanded(options.out, "--out")
     return out.with_name(f"{out.name}.writing")
 
 

@@ -219,8 +219,8 @@ def _listen(place: Place, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        named = isinstance(error, socket.gaierror) or not error.errno  # the words of others go on about the address
-        reason = error.strerror or error if named else os.strerror(error.errno)
+        # A look-up has numbers of its own; the words of others go on about the address.
+        reason = os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error.strerror or error
         raise ConfigError(f"process 0 cannot listen at {where}: {reason}; {remedy}") from error
 
 

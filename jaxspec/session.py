@@ -19,6 +19,7 @@ from jaxspec.config import Config, MeshConfig, require
 from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
+from jaxspec.files import expanded
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
@@ -47,7 +48,7 @@ def find_run(path: str) -> Run:
     Raises:
       ConfigError: there is no run, or no checkpoint in it.
     """
-    named = Path(path).expanduser().absolute()
+    named = expanded(path, "--checkpoint")
     chosen = named.parent.name == "checkpoints" and named.name.isdigit()
     folder = named.parent.parent if chosen else named
     file = folder / "config.json"

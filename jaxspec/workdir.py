@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.config import Config, ConfigError, require
 from jaxspec.config_json import differing_keys, to_json
-from jaxspec.files import digest, locked, write_whole, writing
+from jaxspec.files import digest, expanded, locked, write_whole, writing
 from jaxspec.mesh import machine
 from jaxspec.metrics import read
 from jaxspec.pretrained import fingerprint
@@ -70,7 +70,7 @@ def prepare_workdir(path: Path | str) -> Path:
 
     Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path, "--workdir")
     probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
     with writing(f"workdir {folder} cannot be written to", "free some space or name another folder with --workdir", ConfigError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError
-from jaxspec.json_keys import Keys, read_json
+from jaxspec.json_keys import Keys, json_line, read_json
 
 KEYS = Keys({"size": 3, "rate": 0.5, "on": False, "name": "x", "names": ["a"], "ids": [1, 2], "part": {"size": 4}, "none": None}, "a.json")
 
@@ -64,6 +64,15 @@ def test_a_file_that_holds_no_object_is_named_in_one_line(tmp_path: Path, text: 
     assert "\n" not in str(error.value)
     file.write_text(json.dumps({"a": 1}))
     assert read_json(file) == {"a": 1}
+
+
+@pytest.mark.parametrize("line", [b"{", b"", b"\xff", b"[" * 100_000, b"[1]", b"null"])
+def test_a_line_that_holds_no_object_is_named(line: bytes) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^a\.jsonl, line 3: (not JSON \(.*\)|a \w+ instead of an object); give one JSON object a line, I say$"
+    ):
+        json_line(line, "a.jsonl, line 3", ", I say")
+    assert json_line(b'{"a": 1}', "a.jsonl, line 3") == {"a": 1}
 
 
 def test_a_file_is_blamed_once() -> None:
