@@ -116,12 +116,7 @@ class RowParser:
 
         Raises `ConfigError` naming file, line and column.
         """
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{self.where(index)}: not JSON ({error}); give one JSON object a line") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{self.where(index)}: a {type(row).__name__} instead of an object; give one JSON object a line")
+        row = json_line(line, self.where(index))
         problem = self._column(row, "prompt_column", index)
         answer = reference_answer(self._column(row, "answer_column", index))
         if not problem.strip():
