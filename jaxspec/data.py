@@ -21,7 +21,7 @@ from jaxtyping import Int32, Int64
 from jaxspec import tasks
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, DataConfig, require
-from jaxspec.json_keys import is_whole_text, listed, named, parse_json, shown
+from jaxspec.json_keys import is_whole_text, json_line, listed, named, shown
 from jaxspec.rewards.extract import extract, normalise
 from jaxspec.tokenizer import Tokenizer
 

@@ -232,7 +232,8 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
-        raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
+        _refuse(error, f"{path}: not a Hugging Face tokenizer", "download the file again")
+        raise
     backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
     backend.no_padding()
     tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)

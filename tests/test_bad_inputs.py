@@ -21,6 +21,7 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.program import reported, run
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.unused import OF_DRAFT, OF_POLICY
+from jaxspec.workdir import prepare_workdir
 from tests.conftest import answering_config, save_policy, tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
