@@ -46,7 +46,7 @@ def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompt
     """The cost table of this machine, measured once for each model and shape, and the acceptance of the draft on some prompts.
 
     Every round is one of the program that a run uses, with the table that makes it choose that length; end tokens are off. The same on
-    every process: process 0's seconds count.
+    every process: process 0's seconds count. What a draft reads more after rounds of other lengths is in no cost: a wide pass now and then.
     """
     # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens would follow another law.
     prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(step.mesh))))
