@@ -141,6 +141,7 @@ def test_reads_from_many_threads_agree(write):
             {},
             "line 1: no column 'question' among 'questions', 'answer'; did you mean --data.prompt_column",
         ),
+        ([{"solution": "1+1=", "answer": "2"}], {"prompt_column": "solutio"}, "among 'solution', 'answer'; set --data.prompt_column$"),
         (rows(2), {"answer_column": "zzz"}, "no column 'zzz' among 'question', 'answer'; set --data.answer_column"),
         (rows(2), {"answer_column": "answers"}, "'answer'; did you mean --data.answer_column answer\\?"),
         # columns of answers are near, too
