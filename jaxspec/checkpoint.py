@@ -39,7 +39,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2, read_only: bool = False, say: Callable[[str], None] = print) -> None:
         _quieten_orbax()
-        self._folder = Path(folder).absolute()
+        self.folder = Path(folder).absolute()
         self._saving: int | None = None
         self._say = say
         # What to do about a checkpoint of another config, and about a damaged one.
@@ -47,9 +47,9 @@ class Checkpoints:
         if read_only:
             self._remedies = "Set the run's config.json back, or use the jaxspec that wrote it", "choose another checkpoint of the run"
         another = "name another folder" if read_only else "name another folder with --workdir"
-        with writing(f"checkpoints in {self._folder} cannot be opened", another, ConfigError), self._opening():
+        with writing(f"checkpoints in {self.folder} cannot be opened", another, ConfigError), self._opening():
             self._manager = ocp.CheckpointManager(
-                self._folder,
+                self.folder,
                 item_handlers={_ARRAYS: ocp.PyTreeCheckpointHandler(), _HOST: ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
@@ -109,7 +109,7 @@ class Checkpoints:
         """
         leaves = named(abstract)
         wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items() if leaf.size}
-        where = f"checkpoint {self._folder / str(step)}"
+        where = f"checkpoint {self.folder / str(step)}"
         self.wait()
         with self._agreeing(where):
             host, saved = self._read_host(step, where)
@@ -159,15 +159,14 @@ class Checkpoints:
     def _set_aside(self, damaged: Mapping[int, Damaged], good: int) -> None:
         """Moves steps out of the way, to where nobody looks for checkpoints, and says so."""
         for step, reason in damaged.items():
-            aside = _unused(self._folder.parent / "damaged-checkpoints" / str(step))
-            if jax.process_index() == 0:
-                with writing(f"{self._folder / str(step)} cannot be moved", "move it away, and run the same command again", ConfigError):
-                    aside.parent.mkdir(exist_ok=True)
-                    (self._folder / str(step)).rename(aside)
+            where, aside = self.folder / str(step), _unused(self.folder.parent / "damaged-checkpoints" / str(step))
+            with self._agreeing(str(where)):
+                if jax.process_index() == 0:
+                    with writing(f"{where} cannot be moved", "move it away, and run the same command again", ConfigError):
+                        aside.parent.mkdir(exist_ok=True)
+                        where.rename(aside)
             self._say(f"warning: {reason.what}; it is now {aside}, and checkpoint {good} takes its place")
         if damaged:
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("damaged checkpoints are set aside")
             self._manager.reload()
 
     @contextlib.contextmanager
@@ -175,7 +174,7 @@ class Checkpoints:
         try:
             yield
         except (ValueError, TypeError, KeyError, AttributeError) as reason:  # of the small file that each step has about itself
-            told = f"a checkpoint in {self._folder} has a damaged _CHECKPOINT_METADATA ({_reason(reason)})"
+            told = f"a checkpoint in {self.folder} has a damaged _CHECKPOINT_METADATA ({_reason(reason)})"
             raise Damaged(told, "remove that file, which nothing else depends on, and run the same command again") from reason
 
     @contextlib.contextmanager
@@ -206,7 +205,7 @@ class Checkpoints:
             severity = np.int32(0 if mine is None else 1 if isinstance(mine, Damaged) else 2)
             worst = int(np.max(multihost_utils.process_allgather(severity)))
             if worst > severity:
-                told = f"{where} cannot be read by another process"
+                told = f"{where} cannot be read or moved by another process"
                 mine = Damaged(told, self._remedies[1]) if worst == 1 else ConfigError(told)
         if mine is not None:
             raise mine
@@ -219,7 +218,7 @@ class Checkpoints:
             if not isinstance(reason, OSError) and "os_error_code" not in str(reason):
                 raise
             raise SaveError(
-                f"checkpoint {self._saving} cannot be saved in {self._folder}: {_reason(reason)}; "
+                f"checkpoint {self._saving} cannot be saved in {self.folder}: {_reason(reason)}; "
                 "earlier checkpoints are intact: free some space and run the same command again"
             ) from reason
 

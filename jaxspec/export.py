@@ -8,6 +8,7 @@ if __name__ == "__main__":  # a stop while the rest is imported, which takes sec
     begin()
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from jaxspec import mesh as meshes
 from jaxspec.checked import Checked, require
 from jaxspec.cli import override, take_option
 from jaxspec.config import Config, MeshConfig, ModelConfig
-from jaxspec.files import SaveError
+from jaxspec.files import SaveError, expanded
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
@@ -38,6 +39,7 @@ from jaxspec.program import Job, at_once, make_job, start_jax
 from jaxspec.session import Run, check_tokenizer, find_run, read_state
 from jaxspec.tensor_files import WEIGHTS, write_tensors
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.workdir import require_outside_runs
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM, SGLang or an evaluation harness: the
@@ -88,7 +90,8 @@ def export(run: Run, options: Options) -> Path:
       ConfigError: the folder exists or cannot be written, or the tokenizer is not to be found.
     """
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
-    out = Path(options.out).expanduser().absolute()
+    out = expanded(options.out, "--out")
+    require_outside_runs(out, "--out", "name another folder")
     require(not out.exists(), f"--out {options.out} exists already; name another folder, or remove it first")
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
@@ -96,7 +99,6 @@ def export(run: Run, options: Options) -> Path:
     require(options.draft != "speculators" or kind == "eagle3", f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}")
     job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
     building = unfinished(options)
-    shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
         _fill(building, out, job, run, options)
@@ -109,9 +111,9 @@ def export(run: Run, options: Options) -> Path:
 
 
 def unfinished(options: Options) -> Path:
-    """Where the folder is written until it is whole."""
-    out = Path(options.out).expanduser().absolute()
-    return out.with_name(f"{out.name}.writing")
+    """Where the folder is written until it is whole: no other process writes there."""
+    out = expanded(options.out, "--out")
+    return out.with_name(f"{out.name}.writing-{os.uname().nodename}-{os.getpid()}")
 
 
 def _open(config: Config) -> Job:

@@ -18,7 +18,8 @@ from rich.text import Text
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, require
+from jaxspec.json_keys import shown
 from jaxspec.terminal import heard_or_not, silence
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
@@ -150,14 +151,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = []
     for number, text in enumerate(_content(path).split(b"\n")[:-1], start=1):
+        where, remedy = f"{path}, line {number}", "mend or remove that line"
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_constant=_no_number)
+            json.dumps(line, ensure_ascii=False).encode()  # as it will be written again
         except (ValueError, RecursionError) as reason:
-            raise ConfigError(f"{path}, line {number} is not JSON ({reason}); mend or remove that line") from reason
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise ConfigError(f"{path}, line {number} has no `step` that is a whole number; mend or remove that line")
+            raise ConfigError(f"{where} is not JSON ({reason}); {remedy}") from reason
+        require(isinstance(line, dict) and type(line.get("step")) is int, f"{where} has no `step` that is a whole number; {remedy}")
         lines.append(line)
     return lines
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _cut(path: Path, step: float | int) -> None:
@@ -173,7 +179,19 @@ def _cut(path: Path, step: float | int) -> None:
 def read(workdir: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line, also of its samples, that is damaged."""
     _lines(Path(workdir) / _SAMPLES)
-    return _lines(Path(workdir) / _METRICS)
+    lines = _lines(Path(workdir) / _METRICS)
+    for number, line in enumerate(lines, start=1):
+        wrong = [name for name, value in line.items() if value is not None and type(value) not in (int, float)]
+        where = f"{Path(workdir) / _METRICS}, line {number}"
+        require(not wrong, f"{where} has {shown(', '.join(wrong))} that is no number; mend or remove that line")
+    return lines
+
+
+def missing(lines: Sequence[Mapping[str, Any]], batches: int) -> str:
+    """Which of a run's first `batches` batches have no line of metrics; empty where all have one."""
+    gone = sorted(set(range(batches)) - {line["step"] for line in lines})
+    few = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
+    return f"metrics.jsonl has no line for batch {few}, which were made: the closing table is of the others" if gone else ""
 
 
 class Screen(Console):

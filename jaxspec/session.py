@@ -19,6 +19,7 @@ from jaxspec.config import Config, MeshConfig, require
 from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
+from jaxspec.files import expanded
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
@@ -28,7 +29,7 @@ from jaxspec.state import RUNNING, Drafter, Prompts, TrainState
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.streams import Stream
 from jaxspec.tokenizer import Tokenizer
-from jaxspec.workdir import saved_config
+from jaxspec.workdir import CHECKPOINTS, CONFIG, saved_config, steps
 
 EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
 
@@ -47,15 +48,15 @@ def find_run(path: str) -> Run:
     Raises:
       ConfigError: there is no run, or no checkpoint in it.
     """
-    named = Path(path).expanduser().absolute()
-    chosen = named.parent.name == "checkpoints" and named.name.isdigit()
+    named = expanded(path, "--checkpoint")
+    chosen = named.parent.name == CHECKPOINTS and named.name.isascii() and named.name.isdecimal()
     folder = named.parent.parent if chosen else named
-    file = folder / "config.json"
+    file = folder / CONFIG
     require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
     require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
     saved = saved_config(folder, EXPECTED)
     require("rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
-    found = sorted(int(entry.name) for entry in (folder / "checkpoints").glob("*") if entry.name.isdigit())
+    found = steps(folder)
     require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
     number = int(named.name) if chosen else found[-1]
     require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
@@ -100,7 +101,7 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     state, _, _ = abstract(step, run.config.grpo.prompts)
     draft = state.draft.replace(optimizer=None) if state.draft and with_draft else None
     bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)
-    with contextlib.closing(Checkpoints(run.folder / "checkpoints", read_only=True)) as checkpoints:
+    with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), whole=False)
     return bare
 

@@ -43,7 +43,7 @@ from jaxspec.train_sft import cached_policy
 
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
-_FAULTS = {SKIPPED: "last update was skipped, because its loss or gradient was not finite", BROKEN: "weights are not finite"}
+_FAULTS = {SKIPPED: "last update was skipped, because its loss or gradient was not finite", BROKEN: "weights or moments are not finite"}
 
 
 @dataclasses.dataclass
@@ -84,7 +84,10 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             job.say(line)
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
-        position = resume(job, checkpoints, batches) or start(job, interrupt, batches)
+        position = resume(job, checkpoints, batches)
+        if position is None:
+            workdirs.require_no_checkpoints(workdir)
+            position = start(job, interrupt, batches)
         if position.batch >= config.steps and position.line is None:
             job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
             return close(job, batches, position, workdir)
@@ -100,9 +103,12 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         with contextlib.closing(profiler), Progress("rl", config.steps, jax.process_index()) as progress:
             loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
             done = loop.go(position)
+    workdirs.note_saved(workdir)
     if not done:
-        where = "the newest checkpoint" if loop.unsaved else "there"
-        job.say(f"stopped before batch {position.batch}; the same command goes on from {where}")
+        where = "goes on from there"
+        if loop.unsaved:
+            where = "starts over" if checkpoints.latest() is None else "goes on from the newest checkpoint"
+        job.say(f"stopped before batch {position.batch}; the same command {where}")
         return interrupt.status
     with interrupt.nothing_unsaved("comparing with plain decoding"):
         return close(job, batches, position, workdir, loop.unsaved)
@@ -206,6 +212,7 @@ class Loop:
                 self.save(position)
             if not self.call(position):
                 return False
+            workdirs.note_saved(self.checkpoints.folder.parent)
             if position.line is None:
                 self.save(position)
                 return True
@@ -327,6 +334,8 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved
     why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
     if jax.process_index() == 0:  # the only one that surely sees the run's folder
         lines = measures.read(workdir)
+        if gone := measures.missing(lines, position.batch):
+            job.say(f"warning: {gone}")
         measures.Screen().print(measures.closing_table(lines, summary))
         why = "; ".join(filter(None, (measures.without_result(lines), why)))
     if remark := random_draft(job.config):

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +19,8 @@ from jax.experimental import multihost_utils
 
 from jaxspec.config import Config, ConfigError, require
 from jaxspec.config_json import differing_keys, to_json
-from jaxspec.files import digest, locked, write_whole, writing
+from jaxspec.files import digest, expanded, locked, write_whole, writing
+from jaxspec.json_keys import parse_json
 from jaxspec.mesh import machine
 from jaxspec.metrics import read
 from jaxspec.pretrained import fingerprint
@@ -25,7 +28,9 @@ from jaxspec.program import Job, sources
 from jaxspec.tokenizer import FILES
 from jaxspec.version import version
 
-CONFIG, CHECKPOINTS, STARTS, LOCK = "config.json", "checkpoints", "starts.jsonl", "lock"
+CONFIG, CHECKPOINTS, STARTS, LOCK, SAVED = "config.json", "checkpoints", "starts.jsonl", "lock", "saved"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+"""How a file system says that it has no locks."""
 _LONGEST = 4096
 """Bytes of a message between processes."""
 
@@ -70,7 +75,8 @@ def prepare_workdir(path: Path | str) -> Path:
 
     Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path, "workdir")
+    require_outside_runs(folder, "workdir", "choose another --workdir")
     probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
     with writing(f"workdir {folder} cannot be written to", "free some space or name another folder with --workdir", ConfigError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,28 +90,56 @@ def prepare_workdir(path: Path | str) -> Path:
     return folder
 
 
+def require_outside_runs(path: Path, name: str, remedy: str) -> None:
+    """Refuses a path among the checkpoints of a run, which removes old ones with all that is in them."""
+    for folder in (path, *path.parents):
+        inside = folder.name == CHECKPOINTS and (folder.parent / CONFIG).is_file()
+        require(not inside, f"{name} {path} lies among the checkpoints of the run in {folder.parent}, which removes old ones; {remedy}")
+
+
 @contextlib.contextmanager
 def _lock(job: Job, folder: Path) -> Iterator[None]:
     """Has the folder for this process; a file system without locks is told, and trusted."""
     path = folder / LOCK
+    with contextlib.ExitStack() as stack:
+        # The folder as well, where that can be locked (not on NFS): somebody may remove the file, and another run would make it anew.
+        lone, file = stack.enter_context(_folder_lock(folder)), None
+        try:
+            file = locked(path, wait=False)
+            lone = lone and file is not None
+        except OSError as reason:
+            told = f"{path} cannot be locked ({reason.strerror})"
+            require(reason.errno in _NO_LOCKS, f"{told}; see to that, or choose another --workdir")
+            job.say(f"warning: {told}; see to it that no other run uses this folder")
+        require(lone, f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose another --workdir")
+        if file is not None:
+            stack.enter_context(file)
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n")
+            file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: Path) -> Iterator[bool]:
+    """Whether no other process has this folder locked; it is locked here from then on, where the file system can do that."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        file = locked(path, wait=False)
-    except OSError as reason:
-        job.say(f"warning: {path} cannot be locked ({reason.strerror}); see to it that no other run uses this folder")
-        yield
-        return
-    require(file is not None, f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose another --workdir")
-    assert file is not None
-    with file:
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n")
-        file.flush()
-        yield
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass  # the file is what counts there
+        yield True
+    finally:
+        os.close(opened)
 
 
 def _holder(path: Path) -> str:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = parse_json(path.read_bytes())
         return f"process {told['pid']} on {told['host']}, since {told['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
         return "its process has not said which it is"
@@ -123,10 +157,11 @@ def saved_config(folder: Path, remedy: str = "put it back from a copy, or choose
     """
     file = folder / CONFIG
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        require(not file.exists() or file.is_file(), f"{file} is not a regular file; {remedy}")
+        saved = parse_json(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}); {remedy}") from error
     require(isinstance(saved, dict), f"{file} holds a {type(saved).__name__} instead of an object; {remedy}")
     return saved
@@ -134,40 +169,64 @@ def saved_config(folder: Path, remedy: str = "put it back from a copy, or choose
 
 def _require_own(job: Job, folder: Path) -> None:
     """Refuses a folder of another config or other data, and one in which a run that starts over would erase what it does not know."""
-    begun, steps, batches = (folder / CONFIG).exists(), _steps(folder), len(read(folder))
+    begun, saved, batches = (folder / CONFIG).exists(), steps(folder), len(read(folder))
     if begun:
         differing = differing_keys(saved_config(folder), job.config)
         belongs = f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir, or set these keys back"
         require(not differing, belongs)
-    if steps:
+    if saved:
         unknown = f"{folder} holds checkpoints but no {CONFIG}, which says what they are of; put it back from a copy"
         require(begun, f"{unknown}, or choose another --workdir")
-        _require_same_data(job.config, folder)
+        _require_same_data(job, folder)
     else:
         _require_nothing_to_lose(job, folder, batches)
 
 
-def _steps(folder: Path) -> list[str]:
-    """Names of the checkpoints that there are."""
+def steps(folder: Path) -> list[int]:
+    """Numbers of a run's checkpoints, ascending.
+
+    Raises:
+      ConfigError: where they should be is something else.
+    """
     checkpoints = folder / CHECKPOINTS
     exists = checkpoints.exists() or checkpoints.is_symlink()
     move = "move it away if it is not needed, or choose another --workdir"
     require(not exists or checkpoints.is_dir(), f"{checkpoints} is not a folder, so no checkpoint can be read or saved; {move}")
-    return [entry.name for entry in checkpoints.iterdir() if entry.name.isdecimal()] if exists else []
+    found = [entry for entry in checkpoints.iterdir() if entry.name.isdigit()] if exists else []
+    for entry in found:
+        name = entry.name
+        good = name.isascii() and name == str(int(name)) and entry.is_dir()
+        require(good, f"{entry} is called like a checkpoint and is no folder of one; {move}")
+    return sorted(int(entry.name) for entry in found)
+
+
+def note_saved(folder: Path) -> None:
+    """Notes in the folder that a checkpoint has been saved, once there is one: if none is there later, they were taken away."""
+    if jax.process_index() == 0 and not (folder / SAVED).exists() and (found := steps(folder)):
+        write_whole(folder / SAVED, f"checkpoint {found[0]} was saved at {_now()}\n")
 
 
 def _require_nothing_to_lose(job: Job, folder: Path, written: int) -> None:
-    """A run that was killed before its first checkpoint starts over; one whose checkpoints were taken away does not."""
+    """A run of which nothing was ever saved starts over, for all its `written` metrics; one whose checkpoints were taken away does not."""
     if not written:
         return
     where, checkpoints = f"{folder} has metrics of {written} batches", folder / CHECKPOINTS
     remedy = "put them back, choose another --workdir, or remove the folder yourself to start over"
     require(checkpoints.is_dir(), f"{where}, but {checkpoints} is missing, and starting over would erase them; {remedy}")
-    # The first save is complete when the second begins, and a batch's line comes a batch later.
-    every = saved_config(folder).get("save_every") if (folder / CONFIG).exists() else 0
-    first = 2 * every if isinstance(every, int) else 0
-    require(written < first, f"{where}, but {checkpoints} is empty, and starting over would erase them; {remedy}")
+    taken = f"{where}, but the checkpoints that were saved in {checkpoints} are gone, and starting over would erase them; {remedy}"
+    require(not (folder / SAVED).exists(), taken)
     job.say(f"{where} and no checkpoint was saved yet: starting over")
+
+
+def require_no_checkpoints(folder: Path) -> None:
+    """Refuses, in all processes, to start over beside checkpoints in which nothing was found to go on from."""
+
+    def look() -> None:
+        found = steps(folder)
+        told = f"{folder / CHECKPOINTS} has {', '.join(map(str, found))}, which cannot be read as checkpoints"
+        require(not found, f"{told}; put them right, or choose another --workdir")
+
+    _refused_by_all(look)
 
 
 def _data(config: Config) -> dict[str, str]:
@@ -179,15 +238,18 @@ def _data(config: Config) -> dict[str, str]:
     return {f"{name} {file}": digest(file) for name, file in files.items()}
 
 
-def _require_same_data(config: Config, folder: Path) -> None:
+def _require_same_data(job: Job, folder: Path) -> None:
     """Refuses data that differs from what the run began with; a data file that is gone is named where it is read."""
-    starts = read_starts(folder)
+    starts, now = read_starts(folder), _data(job.config)
     before = starts[0].get("data") if starts else None
-    if isinstance(before, dict):
-        found = {name: value for name, value in _data(config).items() if value != "-" or name.startswith("data.tokenizer")}
-        differing = ", ".join(name for name, value in found.items() if before.get(name, value) != value)
-        told = f"{differing} holds other data than the run in {folder} began with, at {starts[0].get('time')}"
-        require(not differing, f"{told}; put that data back, or choose another --workdir for a run on this")
+    before = before if isinstance(before, dict) else {}
+    if now and not before:
+        job.say(f"warning: {folder / STARTS} has no record of the data that the run began with, so it cannot be compared")
+        return
+    found = {name: value for name, value in now.items() if value != "-" or name.startswith("data.tokenizer")}
+    differing = ", ".join(name for name, value in found.items() if before.get(name, value) != value)
+    told = f"{differing} holds other data than the run in {folder} began with, at {starts[0].get('time') if starts else ''}"
+    require(not differing, f"{told}; put that data back, or choose another --workdir for a run on this")
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -198,14 +260,15 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / STARTS
     remedy = "put the file back from a copy, or remove it"
-    try:
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        starts = [json.loads(line) for line in lines]
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} does not hold one JSON object a line ({error}); {remedy}") from error
-    require(all(isinstance(start, dict) for start in starts), f"{file} does not hold one JSON object a line; {remedy}")
+    require(not file.exists() or file.is_file(), f"{file} is not a regular file; {remedy}")
+    starts = []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], start=1):
+        try:
+            start = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number} is not JSON ({error}); {remedy}") from error
+        require(isinstance(start, dict), f"{file}, line {number} is no JSON object; {remedy}")
+        starts.append(start)
     return starts
 
 
@@ -236,7 +299,7 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
     versions, where = start["versions"], start["machine"]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     job.say(f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']}, {where['platform']}")
-    before = read_starts(folder)[-1:] if _steps(folder) else []
+    before = read_starts(folder)[-1:] if steps(folder) else []
     for kind, was in ((kind, last[kind]) for last in before for kind in ("versions", "checkpoints") if isinstance(last.get(kind), dict)):
         for name, value in start[kind].items():
             if was.get(name, value) != value:
@@ -256,6 +319,6 @@ def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:
     The starts of a run from which nothing was saved are forgotten.
     """
     if jax.process_index() == 0:
-        earlier = read_starts(folder) if _steps(folder) else []
+        earlier = read_starts(folder) if steps(folder) else []
         write_whole(folder / STARTS, "".join(json.dumps(each) + "\n" for each in (*earlier, start)))
         write_whole(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")

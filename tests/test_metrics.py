@@ -20,7 +20,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from jaxspec import metrics
 from jaxspec.config import ConfigError
-from jaxspec.metrics import MetricsWriter, Progress, closing_table, token_rates
+from jaxspec.metrics import MetricsWriter, Progress, closing_table, missing, token_rates
 
 
 def _events(workdir: Path) -> list:
@@ -231,6 +231,13 @@ def test_closing_table_says_what_has_no_number() -> None:
         "failed rows | 386 of 2,560, in 4 of 20 batches (logits that are not finite)",
         "held-out exact match | 0.38 -> none (3 evaluations, 2 without a number)",
     ]
+
+
+def test_batches_without_a_line_are_named() -> None:
+    lines = [{"step": step} for step in (0, 1, 4)]
+    assert missing(lines, 5) == "metrics.jsonl has no line for batch 2, 3, which were made: the closing table is of the others"
+    assert "batch 2, 3, 5, 6, 7 and 2 more" in missing(lines, 10)
+    assert missing(lines[:2], 2) == ""
 
 
 def test_closing_table_prints_in_ascii() -> None:

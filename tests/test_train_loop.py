@@ -80,9 +80,9 @@ def position_of(job: Job, state: TrainState, batch: int) -> Position:
     [
         ("policy", "skipped", "the policy's last update was skipped"),
         ("draft", "skipped", "the draft's last update was skipped"),
-        ("policy", "weight", "the policy's weights are not finite"),
-        ("draft", "weight", "the draft's weights are not finite"),
-        ("policy", "moment", "the policy's weights are not finite"),
+        ("policy", "weight", "the policy's weights or moments are not finite"),
+        ("draft", "weight", "the draft's weights or moments are not finite"),
+        ("policy", "moment", "the policy's weights or moments are not finite"),
     ],
 )
 def test_what_is_nothing_to_go_on_from_is_not_saved(
@@ -178,7 +178,7 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: Tr
         (all_failed(3, **{"eval/exact_match": NAN}), "", ["last batch, 3,", "last evaluation"]),
         (
             a_line(3, **{"eval/exact_match": 0.5}),
-            "the draft's weights are not finite",
+            "the draft's weights or moments are not finite",
             ["end of the run is not saved", "the draft's weights"],
         ),
     ],

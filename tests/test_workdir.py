@@ -118,6 +118,17 @@ class TestLock:
             assert subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0
         assert subprocess.run(probe).returncode == 0
 
+    def test_the_folder_is_had_without_the_file_of_the_lock_as_well(self, job: Job, tmp_path: Path) -> None:
+        with workdir.held(job_of(job, tmp_path)):
+            (tmp_path / "lock").unlink()
+            with pytest.raises(ConfigError, match="is in use by another run"), workdir.held(job_of(job, tmp_path)):
+                pass
+
+    def test_a_lock_that_cannot_be_opened_is_refused(self, job: Job, tmp_path: Path) -> None:
+        (tmp_path / "lock").mkdir()
+        with pytest.raises(ConfigError, match=r"lock cannot be locked \(Is a directory\)"), workdir.held(job_of(job, tmp_path)):
+            pass
+
     def test_a_file_system_without_locks_is_told(self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(path: Path, *, wait: bool) -> None:
             raise OSError(37, "No locks available")
@@ -150,12 +161,35 @@ class TestNothingIsErased:
         assert f"{tmp_path / 'checkpoints'} is not a folder" in refusal(here)
 
     def test_checkpoints_that_were_taken_away(self, job: Job, tmp_path: Path) -> None:
-        """Eight lines stand there only after a second save, every four batches, which waits for the first."""
+        """However few batches have metrics: a run that is stopped saves at once."""
         here = job_of(job, tmp_path)
-        begun(tmp_path, here.config, batches=8)
+        begun(tmp_path, here.config, batches=3, checkpoints=(6,))
+        workdir.note_saved(tmp_path)
+        (tmp_path / "checkpoints" / "6").rmdir()
         told = refusal(here)
-        assert "metrics of 8 batches" in told
-        assert "is empty" in told
+        assert "metrics of 3 batches" in told
+        assert "the checkpoints that were saved" in told
+
+    @pytest.mark.parametrize("name", ["13", "0013", "\u0661\u0663", "\u00b2"])
+    def test_what_is_called_like_a_checkpoint_and_is_none(self, job: Job, tmp_path: Path, name: str) -> None:
+        """A file; or a folder whose name is no number as checkpoints have them."""
+        here = job_of(job, tmp_path)
+        begun(tmp_path, here.config, batches=6)
+        odd = tmp_path / "checkpoints" / name
+        odd.write_text("x") if name == "13" else odd.mkdir()
+        assert f"{odd} is called like a checkpoint" in refusal(here)
+
+    def test_checkpoints_that_cannot_be_read_as_such(self, tmp_path: Path) -> None:
+        (tmp_path / "checkpoints" / "12").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="has 12, which cannot be read"):
+            workdir.require_no_checkpoints(tmp_path)
+
+    @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/12", "checkpoints/12/more"])
+    def test_a_folder_among_the_checkpoints_of_a_run(self, job: Job, tmp_path: Path, inside: str) -> None:
+        """That run would remove it."""
+        begun(tmp_path, job.config)
+        with pytest.raises(ConfigError, match="lies among the checkpoints of the run"):
+            workdir.prepare_workdir(tmp_path / inside)
 
     def test_checkpoints_without_a_config(self, job: Job, tmp_path: Path) -> None:
         begun(tmp_path, None, batches=8, checkpoints=(4,))
@@ -163,9 +197,9 @@ class TestNothingIsErased:
 
     def test_a_run_that_was_killed_before_its_first_save_starts_over_with_a_word(self, job: Job, tmp_path: Path) -> None:
         here = job_of(job, tmp_path)
-        begun(tmp_path, here.config, batches=7)
+        begun(tmp_path, here.config, batches=9)
         with workdir.held(here):
-            assert ["starting over" in line and "metrics of 7 batches" in line for line in here.told] == [True]
+            assert ["starting over" in line and "metrics of 9 batches" in line for line in here.told] == [True]
 
     def test_nothing_is_said_of_a_new_folder_and_of_one_to_resume(self, job: Job, tmp_path: Path) -> None:
         for checkpoints in (None, (4,)):
@@ -181,10 +215,14 @@ DAMAGES: list[tuple[str, Callable[[str], str], str]] = [
     ("config.json", lambda text: "[]", "config.json holds a list"),
     ("config.json", lambda text: "[" * 100_000, "config.json is not JSON"),
     ("config.json", lambda text: text.replace('"seed": 0', '"seed": 8'), "seed: 8 -> 0"),
-    ("starts.jsonl", lambda text: text[:15], "starts.jsonl does not hold one JSON object a line"),
-    ("starts.jsonl", lambda text: "[]\n", "starts.jsonl does not hold one JSON object a line"),
+    ("starts.jsonl", lambda text: text[:15], "starts.jsonl, line 1 is not JSON"),
+    ("starts.jsonl", lambda text: "[]\n", "starts.jsonl, line 1 is no JSON object"),
     ("metrics.jsonl", lambda text: text.replace('"step": 1', '"step": x'), "metrics.jsonl, line 2 is not JSON"),
     ("metrics.jsonl", lambda text: "7\n", "metrics.jsonl, line 1 has no `step`"),
+    ("metrics.jsonl", lambda text: '{"step": 0, "reward/mean": NaN}\n', "metrics.jsonl, line 1 is not JSON (NaN is no number)"),
+    ("metrics.jsonl", lambda text: '{"step": 0, "reward/mean": "0.5"}\n', "line 1 has 'reward/mean' that is no number"),
+    ("metrics.jsonl", lambda text: '{"step": 0, "status/failed": [1]}\n', "line 1 has 'status/failed' that is no number"),
+    ("samples.jsonl", lambda text: '{"step": 0, "response": "\\ud800"}\n', "samples.jsonl, line 1 is not JSON"),
     ("samples.jsonl", lambda text: text.replace("step", "stop"), "samples.jsonl, line 1 has no `step`"),
 ]
 
