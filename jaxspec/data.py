@@ -21,7 +21,7 @@ from jaxtyping import Int32, Int64
 from jaxspec import tasks
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, DataConfig, require
-from jaxspec.json_keys import is_whole_text, listed, named, parse_json, shown
+from jaxspec.json_keys import is_whole_text, json_line, listed, named, shown
 from jaxspec.rewards.extract import extract, normalise
 from jaxspec.tokenizer import Tokenizer
 
@@ -116,12 +116,7 @@ class RowParser:
 
         Raises `ConfigError` naming file, line and column.
         """
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{self.where(index)}: not JSON ({error}); give one JSON object a line") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{self.where(index)}: a {type(row).__name__} instead of an object; give one JSON object a line")
+        row = json_line(line, self.where(index))
         problem = self._column(row, "prompt_column", index)
         answer = reference_answer(self._column(row, "answer_column", index))
         if not problem.strip():

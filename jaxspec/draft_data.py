@@ -16,7 +16,7 @@ from jaxspec import tasks
 from jaxspec.checked import read_from
 from jaxspec.config import Config, ConfigError, OfflineConfig, require
 from jaxspec.data import PromptStream, load_problems, pad_prompts
-from jaxspec.json_keys import parse_json
+from jaxspec.json_keys import json_line
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
 from jaxspec.state import FAILED, Prompts, PyTree
@@ -104,7 +104,7 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Cal
     """The columns `text` or `messages` of a JSON-lines file, padded to `length`; empty texts are left out."""
     rows: list[tuple[list[int], list[bool]]] = []
     seen: set[tuple[int, ...]] = set()
-    counts = dict.fromkeys(("blank lines passed over", "empty texts left out", "texts that repeat an earlier one kept"), 0)
+    counts = dict.fromkeys(("blank lines passed over", "empty texts left out", "repeated texts (kept)"), 0)
     blank, empty, repeated = counts
     try:
         lines = Path(path).read_bytes().splitlines()
@@ -133,7 +133,8 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Cal
     if any(counts.values()):
         say(f"offline.text {path}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}; {len(rows)} to train on")
     if not rows:
-        raise ConfigError(f"offline.text {path}: the file is empty; give one JSON object a line, with a column 'text' or 'messages'")
+        what = f"all {counts[empty]} texts are empty" if counts[empty] else "the file is empty"
+        raise ConfigError(f"offline.text {path}: {what}; give one JSON object a line, with a column 'text' or 'messages'")
     tokens, masks = np.full((len(rows), length), tokenizer.pad_id, np.int32), np.zeros((len(rows), length), bool)
     for place, (ids, mask) in enumerate(rows):
         tokens[place, : len(ids)], masks[place, : len(ids)] = ids, mask
@@ -142,12 +143,7 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Cal
 
 def _columns(line: bytes, where: str) -> dict[str, Any]:
     """A row with just one of the columns that are read."""
-    try:
-        row: Any = parse_json(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); give one JSON object a line, with a column 'text' or 'messages'") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a {type(row).__name__} instead of an object; give one with a column 'text' or 'messages'")
+    row = json_line(line, where, ", with a column 'text' or 'messages'")
     found = [name for name in _COLUMNS if name in row]
     if not found:
         near = [(match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)]

@@ -124,6 +124,21 @@ def parse_json(text: str | bytes) -> Any:
         raise
 
 
+def json_line(line: bytes, where: str, wanted: str = "") -> dict[str, Any]:
+    """The object that a line of a JSON-lines file holds; `wanted` completes "give one JSON object a line" in messages.
+
+    Raises:
+      ConfigError: it holds something else; `where` names file and line.
+    """
+    remedy = f"give one JSON object a line{wanted}"
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error}); {remedy}") from error
+    require(isinstance(row, dict), f"{where}: a {type(row).__name__} instead of an object; {remedy}")
+    return row
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object in a file.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, ModelConfig, require
+from jaxspec.files import expanded
 from jaxspec.json_keys import listed, read_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import (
@@ -48,7 +49,7 @@ def find_folder(path: str, setting: str) -> Path:
     Raises:
       ConfigError: there is no such folder, or it cannot be downloaded; `setting` is named.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path, setting)
     if folder.is_dir():
         return folder
     is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
@@ -62,8 +63,8 @@ def find_folder(path: str, setting: str) -> Path:
 
 
 def absolute(path: str) -> str:
-    """A folder's path from anywhere; an id on the hub as it is."""
-    folder = Path(path).expanduser().absolute()
+    """The path from anywhere of a folder that `find_folder` has found; an id on the hub as it is."""
+    folder = expanded(path, "checkpoint")
     return str(folder) if folder.is_dir() else path
 
 
@@ -115,9 +116,10 @@ def policy_config(base: ModelConfig) -> ModelConfig:
     Raises:
       ConfigError: as `find_folder` and `hf_config.model_config` do.
     """
-    folder = find_folder(base.path, "model.path")
-    file = folder / CONFIG
-    return model_config(read_json(file), str(file), replace(base, path=absolute(base.path)))
+    file = find_folder(base.path, "model.path") / CONFIG
+    with read_from(f"model.path {base.path}"):
+        content = read_json(file)
+    return model_config(content, str(file), replace(base, path=absolute(base.path)))
 
 
 def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":

@@ -144,9 +144,8 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:
-            raise _reported(
-                error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text, or the tokenizer"
-            ) from error
+            _refuse(error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text, or the tokenizer")
+            raise
 
     def _token(self, name: str) -> str:
         """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
@@ -233,7 +232,8 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
-        raise _reported(error, f"{path}: not a Hugging Face tokenizer", "download the file again") from error
+        _refuse(error, f"{path}: not a Hugging Face tokenizer", "download the file again")
+        raise
     backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
     backend.no_padding()
     tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
@@ -270,10 +270,10 @@ def _ends(file: Path) -> list[int]:
     return ends
 
 
-def _reported(error: Exception, what: str, remedy: str) -> Exception:
-    """What to raise for an error of the Rust library, most of which have no class of their own; another error as it is."""
-    theirs = type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError)
-    return ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") if theirs else error
+def _refuse(error: Exception, what: str, remedy: str) -> None:
+    """Raises ConfigError for an error of the Rust library, most of which have no class of their own; does nothing for another."""
+    if type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError):
+        raise ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") from error
 
 
 def character_tokenizer() -> Tokenizer:

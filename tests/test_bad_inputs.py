@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import export, sample, train
+from jaxspec import export, sample, session, train
 from jaxspec.bench.__main__ import main as bench_main
 from jaxspec.config_json import to_json
 from jaxspec.interrupt import Interrupt
 from jaxspec.program import reported, run
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.unused import OF_DRAFT, OF_POLICY
+from jaxspec.workdir import prepare_workdir
 from tests.conftest import answering_config, save_policy, tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
@@ -409,7 +410,7 @@ PATHS = ["--model.path", "--rollout.draft.path", "--lora.path", "--data.tokenize
 
 
 @pytest.mark.parametrize("setting", PATHS)
-@pytest.mark.parametrize("path", ["nowhere", "file"])
+@pytest.mark.parametrize("path", ["nowhere", "file", "~nosuch/x"])
 def test_folders_that_are_none(setting: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     kind = "eagle3" if "draft" in setting else "none"
@@ -417,6 +418,28 @@ def test_folders_that_are_none(setting: str, path: str, tmp_path: Path, capsys: 
     status, printed = ended(lambda: trained(*sizes, "--sft.steps", "0", "--rollout.draft.kind", kind, setting, path), capsys)
     assert status == 2
     assert_one_line(printed, setting.removeprefix("--"), path)
+
+
+@pytest.mark.parametrize("setting", ["--workdir", "--checkpoint", "--out"])
+def test_a_home_that_nobody_has(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, place = session.Run(tmp_path, 4, answering_config()), "~nosuch/x"
+    work: dict[str, Callable[[], Any]] = {
+        "--workdir": lambda: prepare_workdir(place),
+        "--checkpoint": lambda: session.find_run(place),
+        "--out": lambda: export.export(run, export.Options(out=place)),
+    }
+    status, printed = ended(lambda: reported(work[setting]), capsys)
+    assert status == 2
+    assert_one_line(printed, f"{setting} is '{place}', and no home directory of ~nosuch is known here")
+
+
+def test_a_folder_without_a_config_is_named_with_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    status, printed = ended(lambda: trained("--model.path", "~", "--sft.steps", "0"), capsys)
+    assert status == 2
+    assert_one_line(printed, "model.path ~: ", str(tmp_path / "config.json"))
 
 
 def a_run(folder: Path) -> Path:

@@ -150,7 +150,7 @@ class TestTrainingText:
         rows = training_text(a_config(text=path), TOKENIZER, told.append)
         assert rows is not None
         assert len(rows.tokens) == 4
-        what = "2 blank lines passed over, 1 empty texts left out, 2 texts that repeat an earlier one kept"
+        what = "2 blank lines passed over, 1 empty texts left out, 2 repeated texts (kept)"
         assert told == [f"offline.text {path}: {what}; 4 to train on"]
         told.clear()
         training_text(a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append)
@@ -170,6 +170,7 @@ class TestTrainingText:
         [
             ([], ["the file is empty", "column 'text'"]),
             (["", "  "], ["the file is empty"]),
+            ([{"text": ""}, "", {"text": "  "}], ["all 2 texts are empty"]),
             ([{"text": "1"}, "{"], ["line 2", "not JSON", "one JSON object a line"]),
             ([[1]], ["line 1", "a list instead of an object"]),
             ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"]),

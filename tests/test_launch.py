@@ -1,5 +1,6 @@
 """The launcher of several processes, with short-lived stand-ins for them."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ def stop(number, frame):
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, stop)
+with log.with_name("groups").open("a") as file:
+    file.write(f"{{os.getpgid(0)}}\\n")
 note("ready")
 while not (me == "1" and log.with_name("fail").exists()):
     time.sleep(0.01)
@@ -62,10 +65,20 @@ class Launched:
         shutil.copy(ROOT / "launch/multiprocess_cpu.sh", script)
         python.write_text(STAND_IN)
         python.chmod(0o755)
-        self.log = folder / "log"
+        self.log, self.groups = folder / "log", folder / "groups"
         command = [sys.executable, "-c", FROM_A_TERMINAL, "bash", str(script), "2", str(self.log), str(saving)]
         self.handle = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+
+    def __enter__(self) -> "Launched":
         self.wait_until(lambda: sorted(self.noted()) == ["0 ready", "1 ready"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the launcher and its stand-ins, which have groups of their own, also where a test has failed."""
+        for group in (self.handle.pid, *map(int, self.groups.read_text().split() if self.groups.exists() else ())):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        self.handle.wait()
 
     def noted(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
@@ -80,25 +93,31 @@ class Launched:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_passed_on_and_the_processes_save(tmp_path: Path, name: str) -> None:
     number = signal.Signals[name]
-    launched = Launched(tmp_path, 0.1)
-    launched.handle.send_signal(number)
-    assert launched.handle.wait(timeout=20) == 128 + number
+    with Launched(tmp_path, 0.1) as launched:
+        launched.handle.send_signal(number)
+        assert launched.handle.wait(timeout=20) == 128 + number
     for process in "01":
-        assert [f"{process} ready", f"{process} {name}", f"{process} saved"] == [line for line in launched.noted() if line[0] == process][
-            :3
-        ]
+        noted = [line for line in launched.noted() if line[0] == process]
+        assert noted[:3] == [f"{process} ready", f"{process} {name}", f"{process} saved"]
 
 
 def test_who_does_not_save_in_time_is_ended(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, 600, SAVE_SECONDS="0")
-    (tmp_path / "fail").touch()
-    assert launched.handle.wait(timeout=20) == 3
+    with Launched(tmp_path, 600, SAVE_SECONDS="0") as launched:
+        (tmp_path / "fail").touch()
+        assert launched.handle.wait(timeout=20) == 3
     assert [line for line in launched.noted() if line[0] == "0"] == ["0 ready", "0 SIGTERM"]
+
+
+def test_a_test_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="stands for a failed one"), Launched(tmp_path, 600) as launched:
+        raise AssertionError("stands for a failed one")
+    for group in launched.groups.read_text().split():
+        launched.wait_until(lambda group=group: not Path("/proc", group).exists() or ") Z" in Path("/proc", group, "stat").read_text())
 
 
 @pytest.mark.slow
 def test_the_others_have_time_to_save_when_one_fails(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, 14)
-    (tmp_path / "fail").touch()
-    assert launched.handle.wait(timeout=60) == 3
+    with Launched(tmp_path, 14) as launched:
+        (tmp_path / "fail").touch()
+        assert launched.handle.wait(timeout=60) == 3
     assert launched.noted()[-1] == "0 saved"

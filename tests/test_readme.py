@@ -119,6 +119,11 @@ HEADERS = [
 EXAMPLES = re.findall(rf"^  {PYTHON}\.(.+)$", f"{cli._guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}", re.MULTILINE)
 
 
+def test_there_are_other_commands() -> None:
+    """What finds them may find nothing once their form changes, and the next test would be content."""
+    assert [len(found) >= least for found, least in ((INLINE, 5), (HEADERS, 5), (EXAMPLES, 5))] == [True] * 3
+
+
 @pytest.mark.parametrize("command", [*INLINE, *HEADERS, *EXAMPLES])
 def test_other_commands_parse_with_names_in_capitals_for_what_a_reader_has(command: str) -> None:
     name, *words = shlex.split(re.split(r"  +\(", command)[0])
