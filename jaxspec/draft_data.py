@@ -16,7 +16,7 @@ from jaxspec import tasks
 from jaxspec.checked import read_from
 from jaxspec.config import Config, ConfigError, OfflineConfig, require
 from jaxspec.data import PromptStream, load_problems, pad_prompts
-from jaxspec.json_keys import json_line
+from jaxspec.json_keys import json_line, listed, shown
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job
 from jaxspec.state import FAILED, Prompts, PyTree
@@ -148,7 +148,7 @@ def _columns(line: bytes, where: str) -> dict[str, Any]:
     if not found:
         near = [(match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)]
         remedy = f"; rename {near[0][0]!r} to {near[0][1]!r}?" if near else "; give the row one of the two"
-        raise ConfigError(f"{where}: no column 'text' or 'messages' among {', '.join(map(repr, row)) or 'none'}{remedy}")
+        raise ConfigError(f"{where}: no column 'text' or 'messages' among {listed(map(shown, row)) or 'none'}{remedy}")
     if len(found) > 1:
         raise ConfigError(f"{where}: columns 'text' and 'messages' both; keep the one to train on")
     return row

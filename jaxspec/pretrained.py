@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.checked import read_from
 from jaxspec.config import ConfigError, ModelConfig, require
 from jaxspec.files import expanded
-from jaxspec.json_keys import read_json
+from jaxspec.json_keys import listed, read_json
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf import (
     REDUNDANT,
@@ -26,7 +26,6 @@ from jaxspec.models.hf import (
     named_leaves,
     places,
     policy_rows,
-    shown,
     their_slices,
     to_ours,
     to_theirs,
@@ -182,15 +181,15 @@ def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index:
 
 def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool) -> None:
     by_name = {place.name: place for place in wanted}
-    missing = shown([name for name in by_name if name not in tensors])
+    missing = listed([name for name in by_name if name not in tensors])
     require(not missing, f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or correct config.json")
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
         for name, place in by_name.items()
         if tensors[name].shape != place.shape
     ]
-    require(not wrong, f"{folder} holds tensors of another shape: {shown(wrong, '; ')}; correct config.json")
-    narrow = shown([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS])
+    require(not wrong, f"{folder} holds tensors of another shape: {listed(wrong, '; ')}; correct config.json")
+    narrow = listed([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS])
     require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
     known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -199,7 +198,7 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
         same = alike and np.array_equal(tensors[head].read(), tensors[embedding].read())
         require(same, f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the key to false in config.json")
         known |= {head}
-    unknown = shown([name for name in tensors if name not in known])
+    unknown = listed([name for name in tensors if name not in known])
     require(ignore or not unknown, f"{folder} holds tensors that have no place here: {unknown}; leave them out with --model.ignore")
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxspec.config import ConfigError, require
-from jaxspec.json_keys import read_keys, shown
+from jaxspec.json_keys import named, read_keys, shown
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
           ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
         part = self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
-        damaged = f"{self.file}: the tensor {self.name} has values that are not finite (NaN, or infinity in float32)"
+        damaged = f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or infinity in float32)"
         require(_finite(part, self.dtype), f"{damaged}; download the file again, or give a checkpoint whose training did not diverge")
         return part
 
@@ -67,7 +67,7 @@ WHOLES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 
 def check_header(stored: Stored, kinds: tuple[str, ...] = FLOATS, axes: tuple[int, ...] = (1, 2)) -> None:
     """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all; only its header is looked at."""
-    name = f"{stored.file}: the tensor {shown(stored.name)}"
+    name = f"{stored.file}: the tensor {named(stored.name)}"
     remedy = "give weights that are not quantized" if kinds == FLOATS else "give the file as it was published"
     require(stored.dtype in kinds, f"{name} is of type {stored.dtype}; it must be one of {', '.join(kinds)}, so {remedy}")
     counts = " or ".join(map(str, axes))
@@ -105,7 +105,10 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
     require(not missing, f"{some}; download them again")
     headers = {shard: _header(folder / shard) for shard in shards}
     for tensor, shard in places.items():
-        require(tensor in headers[shard], f"{folder / shard} lacks the tensor {tensor}, which {index.name} places there; download it again")
+        require(
+            tensor in headers[shard],
+            f"{folder / shard} lacks the tensor {named(tensor)}, which {index.name} places there; download it again",
+        )
     return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
 
 
@@ -120,7 +123,7 @@ def _header(file: Path) -> dict[str, Stored]:
         opened = safe_open(str(file), "np")
         parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no dict
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: truncated or damaged, or no safetensors file ({error}); download it again") from error
+        raise ConfigError(f"{file}: truncated or damaged, or no safetensors file ({named(str(error))}); download it again") from error
     return {name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 

@@ -175,6 +175,7 @@ class TestTrainingText:
             ([[1]], ["line 1", "a list instead of an object"]),
             ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"]),
             ([{"message": [], "id": 1}], ["line 1", "'messages' among 'message', 'id'", "rename 'message' to 'messages'"]),
+            ([{f"c\n{i}": i for i in range(9999)}], ["line 1", "among 'c\\n0', ", "and 9994 more; give the row one"]),
             ([{"question": "1"}], ["line 1", "no column 'text' or 'messages' among 'question'", "give the row one"]),
             ([{"text": "1"}, {"text": "1", "messages": []}], ["line 2", "columns 'text' and 'messages' both", "keep the one"]),
             ([{"messages": ["1"]}], ["line 1", "column 'messages' is not a list of objects with a role"]),

@@ -215,6 +215,20 @@ def test_an_index_may_only_name_files_beside_it(folder: Path, monkeypatch: pytes
     assert "\n" not in str(error.value)
 
 
+SLOW = [
+    "(q|(a*))*!",
+    "((a*)b){2,}!",
+    "((a+)b(c)?)+!",
+    "(_|[a-z_]|.)+!",
+    ".*.*.*.*!",
+    "a?a?a?a?!",
+    "(a)(b)(c)(d)",
+    "(?:.)*",
+    "(?=q)q",
+    "q" * 501,
+]
+
+
 @pytest.mark.parametrize("places", [3, [], "x", {}, None])
 def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
@@ -237,9 +251,9 @@ def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern: q_proj is '2'"),
         ({"alpha_pattern": {"(": 2}}, r"alpha_pattern: '\(' is no regular expression"),
         ({"alpha_pattern": {"(?i)q_proj": 4}}, r"alpha_pattern: '\(\?i\)q_proj' is no regular expression"),
-        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 4}}, r"alpha_pattern: '\(.*' repeats a group that has a repeat in it.*; write it without"),
-        ({"rank_pattern": {"(q|(a*))*!": 4}}, "repeats a group"),
-        ({"rank_pattern": {"((a*)b){2,}!": 4}}, "repeats a group"),
+        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 4}}, r"alpha_pattern: '\(.*' may take for ever to match; .*repeats no group"),
+        *(({"rank_pattern": {slow: 4}}, r"may take for ever.*write it so, or name the modules one by one") for slow in SLOW),
+        ({"a\nb": "c\nd\x1b" * 99}, r"a\\nb is 'c\\nd\\x1bc.*\.\.\., which cannot be merged"),
         ({"target_modules": "(("}, r"target_modules: '\(\(' is no regular expression"),
         ({"peft_type": 3}, "peft_type is 3"),
     ],

@@ -408,12 +408,6 @@ def test_templates_and_messages_that_hide_the_assistant_are_refused(folder, temp
         chat_of(template, header, closing, turns, folder)
 
 
-def test_half_of_a_character_as_a_special_token_is_named(folder):
-    edit(folder / "tokenizer_config.json", bos_token="\ud800")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: bos_token is '.*'; it must be a string of whole characters"):
-        load_tokenizer(str(folder))
-
-
 def test_messages_need_a_template():
     with pytest.raises(ConfigError, match=r"built-in: there is no chat template for messages; add chat_template"):
         character_tokenizer().conversation([{"role": "user", "content": "1"}])

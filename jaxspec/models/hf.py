@@ -15,7 +15,6 @@ from jaxspec.state import PyTree
 REDUNDANT = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
 
-_SHOWN = 5
 _COUNTS = {"layer": "num_hidden_layers", "expert": "num_experts"}
 """The keys of config.json that say how often a row's tensor is there."""
 MIMO_MTP = "model.mtp_layers."
@@ -165,8 +164,3 @@ def _axes(layout: str) -> tuple[list[list[str]], list[str]]:
     """Axes of their tensor, in groups that are merged, and of ours."""
     theirs, ours = layout.split("->")
     return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\w+)", theirs)], ours.split()
-
-
-def shown(names: Sequence[str], separator: str = ", ") -> str:
-    """The first few names, and how many more there are, for a message."""
-    return separator.join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.architecture import ARCHITECTURES, implied
 from jaxspec.checked import called, read_from, require
 from jaxspec.config import FamilyConfig, ModelConfig, RopeConfig
-from jaxspec.json_keys import Keys
+from jaxspec.json_keys import Keys, named, shown
 
 KEYS = {
     "model.vocab": "vocab_size",
@@ -49,11 +49,11 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
     name = next(iter(keys.texts("architectures")), None)
     known = f"known are {', '.join(ARCHITECTURES)}"
     require(name is not None, f"{source}: no key 'architectures'; {known}")
-    require(name in ARCHITECTURES, f"{source}: the architecture {name} is not supported; {known}")
+    require(name in ARCHITECTURES, f"{source}: the architecture {named(str(name))} is not supported; {known}")
     for key, allowed in _REFUSED.items():
         value = raw.get(key)
         remedy = f"only {', '.join(map(str, allowed))} is supported" if allowed else "give weights that are not quantized"
-        require(value is None or value in allowed, f"{source}: {key} is {value}; {remedy}")
+        require(value is None or value in allowed, f"{source}: {key} is {shown(value)}; {remedy}")
     _refuse_sliding(keys)
     heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     with read_from(source), called(KEYS):
@@ -71,7 +71,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
             embed=embed,
             heads=heads,
             kv_heads=keys.whole("num_key_value_heads", heads),
-            head_size=keys.whole("head_dim", embed // heads),
+            head_size=head_size_of(keys, embed, heads),
             ffn=keys.whole("moe_intermediate_size" if family.experts else "intermediate_size"),
             rope_theta=theta,
             rope_factor=factor,
@@ -99,6 +99,13 @@ def _refuse_sliding(keys: Keys) -> None:
     require(not slides, f"{keys.source}: sliding-window attention (use_sliding_window, layer_types) {remedy}")
 
 
+def head_size_of(keys: Keys, width: int, heads: int) -> int:
+    """The size of a head, by default the width over the heads."""
+    few = f"{keys.source}: no key 'head_dim', and hidden_size {width} is below num_attention_heads {heads}; add it, or correct one of them"
+    require(keys.has("head_dim") or heads <= width, few)
+    return keys.whole("head_dim", width // heads)
+
+
 def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or that of transformers 5."""
     source = keys.source
@@ -109,7 +116,8 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     if kind == "default":
         return theta, 1.0, RopeConfig(context=longest)
     require(
-        kind in ("linear", "yarn", "llama3"), f"{source}: rope scaling {kind!r} is not supported; known are default, linear, yarn, llama3"
+        kind in ("linear", "yarn", "llama3"),
+        f"{source}: rope scaling {shown(kind)} is not supported; known are default, linear, yarn, llama3",
     )
     original = int(given.number("original_max_position_embeddings")) if given.has("original_max_position_embeddings") else longest
     known = f"{source}: the rope scaling {kind!r} needs original_max_position_embeddings or max_position_embeddings; add one"
@@ -117,7 +125,8 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     implied = longest / original if kind == "yarn" and longest else None
     require(given.has("factor") or implied is not None, f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
     factor = given.number("factor", implied)
-    require(factor >= 1, f"{given.source}: factor is {factor:g}; it must be at least 1, since positions are stretched only")
+    short = f"{given.source}: factor is {factor:g}" if given.has("factor") else f"{source}: max_position_embeddings {longest} is too small"
+    require(factor >= 1, f"{short}; positions are stretched by 1 or more times original_max_position_embeddings {original}: correct one")
     rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
         rope = replace(rope, **{key: given.number(key) for key in ("low_freq_factor", "high_freq_factor") if given.has(key)})

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from jaxspec.checked import called, read_from, require
 from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
-from jaxspec.json_keys import Keys
+from jaxspec.json_keys import Keys, named, shown
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
-from jaxspec.models.hf_config import KEYS, architecture_of, rope_json, rope_of
+from jaxspec.models.hf_config import KEYS, architecture_of, head_size_of, rope_json, rope_of
 
 Form = Literal["raw", "speculators"]
 """Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
@@ -76,13 +76,13 @@ def head_config(
 
 def _refuse_others(keys: Keys) -> None:
     raw, source, kind = keys.content, keys.source, keys.text("speculators_model_type", "eagle3")
-    named = [*keys.texts("architectures"), kind]
-    named += [key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw]
-    for name in (name.lower() for name in named):
+    marks = [*keys.texts("architectures"), kind]
+    marks += [key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw]
+    for name in (mark.lower() for mark in marks):
         other = next((title for mark, title in _OTHERS.items() if mark in name), "")
         old = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
         require(not other and not old, f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded")
-    require(kind == "eagle3", f"{source} describes a draft of kind {kind}; only EAGLE-3 heads can be loaded")
+    require(kind == "eagle3", f"{source} describes a draft of kind {named(kind)}; only EAGLE-3 heads can be loaded")
     require("mask_hidden" not in raw, f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be loaded")
 
 
@@ -95,13 +95,13 @@ def _taps(flags: Keys, convention: Convention, target: ModelConfig, say: Callabl
         require(count in (None, 3), f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there")
         say(f"{source} names no layers: the head reads the policy after {', '.join(map(str, default))} of its {target.layers} layers")
         return ()
-    require(count in (None, len(ids)), f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {list(ids)}")
+    require(count in (None, len(ids)), f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {shown(ids)}")
     if convention == "auto":
         specforge = not flags.has("speculators_model_type") and "LlamaForCausalLMEagle3" in flags.texts("architectures") and ids[0] == 1
         convention = "output_of" if specforge else "boundary"
     taps = tuple(number + (convention == "output_of") for number in ids)
     inside = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
-    require(inside, f"{source}: {_IDS} {list(ids)} ({convention}) does not ascend inside 0 to model.layers {target.layers}")
+    require(inside, f"{source}: {_IDS} {shown(ids)} ({convention}) does not ascend inside 0 to model.layers {target.layers}")
     meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
     applied = f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
     say(f"{source}: {_IDS} {list(ids)} {meaning}: {applied} (--rollout.draft.tap_convention)")
@@ -111,7 +111,7 @@ def _taps(flags: Keys, convention: Convention, target: ModelConfig, say: Callabl
 def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
     """The head's own layers."""
     source, kind = inner.source, inner.text("model_type", "llama")
-    require(kind in ("llama", "qwen3"), f"{source}: the head's layers are of model_type {kind}; llama and qwen3 can be loaded")
+    require(kind in ("llama", "qwen3"), f"{source}: the head's layers are of model_type {named(kind)}; llama and qwen3 can be loaded")
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in names if not inner.has(name)]
     require(not missing, f"{source} lacks {', '.join(missing)}")
@@ -126,7 +126,7 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
         embed=width,
         heads=heads,
         kv_heads=inner.whole("num_key_value_heads", heads),
-        head_size=inner.whole("head_dim", width // heads),
+        head_size=head_size_of(inner, width, heads),
         ffn=ffn,
         norm_eps=inner.number("rms_norm_eps", 1e-6),
         tied=False,

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxspec.config import HeadConfig, ModelConfig, require
+from jaxspec.json_keys import listed, named
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.hf import MIMO_MTP, Row, check_count, layer_rows, named_leaves, places, shown, to_ours, to_theirs
+from jaxspec.models.hf import MIMO_MTP, Row, check_count, layer_rows, named_leaves, places, to_ours, to_theirs
 from jaxspec.models.hf_draft_config import Form
 from jaxspec.models.mtp import Mtp
 
@@ -62,8 +63,8 @@ def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> d
         check_count(row, shapes[row.ours], len(tensors), source)
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
     missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
-    require(not missing, f"{source} lacks {shown(missing)}; it is damaged, or its config.json speaks of another draft")
-    require(not unknown, f"{source} has {shown(unknown)}, which a draft of this form has no place for")
+    require(not missing, f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another draft")
+    require(not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for")
     found: dict[str, np.ndarray] = {}
     for name, place in wanted.items():
         tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
@@ -99,7 +100,7 @@ def normal_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
             short = short.split(".", 1)[1]
         short = _RENAMED.get(short, short)
         short = short.replace("midlayer.", "layers.0.", 1) if short.startswith("midlayer.") else short
-        require(short not in found, f"{source} has {short} twice, once as {name}")
+        require(short not in found, f"{source} has {named(short)} twice, once as {named(name)}")
         if not short.endswith(_BUFFERS):
             found[short] = array
     require("mask_hidden" not in found, f"{source} is a P-EAGLE draft (it has mask_hidden); only EAGLE-3 heads can be loaded")
@@ -218,8 +219,8 @@ def filled(network: Any, arrays: Arrays) -> Any:
     """
     leaves = named_leaves(network)
     missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
-    require(not missing, f"the draft's {shown(missing)} is not among what was loaded")
-    require(not foreign, f"the draft has no {shown(foreign)}, which was loaded")
+    require(not missing, f"the draft's {listed(missing)} is not among what was loaded")
+    require(not foreign, f"the draft has no {listed(foreign)}, which was loaded")
     for name, leaf in leaves.items():
         shapes = f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was loaded"
         require(arrays[name].shape == leaf.shape, shapes)

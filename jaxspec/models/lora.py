@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
-from jaxspec.json_keys import Keys, is_whole, shown
+from jaxspec.json_keys import Keys, is_whole, named, shown
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES
 
@@ -85,7 +85,7 @@ def chosen(names: tuple[str, ...], model: ModelConfig, where: str) -> tuple[str,
     has = tuple(name for name, target in TARGETS.items() if target.module == "self_attn" or not model.family.experts)
     for name in names:
         why = f" (a decoder with {model.family.experts} experts has adapters on its attention only)" if name in TARGETS else ""
-        require(name in has, f"{where} has {name!r}{why}; choose from {', '.join(has)}")
+        require(name in has, f"{where} has {shown(name)}{why}; choose from {', '.join(has)}")
     return tuple(dict.fromkeys(names)) or has
 
 
@@ -226,12 +226,13 @@ def _module(layer: int, name: str) -> str:
 def _check(config: Mapping[str, Any]) -> None:
     """Whether the adapters are plain LoRA."""
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
-    require(kind == "LORA", f"adapter_config.json: peft_type is {kind!r}; only LORA can be merged")
-    altered = f"adapter_config.json: init_lora_weights is {start!r}, for which PEFT alters the checkpoint's own weights"
+    require(kind == "LORA", f"adapter_config.json: peft_type is {shown(kind)}; only LORA can be merged")
+    altered = f"adapter_config.json: init_lora_weights is {shown(start)}, for which PEFT alters the checkpoint's own weights"
     require(any(start is known or start == known for known in STARTS), f"{altered}; convert the adapters to plain LoRA with PEFT")
     for key, value in config.items():
         off = not value or value == "none" or key in READ | WITHOUT_EFFECT | {"init_lora_weights"}
-        require(off, f"adapter_config.json: {key} is {value!r}, which cannot be merged; merge the adapters with PEFT and give that folder")
+        set_to = f"adapter_config.json: {named(key)} is {shown(value)}"
+        require(off, f"{set_to}, which cannot be merged; merge the adapters with PEFT and give that folder")
     _check_types(Keys(config, "adapter_config.json"))
 
 
@@ -240,9 +241,9 @@ def _check_types(keys: Keys) -> None:
     keys.whole("r")
     keys.number("lora_alpha")
     keys.flag("use_rslora", False)
-    named = keys.content.get("target_modules")
-    if isinstance(named, str):
-        _check_expression(named, f"{keys.source}: target_modules")
+    modules = keys.content.get("target_modules")
+    if isinstance(modules, str):
+        _compile(modules, f"{keys.source}: target_modules")
     else:
         keys.texts("target_modules")
     if not is_whole(keys.content.get("layers_to_transform")):
@@ -250,21 +251,29 @@ def _check_types(keys: Keys) -> None:
     for ranks, part in ((True, keys.part("rank_pattern")), (False, keys.part("alpha_pattern"))):
         for expression in part.content:
             part.whole(expression) if ranks else part.number(expression)
-            _check_expression(expression, part.source)
+            _compile(expression, part.source)
+            simple = f"{part.source}: {shown(expression)} may take for ever to match; {_SIMPLE}"
+            require(_is_simple(expression), f"{simple}: write it so, or name the modules one by one")
 
 
-_REPEATED_GROUP = re.compile(r"[*+}]\)*[^()]*\)+([*+]|\{\d*,\})")
-"""A group that is repeated without a limit although something in it is, which can take for ever to match."""
+_SIMPLE = (
+    "an expression has at most 500 characters, 3 groups and 3 repeats (*, +, ?, {), repeats no group, and looks neither ahead nor back"
+)
 
 
-def _check_expression(expression: str, source: str) -> None:
-    """Whether an expression can be matched as `_pattern` does it, in a time that is not exponential in the length of a name."""
+def _compile(expression: str, source: str) -> None:
+    """Whether an expression is one, as `_pattern` matches it."""
     try:
         re.compile(_whole(expression))
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"{source}: {shown(expression)} is no regular expression ({error}); correct it") from error
-    nested = _REPEATED_GROUP.search(re.sub(r"\\.|\[[^]]*\]", "x", expression))
-    require(nested is None, f"{source}: {shown(expression)} repeats a group that has a repeat in it, which may never end; write it without")
+
+
+def _is_simple(expression: str) -> bool:
+    """Whether the ways to match an expression are so few that trying all of them takes no time, whatever it says; `_SIMPLE` in code."""
+    marks = re.sub(r"\\.|\[[^\]]*\]", "", expression).replace("(?:", "(")
+    repeats = sum(map(marks.count, "*+?{"))
+    return len(expression) <= 500 and marks.count("(") <= 3 and repeats <= 3 and not re.search(r"\)[*+{]|\(\?", marks)
 
 
 def _whole(expression: str) -> str:
@@ -275,8 +284,8 @@ def _whole(expression: str) -> str:
 def _pairs(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Pairs:
     """The matrices, with their names and shapes checked."""
     pairs: Pairs = {}
-    for key, tensor in tensors.items():
-        found = _KEY.fullmatch(key)
+    for name_of_tensor, tensor in tensors.items():
+        found, key = _KEY.fullmatch(name_of_tensor), named(name_of_tensor)
         if found is None:
             raise ConfigError(f"adapter tensor {key}: not a LoRA matrix of a decoder layer, so it cannot be merged; merge it with PEFT")
         layer, module, name, side = int(found[1]), *found.groups()[1:]
@@ -310,7 +319,7 @@ def _check_complete(network: Decoder, pairs: Pairs, config: Mapping[str, Any]) -
     for name in named or ():
         last = chosen((name.rpartition(".")[2],), network.config, "adapter_config.json: target_modules")[0]
         absent = [] if "." in name else [_module(layer, last) for layer in layers if (last, layer) not in pairs]
-        require(not absent, f"adapter_config.json: target_modules has {name!r}, but the adapter file lacks {', '.join(absent[:3])}")
+        require(not absent, f"adapter_config.json: target_modules has {shown(name)}, but the adapter file lacks {', '.join(absent[:3])}")
 
 
 def _pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -140,6 +140,8 @@ def test_positions_are_the_heads_own() -> None:
         ({**RAW, "vocab_size": 128256}, "a vocabulary of 128256; model.vocab is 151936"),
         ({**RAW, "target_hidden_size": 2048}, "width 2048; model.embed is 4096"),
         ({**RAW, "model_type": "gemma3"}, "model_type gemma3"),
+        ({**RAW, "model_type": "a\nb"}, r"model_type a\\nb;"),
+        ({**RAW, "hidden_size": 16, "target_hidden_size": 4096, "head_dim": None}, r"no key 'head_dim', and hidden_size 16 is below"),
         ({**RAW, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 32"),
         ({**RAW, "num_aux_hidden_states": 5}, "num_aux_hidden_states is 5"),
         ({**RAW, IDS: [2, 18], "num_aux_hidden_states": 3}, r"num_aux_hidden_states is 3, and .* \[2, 18\]"),

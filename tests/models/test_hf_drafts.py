@@ -266,6 +266,8 @@ def test_files_of_other_drafts_and_damaged_ones_are_refused() -> None:
             read(changed, config)
     with pytest.raises(ConfigError, match=r"here: num_hidden_layers 999 in config\.json ask for .* there are 13 tensors in all; correct"):
         read(tensors, {**config, "num_hidden_layers": 1000})
+    with pytest.raises(ConfigError, match=r"here has a\\n\\x1b, which"):
+        read({**tensors, "a\n\x1b": np.zeros(2)}, config)
     assert read({**tensors, "midlayer.self_attn.rotary_emb.inv_freq": np.zeros(2)}, config) is not None
 
 

@@ -159,7 +159,7 @@ def test_exported_adapters_merge_to_the_same_bits() -> None:
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"use_dora": True}, "use_dora is True, which cannot be merged"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"modules_to_save": ["lm_head"]}, r'modules_to_save is \["lm_head"\]'),
         ({"lora_bias": True}, "lora_bias is True"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'.*alters the checkpoint's own weights"),
