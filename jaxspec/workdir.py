@@ -75,7 +75,7 @@ def prepare_workdir(path: Path | str) -> Path:
 
     Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
     """
-    folder = expanded(path, "workdir")
+    folder = expanded(path, "--workdir")
     require_outside_runs(folder, "workdir", "choose another --workdir")
     probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
     with writing(f"workdir {folder} cannot be written to", "free some space or name another folder with --workdir", ConfigError):
