@@ -154,7 +154,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         where, remedy = f"{path}, line {number}", "mend or remove that line"
         try:
             line = json.loads(text, parse_constant=_no_number)
-            json.dumps(line, ensure_ascii=False).encode()  # as it will be written again
+            json.dumps(line, ensure_ascii=False, allow_nan=False).encode()  # as it will be written again
         except (ValueError, RecursionError) as reason:
             raise ConfigError(f"{where} is not JSON ({reason}); {remedy}") from reason
         require(isinstance(line, dict) and type(line.get("step")) is int, f"{where} has no `step` that is a whole number; {remedy}")
