@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -24,11 +25,13 @@ from jaxspec.state import PyTree
 from jaxspec.trees import digests, layout, named, require_same
 
 _ARRAYS, _HOST = "arrays", "host"
-_WHOLE = frozenset({"saved", "arrays", "digest"})
+_KEYS = frozenset({"saved", "arrays", "digest"})
 """Keys of the JSON item: what the caller gave, digests of the arrays, and the digest of both."""
 _GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _UNREADABLE = (*_GONE, ValueError, KeyError, AttributeError, TypeError, IndexError)
 """All that Orbax and tensorstore were seen to raise for damaged files, beside a bare Exception around one of these."""
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
+"""All that Orbax was seen to raise for what a step has about itself."""
 
 
 class Checkpoints:
@@ -99,37 +102,34 @@ class Checkpoints:
             raise ConfigError("; ".join(str(reason) for reason in damaged.values()))
         return None
 
-    def restore(self, step: int, abstract: PyTree, whole: bool = True) -> tuple[PyTree, dict[str, Any]]:
+    def restore(self, step: int, abstract: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
         """Returns the arrays and the JSON object of a step.
 
-        `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding wanted now, on any mesh; unless `whole`,
-        a part of that tree: what it lacks (None) is not read.
+        `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding wanted now, on any mesh; as a `part`, it
+        may lack some (None), which are not read.
         Raises ConfigError if names, shapes or dtypes differ from the saved ones, or the files cannot be read; Damaged if they do not hold
         what was saved.
         """
         leaves = named(abstract)
         wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items() if leaf.size}
-        where = f"checkpoint {self.folder / str(step)}"
+        where = self._name(step)
         self.wait()
-        with self._agreeing(where):
-            host, saved = self._read_host(step, where)
-            with self._reading(where):
+        with self._agreeing(f"{where} cannot be read"):
+            host, saved = self._read_host(step)
+            with self._reading(step):
                 stored = layout(self._manager.item_metadata(step)[_ARRAYS].tree)
-            if saved is not None and saved.keys() != stored.keys():
+            if saved.keys() != stored.keys():
                 raise Damaged(f"{where} is damaged (it names other arrays than were saved)", self._remedies[1])
-            require_same(where, {name: stored[name] for name in stored if whole or name in wanted}, layout(wanted), self._remedies[0])
+            require_same(where, {name: stored[name] for name in stored if name in wanted or not part}, layout(wanted), self._remedies[0])
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
-            args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=not whole)
+            args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=part)
             # Past the manager, whose barrier would keep the other processes when one cannot read its part.
-            with self._reading(where):
+            with self._reading(step):
                 arrays = {**ocp.PyTreeCheckpointHandler().restore(self._manager.directory / str(step) / _ARRAYS, args=args)}
-        if saved is not None:
-            differing = [name for name, number in digests(arrays).items() if number != saved[name]]
-            if differing:
-                more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-                raise Damaged(f"{where} is damaged ({differing[0]}{more} differ from what was saved)", self._remedies[1])
-        else:
-            self._say(f"{where} was saved without digests, by an earlier jaxspec: damage in it would go unnoticed")
+        differing = [name for name, number in digests(arrays).items() if number != saved[name]]
+        if differing:
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise Damaged(f"{where} is damaged ({differing[0]}{more} differ from what was saved)", self._remedies[1])
         arrays |= {name: from_host(leaf, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in leaves.items() if not leaf.size}
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves]), host
 
@@ -145,56 +145,62 @@ class Checkpoints:
         finally:
             self._manager.close()
 
-    def _read_host(self, step: int, where: str) -> tuple[dict[str, Any], dict[str, int] | None]:
-        """The JSON object of a step, and the digests of its arrays; None where an earlier version saved none."""
-        with self._reading(where):
+    def _name(self, step: int) -> str:
+        return f"checkpoint {self.folder / str(step)}"
+
+    def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, int]]:
+        """The JSON object of a step, and the digests of its arrays."""
+        with self._reading(step):
             content = {**ocp.JsonCheckpointHandler().restore(self._manager.directory / str(step) / _HOST)}
-            if not content.keys() & _WHOLE:
-                return content, None
-            whole = content.keys() == _WHOLE and content.pop("digest") == _digest(content)
-        if not whole:
-            raise Damaged(f"{where} is damaged (what it says of the run differs from what was saved)", self._remedies[1])
+            sound = content.keys() == _KEYS and content.pop("digest") == _digest(content)
+        if not sound:
+            raise Damaged(f"{self._name(step)} is damaged (what it says of the run differs from what was saved)", self._remedies[1])
         return content["saved"], content["arrays"]
 
     def _set_aside(self, damaged: Mapping[int, Damaged], good: int) -> None:
         """Moves steps out of the way, to where nobody looks for checkpoints, and says so."""
-        for step, reason in damaged.items():
-            where, aside = self.folder / str(step), _unused(self.folder.parent / "damaged-checkpoints" / str(step))
-            with self._agreeing(str(where)):
-                if jax.process_index() == 0:
-                    with writing(f"{where} cannot be moved", "move it away, and run the same command again", ConfigError):
-                        aside.parent.mkdir(exist_ok=True)
-                        where.rename(aside)
-            self._say(f"warning: {reason.what}; it is now {aside}, and checkpoint {good} takes its place")
-        if damaged:
-            self._manager.reload()
+        if not damaged:
+            return
+        with self._agreeing(f"damaged checkpoints in {self.folder} cannot be moved"):
+            for step, reason in damaged.items() if jax.process_index() == 0 else ():
+                aside = _unused(self.folder.parent / "damaged-checkpoints" / str(step))
+                with writing(f"{self.folder / str(step)} cannot be moved", "move it away, and run the same command again", ConfigError):
+                    aside.parent.mkdir(exist_ok=True)
+                    (self.folder / str(step)).rename(aside)
+                self._say(f"warning: {reason.what}; it is now {aside}, and checkpoint {good} takes its place")
+        self._manager.reload()
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, TypeError, KeyError, AttributeError) as reason:  # of the small file that each step has about itself
-            told = f"a checkpoint in {self.folder} has a damaged _CHECKPOINT_METADATA ({_reason(reason)})"
-            raise Damaged(told, "remove that file, which nothing else depends on, and run the same command again") from reason
+        except _MALFORMED as reason:  # of the small file that each step has about itself
+            files = [file for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) if not _is_metadata(file)]
+            where = ", ".join(map(str, files)) or f"the _CHECKPOINT_METADATA of a checkpoint in {self.folder}"
+            raise Damaged(
+                f"{where} is damaged ({_reason(reason)})", "remove that file, which nothing else depends on, and run the same command again"
+            ) from reason
 
     @contextlib.contextmanager
-    def _reading(self, where: str) -> Iterator[None]:
+    def _reading(self, step: int) -> Iterator[None]:
         """Names what cannot be read: as damage, or, where the operating system will not have it, as that."""
         try:
             yield
         except Exception as reason:
             root = reason.__cause__ if type(reason) is Exception else reason  # Orbax raises no better one for arrays
-            told = f"{where} cannot be read ({_reason(root or reason)})"
+            refusal = _refusal(self.folder / str(step))  # Orbax takes what it may not look at for missing
+            why = f"{refusal.filename}: {refusal.strerror}" if refusal else _reason(root or reason)
+            told = f"{self._name(step)} cannot be read ({why})"
             found = re.search(r"os_error_code='(\w+)'", str(root))
             gone = isinstance(root, _GONE) or (found is not None and found[1] in ("ENOENT", "EISDIR", "ENOTDIR"))
-            if (found or isinstance(root, OSError)) and not gone:
+            if refusal or ((found or isinstance(root, OSError)) and not gone):
                 raise ConfigError(f"{told}; see to that and run the same command again") from reason
             if isinstance(root, _UNREADABLE):
                 raise Damaged(told, self._remedies[1]) from reason
             raise
 
     @contextlib.contextmanager
-    def _agreeing(self, where: str) -> Iterator[None]:
+    def _agreeing(self, refused: str) -> Iterator[None]:
         """What one process refuses, all refuse: none goes on alone to where it would wait for the others."""
         mine: ConfigError | None = None
         try:
@@ -205,7 +211,7 @@ class Checkpoints:
             severity = np.int32(0 if mine is None else 1 if isinstance(mine, Damaged) else 2)
             worst = int(np.max(multihost_utils.process_allgather(severity)))
             if worst > severity:
-                told = f"{where} cannot be read or moved by another process"
+                told = f"{refused} by another process"
                 mine = Damaged(told, self._remedies[1]) if worst == 1 else ConfigError(told)
         if mine is not None:
             raise mine
@@ -225,6 +231,27 @@ class Checkpoints:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _refusal(folder: Path) -> OSError | None:
+    """What the operating system says of the first folder or file in a folder that is there and may not be opened; None if all may be."""
+    found: list[OSError] = []
+    for root, _, files in os.walk(folder, onerror=found.append):
+        for name in files:
+            try:
+                os.close(os.open(Path(root, name), os.O_RDONLY | os.O_NONBLOCK))
+            except OSError as reason:
+                found.append(reason)
+    return next((reason for reason in found if not isinstance(reason, _GONE)), None)
+
+
+def _is_metadata(file: Path) -> bool:
+    """Whether Orbax can read what a step has about itself, in this file."""
+    try:
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler()).metadata(file.parent)
+        return isinstance(json.loads(file.read_bytes() or b"{}"), dict)
+    except _MALFORMED:
+        return False
 
 
 def _unused(path: Path) -> Path:

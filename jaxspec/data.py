@@ -220,7 +220,7 @@ def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, P
     return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], LeftOut())
 
 
-def told(config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1) -> list[str]:
+def remarks(config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1) -> list[str]:
     """Return what a user should know of the problems: what was left out, held-out ones that are trained on, and numbers below those asked.
 
     A batch of training takes `batch` problems.

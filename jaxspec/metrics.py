@@ -146,11 +146,12 @@ def _content(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file; a last one without its end was torn by a kill."""
+    """Complete lines of a file; a last one that lacks its end, and not only the newline, was torn by a kill."""
     if not path.exists():
         return []
+    *complete, last = _content(path).split(b"\n")
     lines = []
-    for number, text in enumerate(_content(path).split(b"\n")[:-1], start=1):
+    for number, text in enumerate([*complete, last] if last.endswith(b"}") else complete, start=1):
         where, remedy = f"{path}, line {number}", "mend or remove that line"
         try:
             line = json.loads(text, parse_constant=_no_number)

@@ -158,8 +158,7 @@ class Writer:
         if self._console.is_terminal:
             self._console.print(Text(text, style=DRAFTED if drafted else ""), end="", soft_wrap=True)
         else:
-            self._console.file.write(f"[{text}]" if drafted else text)
-        self._console.file.flush()
+            self._console.out(f"[{text}]" if drafted else text, end="", highlight=False)
 
 
 def show(console: Console, session: Session, problem: Problem, tokenizer: Tokenizer, samples: int) -> None:

@@ -102,7 +102,7 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     draft = state.draft.replace(optimizer=None) if state.draft and with_draft else None
     bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)
     with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
-        (bare, _), _ = checkpoints.restore(run.number, (bare, None), whole=False)
+        (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
     return bare
 
 

@@ -26,7 +26,7 @@ from jaxspec.batches import Batches, Scored
 from jaxspec.cache import load_tree
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, numbers_of
-from jaxspec.data import load_problems, told
+from jaxspec.data import load_problems, remarks
 from jaxspec.draft_data import training_text
 from jaxspec.interrupt import Interrupt
 from jaxspec.memory import explained
@@ -80,7 +80,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with interrupt.nothing_unsaved("starting"):
         this_start = workdirs.announced(job, workdir)
         problems, held_out = load_problems(config.data, job.tokenizer)
-        for line in told(config.data, problems, held_out, config.grpo.prompts):
+        for line in remarks(config.data, problems, held_out, config.grpo.prompts):
             job.say(line)
         batches = Batches(job, problems, held_out)
         checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)

@@ -27,7 +27,7 @@ from jaxspec import draft_data
 from jaxspec import mesh as meshes
 from jaxspec.cache import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.config import Config, ConfigError
-from jaxspec.data import load_problems, pad_prompts, told
+from jaxspec.data import load_problems, pad_prompts, remarks
 from jaxspec.draft_data import Rows, answered
 from jaxspec.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.interrupt import Interrupt
@@ -349,7 +349,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     if job.config.offline.steps == 0 or not draft.learned:
         either = f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
         raise ConfigError(f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights (eagle3, mtp, model)")
-    for line in told(job.config.data, *load_problems(job.config.data, job.tokenizer)):  # bad data is named before any work
+    for line in remarks(job.config.data, *load_problems(job.config.data, job.tokenizer)):  # bad data is named before any work
         job.say(line)
     text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))

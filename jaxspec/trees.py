@@ -35,7 +35,7 @@ def layout(leaves: Mapping[str, Any]) -> Layout:
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
 
 
-def require_same(where: str, stored: Layout, wanted: Layout, remedy: str = "Use that config again, or another --workdir") -> None:
+def require_same(where: str, stored: Layout, wanted: Layout, remedy: str) -> None:
     """Raises ConfigError that names the arrays in which two layouts differ."""
     differences = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
     differences += [f"{name} is not part of this run" for name in sorted(stored.keys() - wanted.keys())]
@@ -52,8 +52,8 @@ def require_same(where: str, stored: Layout, wanted: Layout, remedy: str = "Use 
 def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     """A number of 32 bits for each array, the same on any mesh and in every process, which all call this together.
 
-    Any change of a single element gives another number, any other change does but for one chance in 2^32. Arrays are summed up where
-    they are, without being gathered; those of a lone process on CPUs by NumPy, which needs no compiler.
+    A change of a single element of up to 32 bits gives another number, any other change does but for one chance in 2^32. Arrays are
+    summed up where they are, without being gathered; those of a lone process on CPUs by NumPy, which needs no compiler.
     """
     here = jax.process_count() == 1 and all(device.platform == "cpu" for leaf in leaves.values() for device in leaf.devices())
     if here:

@@ -243,10 +243,9 @@ def _require_same_data(job: Job, folder: Path) -> None:
     starts, now = read_starts(folder), _data(job.config)
     before = starts[0].get("data") if starts else None
     before = before if isinstance(before, dict) else {}
-    if now and not before:
-        job.say(f"warning: {folder / STARTS} has no record of the data that the run began with, so it cannot be compared")
-        return
     found = {name: value for name, value in now.items() if value != "-" or name.startswith("data.tokenizer")}
+    if unknown := ", ".join(sorted(found.keys() - before.keys())):
+        job.say(f"warning: {folder / STARTS} has no record of {unknown} as the run began with, so that cannot be compared")
     differing = ", ".join(name for name, value in found.items() if before.get(name, value) != value)
     told = f"{differing} holds other data than the run in {folder} began with, at {starts[0].get('time') if starts else ''}"
     require(not differing, f"{told}; put that data back, or choose another --workdir for a run on this")
@@ -275,10 +274,36 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 def announced(job: Job, folder: Path) -> dict[str, Any]:
     """What this start has to tell of itself: time, versions, machine, data, and the checkpoints that it was given.
 
-    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if there was one.
+    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if there was one. Process 0 alone has it,
+    as it alone writes it down.
+
+    Raises:
+      ConfigError: one of these files cannot be read.
     """
+    start: dict[str, Any] = {}
+
+    def look() -> None:
+        start.update(_start(job))
+        versions, where = start["versions"], start["machine"]
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        job.say(f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']}, {where['platform']}")
+        before = read_starts(folder)[-1:] if steps(folder) else []
+        for kind, was in (
+            (kind, last[kind]) for last in before for kind in ("versions", "checkpoints") if isinstance(last.get(kind), dict)
+        ):
+            for name, value in start[kind].items():
+                if was.get(name, value) != value:
+                    more = f": {was[name]} -> {value}" if kind == "versions" else "; the run goes on with the weights that it has saved"
+                    job.say(f"warning: since the run's last start, {name} is another{more}")
+
+    _refused_by_all(look)
+    return start
+
+
+def _start(job: Job) -> dict[str, Any]:
+    """What `announced` returns."""
     paths = {"model.path": job.config.model.path, "lora.path": job.config.lora.path, "rollout.draft.path": job.config.rollout.draft.path}
-    start = {
+    return {
         "time": _now(),
         "versions": {
             "jaxspec": _jaxspec(),
@@ -296,16 +321,6 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
         "data": _data(job.config),
         "checkpoints": {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path},
     }
-    versions, where = start["versions"], start["machine"]
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-    job.say(f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']}, {where['platform']}")
-    before = read_starts(folder)[-1:] if steps(folder) else []
-    for kind, was in ((kind, last[kind]) for last in before for kind in ("versions", "checkpoints") if isinstance(last.get(kind), dict)):
-        for name, value in start[kind].items():
-            if was.get(name, value) != value:
-                more = f": {was[name]} -> {value}" if kind == "versions" else "; the run goes on with the weights that it has saved"
-                job.say(f"warning: since the run's last start, {name} is another{more}")
-    return start
 
 
 def _jaxspec() -> str:

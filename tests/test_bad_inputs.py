@@ -15,10 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import export, sample, session, train
+from jaxspec.bench import roofline
 from jaxspec.bench.__main__ import main as bench_main
+from jaxspec.cli import load_config
 from jaxspec.config_json import to_json
 from jaxspec.interrupt import Interrupt
 from jaxspec.program import reported, run
+from jaxspec.resolve import resolved
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.unused import OF_DRAFT, OF_POLICY
 from jaxspec.workdir import prepare_workdir
@@ -443,34 +446,45 @@ def test_a_folder_without_a_config_is_named_with_its_setting(
 
 
 def a_run(folder: Path) -> Path:
-    """What a run of two batches leaves, with a checkpoint that holds nothing."""
+    """What a run of two batches leaves, by the command that the tests give, with a checkpoint that holds nothing."""
+    config, _ = load_config(["--config", "rl_think.py", *QUICK], "train", "Trains.")
     (folder / "checkpoints" / "4").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(to_json(answering_config())))
+    (folder / "config.json").write_text(json.dumps(to_json(resolved(config, print))))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     return folder
 
 
-RUNS: dict[str, Callable[[Path], Any]] = {
-    "no folder": shutil.rmtree,
-    "no config": lambda run: (run / "config.json").unlink(),
-    "an empty config": put("config.json", ""),
-    "a list of config": put("config.json", "[1]"),
-    "half a config": put("config.json", '{"steps": 3'),
-    "a key too few": edited("config.json", lambda content: content.pop("steps")),
-    "a key too many": edited("config.json", lambda content: content.update(stepz=1)),
-    "text of a number": edited("config.json", lambda content: content.update(seed="one")),
-    "a bad number": edited("config.json", lambda content: content["grpo"].update(grad_clip=-1)),
-    "no checkpoints": lambda run: shutil.rmtree(run / "checkpoints"),
-    "an empty checkpoint": lambda run: None,
-    "a file of checkpoints": lambda run: (shutil.rmtree(run / "checkpoints"), put("checkpoints", "x")(run)),
+RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "no folder": (shutil.rmtree, "no such folder", ""),
+    "no config": (lambda run: (run / "config.json").unlink(), "has no config.json", "holds checkpoints but no config.json"),
+    "an empty config": (put("config.json", ""), "config.json is not JSON", "config.json is not JSON"),
+    "a list of config": (put("config.json", "[1]"), "config.json holds a list", "config.json holds a list"),
+    "half a config": (put("config.json", '{"steps": 3'), "config.json is not JSON", "config.json is not JSON"),
+    "a key too few": (edited("config.json", lambda content: content.pop("seed")), "it lacks seed", "seed: "),
+    "a key too many": (edited("config.json", lambda content: content.update(stepz=1)), "it has stepz", "stepz: 1"),
+    "text of a number": (edited("config.json", lambda content: content.update(seed="one")), "seed is 'one'", "seed: one -> 0"),
+    "a bad number": (
+        edited("config.json", lambda content: content["grpo"].update(grad_clip=-1)),
+        "grpo.grad_clip is -1",
+        "grpo.grad_clip: -1 -> ",
+    ),
+    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint yet", "checkpoints is missing"),
+    "an empty checkpoint": (lambda run: None, "checkpoints/4 cannot be read", "checkpoints/4 cannot be read"),
+    "a file of checkpoints": (
+        lambda run: (shutil.rmtree(run / "checkpoints"), put("checkpoints", "x")(run)),
+        "checkpoints is not a folder",
+        "checkpoints is not a folder",
+    ),
+    "a file as a checkpoint": (put("checkpoints/13", "x"), "checkpoints/13 is called like", "checkpoints/13 is called like"),
 }
+"""What is done to a run's folder, and what is said of it to who reads it and to who goes on with it."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("program", ["sample", "export"])
 def test_run_folders(name: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = a_run(tmp_path / "run")
-    RUNS[name](folder)
+    folder, (spoil, words, _) = a_run(tmp_path / "run"), RUNS[name]
+    spoil(folder)
 
     def work() -> int:
         if program == "sample":
@@ -480,19 +494,19 @@ def test_run_folders(name: str, program: str, tmp_path: Path, capsys: pytest.Cap
 
     status, printed = ended(work, capsys)
     assert status == 2
-    assert_one_line(printed, str(folder))
+    assert_one_line(printed, str(folder), words)
     assert not Path("out").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "no folder"])
 def test_run_folders_that_are_resumed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = a_run(tmp_path / "run")
-    RUNS[name](folder)
+    folder, (spoil, _, words) = a_run(tmp_path / "run"), RUNS[name]
+    spoil(folder)
     before = (folder / "metrics.jsonl").read_bytes()
     status, printed = ended(lambda: trained(*QUICK, "--workdir", str(folder)), capsys)
     assert status == 2
-    assert_one_line(printed, str(folder))
+    assert_one_line(printed, str(folder), words)
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -602,3 +616,13 @@ def test_settings_that_a_preparation_does_not_look_at(words: str, named: str, us
     status, printed = ended(lambda: run("prepare", "", lambda *_: 0, argv, used=used), capsys)
     assert status == 2
     assert_one_line(printed, "no use for", words.split()[0].replace("no_", ""), named)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"bytes_per_s": {"one": 1}}', '{"bytes_per_s": {"1": "x"}, "flops_per_s": 1}'])
+def test_a_damaged_roofline(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    file = roofline._file("float32")
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    assert roofline.remembered("float32") is None
+    assert f"warning: {file} is damaged" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, DataConfig
-from jaxspec.data import LeftOut, PromptStream, load_problems, pad_prompts, reference_answer, told
+from jaxspec.data import LeftOut, PromptStream, load_problems, pad_prompts, reference_answer, remarks
 from jaxspec.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[2] / "shared/data"
@@ -79,7 +79,7 @@ def test_long_repeated_and_unanswered_problems_are_counted(write):
     train, held_out = load_problems(config, TOKENIZER)
     assert len(train) == 6
     assert train.left_out == LeftOut(too_long=1, repeated=2, unanswered=1, empty=2, blank=3)
-    assert told(config, train, held_out) == [
+    assert remarks(config, train, held_out) == [
         f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an answer, 2 with an empty problem) "
         "and 3 blank lines passed over; 6 to train on"
     ]
@@ -87,9 +87,9 @@ def test_long_repeated_and_unanswered_problems_are_counted(write):
 
 def test_what_is_held_out_is_counted_too_and_compared_with_what_is_trained_on(write):
     plain = DataConfig(path=write(*rows(9)), eval_prompts=2)
-    assert told(plain, *load_problems(plain, TOKENIZER)) == []
+    assert remarks(plain, *load_problems(plain, TOKENIZER)) == []
     config = DataConfig(path=plain.path, eval_path=write(*rows(4, 6), "", rows(1, 6)[0], name="eval.jsonl"), eval_prompts=3)
-    assert told(config, *load_problems(config, TOKENIZER)) == [
+    assert remarks(config, *load_problems(config, TOKENIZER)) == [
         f"data.eval_path {config.eval_path}: 1 problems left out (1 repeated) and 1 blank lines passed over; 3 held out",
         "warning: 3 of the 3 held-out problems are among those to train on, too",
     ]
@@ -107,12 +107,12 @@ def test_the_held_out_file_must_have_the_same_columns(write):
 def test_fewer_problems_than_are_asked_for_are_told(write):
     config = DataConfig(path=write(*rows(3)), eval_path=write(*rows(2, 50), name="eval.jsonl"), eval_prompts=2)
     found = load_problems(config, TOKENIZER)
-    assert told(config, *found, 3) == []
-    assert told(config, *found, 4) == [
+    assert remarks(config, *found, 3) == []
+    assert remarks(config, *found, 4) == [
         "warning: a batch takes 4 problems, and there are 3 to train on, so that some are in it repeatedly",
     ]
     more = dataclasses.replace(config, eval_prompts=3)
-    assert told(more, *load_problems(more, TOKENIZER)) == ["2 problems are held out: there are no more, though data.eval_prompts is 3"]
+    assert remarks(more, *load_problems(more, TOKENIZER)) == ["2 problems are held out: there are no more, though data.eval_prompts is 3"]
 
 
 def test_columns_and_instruction(write):

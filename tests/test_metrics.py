@@ -99,6 +99,10 @@ def test_torn_last_line_is_dropped_and_a_bad_one_inside_is_named(tmp_path: Path)
     assert metrics.read(tmp_path) == [{"step": 0}]
     MetricsWriter(tmp_path, 0).write({"step": 1})
     assert metrics.read(tmp_path) == [{"step": 0}, {"step": 1}]
+    path.write_text('{"step": 0}\n{"step": 1}')  # only its newline is lost
+    assert metrics.read(tmp_path) == [{"step": 0}, {"step": 1}]
+    MetricsWriter(tmp_path, 0).write({"step": 2})
+    assert [line["step"] for line in metrics.read(tmp_path)] == [0, 1, 2]
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2 is not JSON"):
         metrics.read(tmp_path)

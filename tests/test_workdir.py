@@ -269,6 +269,15 @@ class TestWhatItBeganWith:
         Path(data.tokenizer, "chat_template.jinja").write_text("{{ messages[0].content }}")
         assert "chat_template.jinja holds other data" in refusal(job_of(job, folder, data=data))
 
+    def test_what_was_not_recorded_is_said(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        self.started(job_of(job, folder, data=data))
+        start = json.loads((folder / "starts.jsonl").read_text())
+        start["data"] = {name: value for name, value in start["data"].items() if not name.startswith("data.eval_path")}
+        (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+        (told,) = [line for line in self.started(job_of(job, folder, data=data)) if "warning" in line]
+        assert f"no record of data.eval_path {data.eval_path} as the run began with" in told
+
     def test_a_run_that_saved_nothing_may_have_other_data(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         self.started(job_of(job, folder, data=data), saved=False)

@@ -23,6 +23,8 @@ from jaxspec.cli import override
 from jaxspec.config import ModelConfig
 from jaxspec.files import write_whole
 from jaxspec.metrics import Screen
+from jaxspec.processes import first_line
+from jaxspec.terminal import say
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what is read again and again (caches are
 faster than memory), and floating-point operations a second of large products. The result is kept for the other benchmarks. The last line
@@ -114,12 +116,16 @@ def _file(dtype: str) -> Path:
 
 
 def remembered(dtype: str) -> Roofline | None:
-    """What this machine has shown before."""
+    """What this machine has shown before; None where nothing is kept of it, or, with a word, where that is damaged."""
     file = _file(dtype)
     if not file.exists():
         return None
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    return Roofline({int(mib): rate for mib, rate in kept["bytes_per_s"].items()}, kept["flops_per_s"])
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Roofline({int(mib): float(rate) for mib, rate in kept["bytes_per_s"].items()}, float(kept["flops_per_s"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        say(f"warning: {file} is damaged ({first_line(reason)}) and is not used; `python -m jaxspec.bench roofline` makes it anew")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
