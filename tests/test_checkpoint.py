@@ -266,11 +266,18 @@ def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: P
     checkpoints.close()
 
 
-def test_a_checkpoint_without_digests_is_damaged(tmp_path: Path) -> None:
+def _with_steps(folder: Path, *steps: int) -> tuple[Checkpoints, Any]:
+    """Checkpoints of these steps, and what is restored from them."""
     placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, placed, {"batch": 1})
+    checkpoints = Checkpoints(folder)
+    for step in steps:
+        checkpoints.save(step, placed, {})
     checkpoints.wait()
+    return checkpoints, abstract
+
+
+def test_a_checkpoint_without_digests_is_damaged(tmp_path: Path) -> None:
+    checkpoints, abstract = _with_steps(tmp_path, 1)
     (tmp_path / "1" / "host" / "metadata").write_text('{"batch": 1}')
     with pytest.raises(Damaged, match=r"/1 is damaged \(what it says of the run differs"):
         checkpoints.restore(1, abstract)
@@ -278,11 +285,7 @@ def test_a_checkpoint_without_digests_is_damaged(tmp_path: Path) -> None:
 
 
 def test_the_step_whose_metadata_is_damaged_is_named(tmp_path: Path) -> None:
-    placed, _ = _place({"x": jnp.arange(64.0)}, 2)
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, placed, {})
-    checkpoints.close()
+    _with_steps(tmp_path, 1, 2)[0].close()
     for content in ("[]", "7", '{"metrics": [1]}'):
         (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text(content)
         with pytest.raises(Damaged, match=rf"^{tmp_path}/2/_CHECKPOINT_METADATA is damaged .*remove that file"):
@@ -291,11 +294,7 @@ def test_the_step_whose_metadata_is_damaged_is_named(tmp_path: Path) -> None:
 
 def test_what_may_not_be_opened_is_no_damage(tmp_path: Path) -> None:
     """Orbax takes it for missing; a good checkpoint must not be set aside for that. A loop of links is refused to root as well."""
-    placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, placed, {})
-    checkpoints.wait()
+    checkpoints, abstract = _with_steps(tmp_path, 1, 2)
     for item in ("host", "arrays"):
         (tmp_path / "2" / item).rename(tmp_path / "elsewhere")
         (tmp_path / "2" / item).symlink_to(item)
@@ -309,10 +308,7 @@ def test_what_may_not_be_opened_is_no_damage(tmp_path: Path) -> None:
 
 def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is out of file handles must not set a good checkpoint aside."""
-    placed, abstract = _place({"x": jnp.arange(64.0)}, 2)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, placed, {})
-    checkpoints.wait()
+    checkpoints, abstract = _with_steps(tmp_path, 1)
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(24, "Too many open files")
