@@ -13,6 +13,7 @@ from jaxspec.data import Problem, Problems, PromptStream, pad_prompts
 from jaxspec.history import History
 from jaxspec.program import Job
 from jaxspec.rewards.exact import Outcome, score
+from jaxspec.rl.train_batch import planned
 from jaxspec.runner import abstract, put
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout
 from jaxspec.streams import Stream
@@ -108,7 +109,7 @@ class Batches:
         problems = self._training_problems(batch, self._owned_prompts())
         rows = np.asarray([place * group + member for place in problems for member in range(min(group, past))], np.int32)
         tokens, starts, ends = (_local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
-        width = self._job.step.settings.max_new_tokens
+        width = self._job.step.generator.settings.max_new_tokens
         table = np.zeros((len(self._owned), 1 + width), np.int32)
         for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
             table[row, 0], table[row, 1 : 1 + end - start] = end - start, text[start:end]
@@ -128,21 +129,24 @@ class Batches:
         asked = [problem for problem in problems.values() for _ in range(group)]
         scores = score(responses, [problem.answer for problem in asked], job.config.data.answer_style)
         has_reward = np.isin(status, (EOS, LENGTH))
-        # One row of the table a reward, one whether it counts, one for each outcome; zeros where another process fills in.
-        table = np.zeros((2 + len(Outcome), len(self._owned)), np.float32)
+        # One row of the table a reward, one whether it counts, one the tokens to read, one for each outcome; zeros where another process
+        # fills in.
+        table = np.zeros((3 + len(Outcome), len(self._owned)), np.float32)
         table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
+        table[2, rows] = np.where(has_reward, ends - 1, 0)
         for outcome in Outcome:
-            table[2 + outcome, rows] = has_reward & (scores.outcomes == outcome)
+            table[3 + outcome, rows] = has_reward & (scores.outcomes == outcome)
         table = _sum_over_processes(table)
         counted = float(table[1].sum()) or math.nan
         like = self._finished
-        rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
+        plan = planned(table[2].astype(np.int32), job.mesh.shape[meshes.DATA], job.step.learner.tokens)
+        rewards, valid, plan, learn = put((table[0], table[1] > 0, plan, True), (like.rewards, like.valid, like.plan, like.learn))
         samples = [
             {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
             for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)
         ]
-        shares = {f"reward/{outcome.name.lower()}": float(table[2 + outcome].sum()) / counted for outcome in Outcome}
-        finished = Finished(rollout=rollout, rewards=rewards, valid=valid, learn=learn)
+        shares = {f"reward/{outcome.name.lower()}": float(table[3 + outcome].sum()) / counted for outcome in Outcome}
+        finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
 
 

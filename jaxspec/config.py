@@ -20,6 +20,7 @@ __all__ = [
     "FamilyConfig",
     "GrpoConfig",
     "HeadConfig",
+    "LearnerConfig",
     "LookupConfig",
     "LookupKind",
     "LoraConfig",
@@ -217,6 +218,14 @@ class GrpoConfig(Checked, prefix="grpo."):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearnerConfig(Checked, prefix="learner."):
+    """How a batch is read to learn from it; nothing here changes what is learnt, but for rounding."""
+
+    tokens: Natural = 0
+    """Positions that each data shard reads at once (a micro-batch), at least those of the longest row; 0: chosen by what memory allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked, prefix="data."):
     """Prompts with checkable answers: generated tasks, or JSON lines."""
 
@@ -329,6 +338,7 @@ class Config(Checked):
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     sft: SftConfig = field(default_factory=SftConfig)

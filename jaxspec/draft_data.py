@@ -56,14 +56,12 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     Decoding is plain. A batch depends on the seed, the policy and its number alone. A response that failed is given as an empty one.
     """
     config, rows = job.config, job.config.offline.rows
-    alone = job.step.plain().answering(rows, 1)
-    alone = dataclasses.replace(alone, settings=alone.settings._replace(pages=0))  # those of the config are for other prompts
+    alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)  # those of the config are for other prompts
     stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
 
     @jax.jit
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
-        target, nothing = alone.prepare(alone.start(policy, None))
-        rollout = alone.generate(target, nothing, prompts)
+        rollout = alone.generate(alone.load(policy, None, alone.start()), prompts)
         ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
         return rollout.tokens, rollout.prompt_lengths, ends
 

@@ -128,7 +128,8 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
-    policy, network = state.policy.network, state.draft.network if state.draft else None
+    learner = state.learner
+    policy, network = learner.policy.network, learner.draft.network if learner.draft else None
     if isinstance(policy, Adapted):
         _fill_adapter(folder, out, job, policy, dtype)
         policy = jax.jit(merged)(policy)

@@ -27,33 +27,38 @@ class Part(NamedTuple):
     """What shrinks it."""
 
 
-def parts(step: Step) -> list[Part]:
+def parts(step: Step, prompts: int) -> list[Part]:
     """What training keeps on each device while it generates; what comes and goes beside it is not counted. Nothing is allocated."""
-    state, _, prompts = abstract(step, step.config.grpo.prompts)
-    target, drafter = jax.eval_shape(step.prepare, state)
-    engine = jax.eval_shape(step.begin, target, drafter, prompts)
-    read = None if engine.queue is None else engine.queue.prompts.caches
-    pools = 2 if step.settings.lengths else 1  # what rounds of each length cost is measured on a pool that stays as it is
+    state, _, asked = abstract(step, prompts)
+    ready = jax.eval_shape(step.load, state)
+    running = jax.eval_shape(step.generator.begin, ready, asked)
+    read = None if running.queue is None else running.queue.prompts.caches
+    learner = state.learner
+    pools = 2 if step.generator.settings.lengths else 1  # what rounds of each length cost is measured on a pool that stays as it is
     tensor = step.mesh.shape[TENSOR]
     fewer_rows = "--rollout.engine.slots, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, or shorter answers"
     found = [
-        Part("policy weights", _placed(state.policy.network), "more devices: training splits weights over all of them"),
-        Part("the policy's optimizer", _placed(state.policy.optimizer), "--lora.rank 16, or more devices"),
-        Part("the draft and its optimizer", _placed(state.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
-        Part("weights as generation reads them", _size((target, drafter.network)) // tensor, "--model.dtype bfloat16, or --mesh.tensor"),
-        Part("the pool of keys and values", pools * _size((engine.caches, read)) // (step.mesh.shape[DATA] * tensor), fewer_rows),
+        Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
+        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--lora.rank 16, or more devices"),
+        Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
+        Part(
+            "weights as generation reads them",
+            _size((ready.target, ready.drafter.network)) // tensor,
+            "--model.dtype bfloat16, or --mesh.tensor",
+        ),
+        Part("the pool of keys and values", pools * _size((running.caches, read)) // (step.mesh.shape[DATA] * tensor), fewer_rows),
     ]
     return [part for part in found if part.size]
 
 
 @contextlib.contextmanager
-def explained(step: Step) -> Iterator[None]:
+def explained(step: Step, prompts: int) -> Iterator[None]:
     """Checks that what a run keeps fits its devices, and says what takes the memory where it runs out all the same.
 
     Raises:
       ConfigError: names each part, its size and the setting that shrinks it.
     """
-    kept, limit = parts(step), device_memory()
+    kept, limit = parts(step, prompts), device_memory()
     total, listed = sum(part.size for part in kept), _listed(kept)
     if total > limit:
         raise ConfigError(f"training keeps at least {_gib(total)} on each device, which has {_gib(limit)}: {listed}")

@@ -134,6 +134,11 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(DATA))
 
 
+def by_update_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of arrays whose first axis is updates on a batch, and the second rows."""
+    return NamedSharding(mesh, P(None, DATA))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of what every device holds whole."""
     return NamedSharding(mesh, P())

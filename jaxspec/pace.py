@@ -1,6 +1,5 @@
 """What rounds of each draft length cost on this machine, and how much of the draft is accepted, for runs that choose lengths by it."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -17,12 +16,12 @@ from jaxspec.cache import cache_folder, content_key
 from jaxspec.files import SaveError, replacing
 from jaxspec.json_keys import parse_json
 from jaxspec.mesh import DATA, machine, replicated
-from jaxspec.models.decoder import Decoder
 from jaxspec.program import sources
 from jaxspec.rollout import draft_length
-from jaxspec.rollout.slots import Engine
+from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.slots import DecodeState
 from jaxspec.runner import ahead, placed, put
-from jaxspec.state import EOS, Drafter, Known, Pace, Prompts, TrainState
+from jaxspec.state import EOS, Known, Pace, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.streams import Stream
 from jaxspec.terminal import say
@@ -35,50 +34,50 @@ REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
 
 def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, measured now; as it is where all rounds draft alike."""
-    if state.pace is None:
+    if state.generator.pace is None:
         return state
-    target, drafter = jax.jit(step.prepare)(state)
-    pace = measured_pace(step, target, drafter, prompts)
-    return state.replace(pace=put(pace, jax.tree.map(placed, pace, step.state_shardings().pace)))
+    pace = measured_pace(step.generator, jax.jit(step.load)(state), prompts)
+    pace = put(pace, jax.tree.map(placed, pace, step.state_shardings().generator.pace))
+    return state.replace(generator=state.generator.replace(pace=pace))
 
 
-def measured_pace(step: Step, target: Decoder, drafter: Drafter, prompts: Prompts) -> Pace:
+def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
     """The cost table of this machine, measured once for each model and shape, and the acceptance of the draft on some prompts.
 
     Every round is one of the program that a run uses, with the table that makes it choose that length; end tokens are off. The same on
     every process: process 0's seconds count. What a draft reads more after rounds of other lengths is in no cost: a wide pass now and then.
     """
     # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens would follow another law.
-    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(step.mesh))))
-    settings = step.settings
-    endless = settings._replace(processing=settings.processing._replace(stop_ids=()))
-    step = dataclasses.replace(step, settings=endless)
+    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh))))
+    settings, mesh = generator.settings, generator.mesh
+    generator = generator.with_(processing=settings.processing._replace(stop_ids=()))
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
     empty = draft_length.unmeasured(settings.lengths, longest)
 
-    def forced(place: int) -> Drafter:
+    def forced(place: int) -> Ready:
         cost = jnp.full_like(empty.cost, 1e6).at[place].set(1e-6)
-        return drafter.replace(pace=jax.device_put(Pace(known=empty.known, cost=cost), jax.sharding.NamedSharding(step.mesh, jax.P())))
+        pace = jax.device_put(Pace(known=empty.known, cost=cost), replicated(mesh))
+        return ready.replace(drafter=ready.drafter.replace(pace=pace))
 
-    begin, running = ahead(step.begin, target, forced(0), prompts)
+    begin, running = ahead(generator.begin, forced(0), prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = ahead(step.advance, target, forced(0), running, rounds, out_shardings=same)
+    advance, _ = ahead(generator.advance, forced(0), running, rounds, out_shardings=same)
     few = max(1, min(ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1))
-    engine = begin(target, forced(0), prompts)
-    made = advance(target, forced(len(settings.lengths) - 1), engine, jnp.int32(few)).rollout.statistics
-    total = jax.jit(lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(step.mesh))
+    state = begin(forced(0), prompts)
+    made = advance(forced(len(settings.lengths) - 1), state, jnp.int32(few)).rollout.statistics
+    total = jax.jit(lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(mesh))
     reached, kept = (np.asarray(total(leaf)) for leaf in (made.reached, made.accepted))
-    file = cache_folder() / "costs" / f"{_key(step, prompts.tokens.shape[1])}.json"
+    file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
     cost = _from_process_0(_kept(file, empty.cost.shape))
     if not cost.any():
-        shards, room = step.mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
+        shards, room = mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
             for context, end in enumerate(draft_length.contexts(longest)):
                 placed_at = functools.partial(_with, live=live, shards=shards, start=end - room)
-                prepared = jax.jit(placed_at, out_shardings=same)(engine)
+                prepared = jax.jit(placed_at, out_shardings=same)(state)
                 for place, length in enumerate(settings.lengths):
-                    run = functools.partial(advance, target, forced(place), prepared)
+                    run = functools.partial(advance, forced(place), prepared)
                     cost[place, loop:, context] = _seconds(run, max(1, min(ROUNDS, room // (length + 1) - 1)))
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
@@ -117,26 +116,25 @@ def _from_process_0(table: np.ndarray) -> np.ndarray:
     return np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
 
 
-def _key(step: Step, prompt: int) -> str:
+def _key(generator: Generator, prompt: int) -> str:
     """What a cost table depends on."""
-    config, shape = step.config, step.settings._replace(rule=getattr(step.settings.rule, "__name__", None))
-    networks = config.model, config.rollout.draft, config.rollout.lookup, config.head, config.draft_model
+    shape = generator.settings._replace(rule=getattr(generator.settings.rule, "__name__", None))
     code = sources("pace.py", "models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
-    parts = jax.__version__, machine(step.mesh), shape, prompt, step.arrangements, networks, code
+    parts = jax.__version__, machine(generator.mesh), shape, prompt, generator.arrangements, generator.about, code
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _with(engine: Engine, live: int, shards: int, start: int) -> Engine:
-    """The engine with `live` rows of each shard, which begin at about position `start`."""
-    rollout = engine.rollout
+def _with(state: DecodeState, live: int, shards: int, start: int) -> DecodeState:
+    """The state with `live` rows of each shard, which begin at about position `start`."""
+    rollout = state.rollout
     numbers = jnp.arange(len(rollout.status), dtype=jnp.int32) % (len(rollout.status) // shards)
     status = jnp.where(numbers < live, rollout.status, EOS)
     ahead_by = jnp.maximum(start - rollout.prompt_lengths, 0)
-    queue = engine.queue
+    queue = state.queue
     moved = rollout.replace(status=status, prompt_lengths=rollout.prompt_lengths + ahead_by, lengths=rollout.lengths + ahead_by)
     if queue is not None:
         queue = queue.replace(waiting=queue.waiting & (numbers < live))
-    return engine.replace(rollout=moved, queue=queue)
+    return state.replace(rollout=moved, queue=queue)
 
 
 def _seconds(run: Any, rounds: int) -> float:

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.layers import cast
 from jaxspec.models.mtp import Mtp
-from jaxspec.rl.draft_loss import Objective, draft_loss, total_variation
-from jaxspec.rl.logprob import positions_of
+from jaxspec.rl.draft_objective import Objective, draft_loss, total_variation
+from jaxspec.rl.train_batch import Pack, whole_rows
+from jaxspec.rollout.generator import Generator
 from jaxspec.state import PyTree
-from jaxspec.step import Step
-from jaxspec.sync import cast
 
 POOR, CHANCE = 0.5, 0.2
 """Agreement below which repairs are tried, and below which a draft for which none helps is taken to be made for other weights: published
@@ -56,30 +56,29 @@ class Repair(NamedTuple):
     taps: tuple[int, ...]
 
 
-def probe(step: Step, policy: Decoder, network: PyTree, tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> Reading:
+def probe(
+    generator: Generator, policy: Decoder, network: PyTree, tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]
+) -> Reading:
     """Compares a draft with its policy on texts of `lengths` tokens, and looks for the wrong wire where they do not agree.
 
     `tokens` are the same in all processes: a few dozen prompts, or whole texts.
     """
-    assert step.draft is not None, "plain decoding has no draft to probe"
-    tokens, inside = jax.device_put(
-        (np.asarray(tokens, np.int32), np.arange(tokens.shape[1]) < lengths[:, None]), meshes.replicated(step.mesh)
-    )
-    dtype = jnp.dtype(step.config.model.dtype)
-    taps = step.draft.taps
+    inside = np.arange(tokens.shape[1]) < lengths[:, None]
+    texts = whole_rows(*jax.device_put((np.asarray(tokens, np.int32), inside), meshes.replicated(generator.mesh)))
+    dtype, taps = jnp.dtype(generator.dtype), generator.taps
 
     def read(network: PyTree, taps: tuple[int, ...], depths: int) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
-        objective = Objective(total_variation, depths, 1.0, step.settings.processing.temperature)
-        return _read(policy, network, _pass(policy, tokens, taps, dtype), tokens, inside, objective, dtype)
+        objective = Objective(total_variation, depths, 1.0, generator.settings.processing.temperature)
+        return _read(policy, network, _pass(policy, texts, taps, dtype), texts, objective, dtype)
 
-    agreement, acceptance = jax.device_get(read(network, taps, max(2, step.draft_length)))
+    agreement, acceptance = jax.device_get(read(network, taps, max(2, generator.draft_length)))
     skipped = 1 if isinstance(network, Decoder) else 2  # tokens before the first that is predicted
     reading = Reading(agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum()))
     poor = next((depth for depth, share in enumerate(reading.agreement[:2]) if share < POOR), None)
     if poor is None or reading.tokens < LEAST:
         return reading
     readings = {}
-    for repair in repairs(network, taps, step.config.model):
+    for repair in repairs(network, taps, policy.config):
         agreement, _ = read(repair.network, repair.taps, poor + 1)
         readings[repair[:2]] = float(agreement[poor])
     return reading._replace(warning=_diagnosis(reading.agreement[poor], poor + 1, readings))
@@ -156,8 +155,8 @@ def _diagnosis(share: float, depth: int, readings: dict[tuple[str, str], float])
 
 
 @partial(jax.jit, static_argnames=("taps", "dtype"))
-def _pass(policy: Decoder, tokens: Int[Array, "B S"], taps: tuple[int, ...], dtype: Any) -> Forward:
-    return cast(policy, dtype)(tokens, positions_of(tokens), taps=taps)
+def _pass(policy: Decoder, texts: Pack, taps: tuple[int, ...], dtype: Any) -> Forward:
+    return cast(policy, dtype)(texts.tokens, texts.positions, taps=taps)
 
 
 @partial(jax.jit, static_argnames=("objective", "dtype"))
@@ -165,10 +164,9 @@ def _read(
     policy: Decoder,
     network: PyTree,
     forward: Forward,
-    tokens: Int[Array, "B S"],
-    mask: Bool[Array, "B S"],
+    texts: Pack,
     objective: Objective,
     dtype: Any,
 ) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
-    found = draft_loss(cast(network, dtype), cast(policy, dtype), forward, tokens, mask, objective)
+    found = draft_loss(cast(network, dtype), cast(policy, dtype), forward, texts, objective)
     return found.agreement, found.acceptance

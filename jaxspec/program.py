@@ -23,7 +23,7 @@ from jaxspec.interrupt import Interrupt
 from jaxspec.pretrained import policy_checkpoint
 from jaxspec.processes import first_line, initialize_processes
 from jaxspec.resolve import resolved
-from jaxspec.rl.optim import Diverged
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.terminal import say
 from jaxspec.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -213,8 +213,13 @@ def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def sources(*names: str) -> str:
-    """The text of some of the package's own files: part of the key of cached weights, which a change of code must not reuse."""
-    found = {name: list(_PACKAGE.glob(name)) for name in names}
-    assert all(found.values()), f"of {names} some match no file: {found}"
-    files = sorted(file for some in found.values() for file in some)
+    """The text of some of the package's own files: part of the key of cached weights, which a change of code must not reuse.
+
+    Raises:
+      ValueError: a name matches no file, as after a file was renamed.
+    """
+    found = {name: sorted(_PACKAGE.glob(name)) for name in names}
+    if gone := [name for name, files in found.items() if not files]:
+        raise ValueError(f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is made")
+    files = sorted({file for some in found.values() for file in some})
     return "".join(f"{os.fspath(file.relative_to(_PACKAGE))}\n{file.read_text(encoding='utf-8')}" for file in files)

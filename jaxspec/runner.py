@@ -11,9 +11,10 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
-from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import generate as engine
-from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Rollout, TrainState
+from jaxspec.rl.train_batch import plan_layout
+from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.slots import DecodeState
+from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Ready, Rollout, TrainState
 from jaxspec.step import Step
 
 Seconds = dict[str, float]
@@ -53,28 +54,16 @@ def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
     """Shapes, types and shardings of the step's arguments: nothing is allocated."""
-    rows, whole = meshes.rows_sharding(step.mesh), meshes.replicated(step.mesh)
+    mesh = step.mesh
+    rows, whole = meshes.rows_sharding(mesh), meshes.replicated(mesh)
 
     def by_row(leaf: Any) -> jax.ShapeDtypeStruct:
         return placed(leaf, rows if leaf.ndim else whole)
 
-    def nothing_asked() -> Prompts:
-        tokens, lengths = jnp.zeros((prompts, step.config.data.max_prompt_length), jnp.int32), jnp.zeros((prompts,), jnp.int32)
-        number, past = jnp.zeros((), jnp.int32), step.config.rollout.past
-        history = jnp.zeros((prompts, past, tokens.shape[1] + step.settings.max_new_tokens), jnp.int32)
-        return Prompts(
-            tokens=tokens,
-            lengths=lengths,
-            live=jnp.zeros((prompts,), bool),
-            stream=number,
-            batch=number,
-            history=history,
-            history_lengths=jnp.zeros((prompts, past), jnp.int32),
-        )
-
     state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
-    finished = jax.tree.map(by_row, jax.eval_shape(lambda: step.nothing_finished(prompts * step.settings.group_size)))
-    return state, finished, jax.tree.map(by_row, jax.eval_shape(nothing_asked))
+    shapes = jax.eval_shape(lambda: step.nothing_finished(prompts * step.generator.settings.group_size))
+    finished = jax.tree.map(by_row, shapes).replace(plan=jax.tree.map(placed, shapes.plan, plan_layout(mesh)))
+    return state, finished, jax.tree.map(by_row, jax.eval_shape(lambda: step.generator.no_prompts(prompts)))
 
 
 def put(tree: PyTree, like: PyTree) -> PyTree:
@@ -110,92 +99,75 @@ def whole_step(step: Step, prompts: int) -> Runner:
     return Runner(call, (program,))
 
 
-class _Clock:
-    """Adds the seconds of phases, each until its result is there."""
-
-    def __init__(self) -> None:
-        self.seconds: Seconds = {}
-
-    def __call__(self, phase: str, function: Callable, *arguments: Any) -> Any:
-        began = time.perf_counter()
-        result = jax.block_until_ready(function(*arguments))
-        self.seconds[f"time/{phase}"] = time.perf_counter() - began
-        return result
-
-
-class _Phases(NamedTuple):
-    """The phases, each compiled on its own."""
-
-    prepare: Callable
-    begin: Callable
-    advance: Callable
-    unfinished: Callable
-    measure: Callable
-    logprob: Callable
-    tune: Callable
-    train_draft: Callable
-    train_policy: Callable
-
-
-def _compile_phases(step: Step, prompts: int) -> tuple[_Phases, PyTree]:
-    """Compiles each phase for what the one before gives; also returns the shapes of the metrics of learning."""
-
-    def one_slice(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
-        return step.advance(target, drafter, running, jnp.int32(step.config.rollout.slice_rounds))
-
+def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
+    """The same phases compiled one by one: honest seconds for each, and generation in slices of so many rounds (0: in one piece)."""
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
-    prepare, (target, drafter) = ahead(step.prepare, state)
-    begin, running = ahead(step.begin, target, drafter, wanted)
-    same = jax.tree.map(lambda leaf: leaf.sharding, running)
-    advance, _ = ahead(one_slice, target, drafter, running, donate_argnums=2, out_shardings=same)
-    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=whole)
-    measure, _ = ahead(step.measure, finished.rollout, drafter, out_shardings=whole)
-    logprob, recomputed = ahead(step.logprob, state, finished)
-    tuned = layout.overlap_by_factor, layout.pace
-    tune, _ = ahead(step.tune, state.overlap_by_factor, state.pace, finished, out_shardings=tuned)
-    train_draft, (_, draft_metrics) = ahead(step.maybe_train_draft, state, finished, recomputed, out_shardings=(layout.draft, whole))
-    train_policy, (_, metrics) = ahead(
-        step.train_policy, state.policy, finished, recomputed, donate_argnums=0, out_shardings=(layout.policy, whole)
-    )
-    return _Phases(prepare, begin, advance, unfinished, measure, logprob, tune, train_draft, train_policy), {**metrics, **draft_metrics}
-
-
-def staged_step(step: Step, prompts: int) -> Runner:
-    """The same phases compiled one by one: honest seconds for each, and generation in slices of `rollout.slice_rounds`."""
-    phases, learn_metrics = _compile_phases(step, prompts)
-    by_row = jax.tree.map(lambda leaf: leaf.sharding, abstract(step, prompts)[1].rollout)
-
-    def learn(state: TrainState, finished: Finished) -> tuple[TrainState, dict[str, float]]:
-        clock = _Clock()
-        recomputed = clock("logprob", phases.logprob, state, finished)
-        # The draft first: it learns from the weights that sampled, which the policy's update consumes.
-        draft, draft_metrics = clock("draft", phases.train_draft, state, finished, recomputed)
-        policy, metrics = clock("train", phases.train_policy, state.policy, finished, recomputed)
-        clock.seconds["time/train"] += clock.seconds["time/draft"]
-        measured, pace = phases.tune(state.overlap_by_factor, state.pace, finished)
-        state = state.replace(policy=policy, draft=draft, overlap_by_factor=measured, pace=pace)
-        return state, numbers({**metrics, **draft_metrics}) | clock.seconds
-
-    def generate(target: Decoder, drafter: Drafter, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
-        running = phases.begin(target, drafter, prompts)
-        while bool(phases.unfinished(running.rollout.status)):
-            if stop():
-                return None
-            running = phases.advance(target, drafter, running)
-        return jax.device_put(engine.collect(running), by_row)  # what has no elements comes without its sharding
+    learn, (_, learn_metrics) = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole))
+    load, ready = ahead(step.load, state)
+    if slice_rounds:
+        generate, slices = _in_slices(step, ready, wanted, finished.rollout, slice_rounds)
+    else:
+        by_row = jax.tree.map(lambda leaf: leaf.sharding, finished.rollout)
+        program, _ = ahead(step.generator.generate, ready, wanted, out_shardings=by_row)
+        generate, slices = (lambda ready, prompts, stop: program(ready, prompts)), (program,)
+    measure, _ = ahead(step.generator.measure, finished.rollout, ready, out_shardings=whole)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
-        learnt = dict.fromkeys(learn_metrics, float("nan"))
-        if bool(finished.learn):
-            state, learnt = learn(state, finished)
-        clock, began = _Clock(), time.perf_counter()
-        target, drafter = clock("prepare", phases.prepare, state)
-        rollout = clock("generate", generate, target, drafter, prompts, stop)
-        generated = {} if rollout is None else numbers(phases.measure(rollout, drafter))
-        return Called(state, rollout, learnt, generated, {**clock.seconds, "time/step": time.perf_counter() - began})
+        seconds: Seconds = {}
 
-    return Runner(call, tuple(phases))
+        def do(phase: str, _: Callable, *arguments: Any) -> Any:
+            began = time.perf_counter()
+            match phase:
+                case "train":
+                    result = learn(*arguments) if learning else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
+                case "prepare":
+                    result = load(*arguments)
+                case "generate":
+                    result = generate(*arguments, stop)
+                case _:
+                    result = {} if arguments[0] is None else measure(*arguments)
+            seconds[f"time/{phase}"] = _until(result, began)
+            return result
+
+        learning, began = bool(finished.learn), time.perf_counter()
+        state, rollout, learnt, generated = step.train_step(state, finished, prompts, do)
+        taken = time.perf_counter() - began
+        learnt, train = numbers(learnt), {"time/train": seconds.pop("time/train")}
+        seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
+        own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
+        return Called(state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own)
+
+    return Runner(call, (learn, load, *slices, measure))
+
+
+def _until(result: Any, began: float) -> float:
+    """Seconds from `began` until a result is there."""
+    jax.block_until_ready(result)
+    return time.perf_counter() - began
+
+
+def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int) -> tuple[Callable, tuple[Any, ...]]:
+    """Generation that looks up between slices whether to stop, and then gives None; also its programs."""
+
+    def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
+        return step.generator.advance(ready, running, jnp.int32(rounds))
+
+    begin, running = ahead(step.generator.begin, ready, prompts)
+    same = jax.tree.map(lambda leaf: leaf.sharding, running)
+    advance, _ = ahead(one_slice, ready, running, donate_argnums=1, out_shardings=same)
+    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=meshes.replicated(step.mesh))
+    by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
+
+    def generate(ready: Ready, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
+        running = begin(ready, prompts)
+        while bool(unfinished(running.rollout.status)):
+            if stop():
+                return None
+            running = advance(ready, running)
+        return jax.device_put(step.generator.collect(ready, running), by_row)  # what has no elements comes without its sharding
+
+    return generate, (begin, advance, unfinished)
 
 
 class Timed(NamedTuple):
@@ -216,20 +188,21 @@ class Timed(NamedTuple):
 class TimedGeneration:
     """Generation compiled in two parts, so that its rounds are timed without the prefill."""
 
-    def __init__(self, step: Step, target: Decoder, drafter: Drafter, prompts: Prompts):
-        def to_the_end(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
-            return step.advance(target, drafter, running, jnp.int32(np.iinfo(np.int32).max))
+    def __init__(self, generator: Generator, ready: Ready, prompts: Prompts):
+        def to_the_end(ready: Ready, running: DecodeState) -> DecodeState:
+            return generator.advance(ready, running, jnp.int32(np.iinfo(np.int32).max))
 
-        self._begin, running = ahead(step.begin, target, drafter, prompts)
+        self._generator = generator
+        self._begin, running = ahead(generator.begin, ready, prompts)
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead(to_the_end, target, drafter, running, donate_argnums=2, out_shardings=same)
+        self._advance, _ = ahead(to_the_end, ready, running, donate_argnums=1, out_shardings=same)
 
-    def __call__(self, target: Decoder, drafter: Drafter, prompts: Prompts) -> Timed:
+    def __call__(self, ready: Ready, prompts: Prompts) -> Timed:
         """Answers all prompts."""
         began = time.perf_counter()
-        running = jax.block_until_ready(self._begin(target, drafter, prompts))
+        running = jax.block_until_ready(self._begin(ready, prompts))
         middle = time.perf_counter()
-        rollout = jax.block_until_ready(engine.collect(self._advance(target, drafter, running)))
+        rollout = jax.block_until_ready(self._generator.collect(ready, self._advance(ready, running)))
         end = time.perf_counter()
         return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.ended)))
 
@@ -251,13 +224,13 @@ def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, b
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
-    target, drafter = jax.jit(step.prepare)(state)
+    ready = jax.jit(step.load)(state)
     nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
-    drafters, made = (nothing, drafter), (step.plain(), step)
-    calls = [TimedGeneration(each, target, drafter, prompts) for each, drafter in zip(made, drafters, strict=True)]
+    made = (step.generator.plain(), ready.replace(drafter=nothing)), (step.generator, ready)
+    calls = [(TimedGeneration(generator, weights, prompts), weights) for generator, weights in made]
 
     def pair() -> list[Timed]:
-        return [call(target, drafter, prompts) for call, drafter in zip(calls, drafters, strict=True)]
+        return [call(weights, prompts) for call, weights in calls]
 
     began = time.perf_counter()
     passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
@@ -266,7 +239,7 @@ def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, b
         once = multihost_utils.broadcast_one_to_all(once)
     pairs = [pair() for _ in range(max(1, min(repeats, int(budget / once))))]
     taken = np.median([[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs], axis=0)
-    rows = int(prompts.tokens.shape[0]) * step.settings.group_size
+    rows = int(prompts.tokens.shape[0]) * step.generator.settings.group_size
     return Comparison(
         rows=rows,
         plain_passes=passes[0] / rows,

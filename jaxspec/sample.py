@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error  # the options here go without
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
-    session, rollout = Session(job, *restore(run, job, options.samples), options.samples), config.rollout
+    session, rollout = Session(job, restore(run, job, options.samples), options.samples), config.rollout
     kind = rollout.draft.kind
     kind = "no draft" if kind == "none" else f"{kind} draft, K={rollout.draft.longest}, {rollout.verify} rule"
     made = f"{kind}, temperature {rollout.temperature:g}; ready in {time.perf_counter() - began:.1f} s"

@@ -20,12 +20,12 @@ from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.files import expanded
-from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, make_job, start_jax
 from jaxspec.rollout import draft_temperature
-from jaxspec.rollout import generate as engine
+from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.slots import DecodeState
 from jaxspec.runner import abstract, ahead, numbers, put
-from jaxspec.state import RUNNING, Drafter, Prompts, TrainState
+from jaxspec.state import RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.streams import Stream
 from jaxspec.tokenizer import Tokenizer
@@ -85,32 +85,35 @@ def open_here(config: Config) -> Job:
     return make_job(config, meshes.make_mesh(1, tensor))
 
 
-def restore(run: Run, job: Job, samples: int) -> tuple[Decoder, Drafter]:
+def restore(run: Run, job: Job, samples: int) -> Ready:
     """Policy and draft in the rollout layout, to answer one prompt `samples` times.
 
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
     """
     trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
     bare = read_state(run, trained, job.config.rollout.draft.learned)
-    state = bare.replace(overlap_by_factor=_measured(bare.overlap_by_factor, job.step, trained.settings.grid))
-    return jax.jit(job.step.answering(1, samples).prepare)(state)
+    generator = job.step.generator.with_(prompts=1, group_size=samples)
+    measured = _measured(bare.generator.overlap_by_factor, generator, trained.generator.settings.grid)
+    state = bare.replace(generator=bare.generator.replace(overlap_by_factor=measured))
+    return jax.jit(replace(job.step, generator=generator).load)(state)
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     """The run's state on the mesh of `step`, which has the run's config, without the optimizers; the draft only where it is wanted."""
     state, _, _ = abstract(step, run.config.grpo.prompts)
-    draft = state.draft.replace(optimizer=None) if state.draft and with_draft else None
-    bare = state.replace(policy=state.policy.replace(optimizer=None), draft=draft)
+    learner = state.learner
+    draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
+    bare = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None), draft=draft))
     with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
     return bare
 
 
-def _measured(trained: Float[Array, "K F"], step: Step, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:
+def _measured(trained: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:
     """What the run measured of the draft temperatures, for as many depths as the job drafts."""
-    length = step.draft_length
-    if step.settings.grid != grid:
-        return draft_temperature.start(length, step.settings.grid)
+    length = generator.draft_length
+    if generator.settings.grid != grid:
+        return draft_temperature.start(length, generator.settings.grid)
     return jnp.pad(trained, [(0, max(0, length - len(trained))), (0, 0)])[:length]
 
 
@@ -134,33 +137,32 @@ class Answer(NamedTuple):
 class Session:
     """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
 
-    def __init__(self, job: Job, target: Decoder, drafter: Drafter, samples: int) -> None:
-        # A group of one is no group to learn from, so the config cannot say it.
-        step = job.step.answering(1, samples)
-        step = replace(step, settings=step.settings._replace(tail=(), lengths=()))  # a round at a time, all alike
+    def __init__(self, job: Job, ready: Ready, samples: int) -> None:
+        # A group of one is no group to learn from, so the config cannot say it. Rounds come one at a time, all alike.
+        generator = job.step.generator.with_(prompts=1, group_size=samples, tail=(), lengths=())
 
-        def one_round(target: Decoder, drafter: Drafter, running: engine.Engine) -> engine.Engine:
-            return step.advance(target, drafter, running, jnp.int32(1))
+        def one_round(ready: Ready, running: DecodeState) -> DecodeState:
+            return generator.advance(ready, running, jnp.int32(1))
 
-        def measure(running: engine.Engine, drafter: Drafter) -> Metrics:
-            return step.measure(engine.collect(running), drafter)
+        def measure(running: DecodeState, ready: Ready) -> Metrics:
+            return generator.measure(generator.collect(ready, running), ready)
 
-        self.job, self._target, self._drafter, self._answered = job, target, drafter, 0
-        _, _, self._like = abstract(step, 1)
-        self._begin, running = ahead(step.begin, target, drafter, self._like)
+        self.job, self._ready, self._answered = job, ready, 0
+        _, _, self._like = abstract(replace(job.step, generator=generator), 1)
+        self._begin, running = ahead(generator.begin, ready, self._like)
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead(one_round, target, drafter, running, donate_argnums=2, out_shardings=same)
-        self._measure, _ = ahead(measure, running, drafter)
+        self._advance, _ = ahead(one_round, ready, running, donate_argnums=1, out_shardings=same)
+        self._measure, _ = ahead(measure, running, ready)
         idle = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like)
-        self._advance(target, drafter, self._begin(target, drafter, idle))  # a program's first call is slower than the others
+        self._advance(ready, self._begin(ready, idle))  # a program's first call is slower than the others
 
     def rounds(self, problem: Problem) -> Iterator[list[Piece] | Answer]:
         """Yields what each round gives to every row, then the answer as a whole."""
         began, seconds = time.perf_counter(), 0.0
-        running = self._begin(self._target, self._drafter, self._prompts(problem))
+        running = self._begin(self._ready, self._prompts(problem))
         ends, accepted, status = np.full(1, len(problem.ids)), np.zeros(1, int), np.full(1, RUNNING)
         while np.any(status == RUNNING):
-            running = self._advance(self._target, self._drafter, running)
+            running = self._advance(self._ready, running)
             rollout = jax.device_get(running.rollout)
             starts, before = np.broadcast_to(ends, rollout.lengths.shape), accepted
             ends, accepted, status = rollout.lengths, rollout.statistics.accepted.sum(axis=1), rollout.status
@@ -168,7 +170,7 @@ class Session:
             rows = zip(rollout.tokens, starts, ends, np.broadcast_to(accepted - before, ends.shape), strict=True)
             yield [Piece(row[start:end].tolist(), int(count)) for row, start, end, count in rows]
             began = time.perf_counter()
-        yield Answer(numbers(self._measure(running, self._drafter)), status.tolist(), seconds)
+        yield Answer(numbers(self._measure(running, self._ready)), status.tolist(), seconds)
 
     def _prompts(self, problem: Problem) -> Prompts:
         tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)

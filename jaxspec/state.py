@@ -114,7 +114,23 @@ class Rollout(Tree):
     logprobs: Float[AnyArray, "B S"]
     """The target's log-probability of each response token under the sampling distribution; 0 elsewhere."""
     status: Int[AnyArray, " B"]
+    version: Int[AnyArray, " B"]
+    """Updates that the weights had seen which sampled the row."""
     statistics: Statistics
+
+
+@pytree
+class Plan(Tree):
+    """Which row is read where. A data shard has one pack a micro-batch: texts side by side in `learner.tokens` positions."""
+
+    order: Int[AnyArray, " B"]
+    """The row that comes to each place; a data shard has as many places as it has rows, and its rows have about as much text as others'."""
+    micro: Int[AnyArray, "U B"]
+    """The micro-batch that reads the row of each place, for each update on the batch; -1: none."""
+    start: Int[AnyArray, "U B"]
+    """Where in the pack its text starts."""
+    used: Int[AnyArray, " U"]
+    """Micro-batches of each update."""
 
 
 @pytree
@@ -125,12 +141,14 @@ class Finished(Tree):
     rewards: Float[AnyArray, " B"]
     valid: Bool[AnyArray, " B"]
     """False: the row has no reward (generation or checking failed) and takes no part in the loss."""
+    plan: Plan
+    """Which row is read in which micro-batch."""
     learn: Bool[AnyArray, ""]
     """False: nothing to learn in this call (the first one, and evaluations)."""
 
 
 @pytree
-class Learner(Tree):
+class Trained(Tree):
     """A network under training: master weights, optimizer state, and how often a non-finite update was skipped."""
 
     network: PyTree
@@ -172,14 +190,40 @@ class Drafter(Tree):
 
 
 @pytree
+class Ready(Tree):
+    """Policy and draft as generation reads them."""
+
+    target: PyTree
+    drafter: Drafter
+    version: Int[Array, ""]
+    """Updates that the policy has seen."""
+
+
+@pytree
+class LearnerState(Tree):
+    """What learning carries from batch to batch."""
+
+    policy: Trained
+    draft: Trained | None
+    online: Bool[Array, ""]
+    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""
+    version: Int[Array, ""]
+    """Updates so far."""
+
+
+@pytree
+class GeneratorState(Tree):
+    """What generation has learnt about itself; it belongs to neither side's weights."""
+
+    overlap_by_factor: Float[AnyArray, "K F"]
+    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
+    pace: Pace | None = None
+    """None: all rounds draft alike."""
+
+
+@pytree
 class TrainState(Tree):
     """What training carries from call to call."""
 
-    policy: Learner
-    draft: Learner | None
-    overlap_by_factor: Float[AnyArray, "K F"]
-    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
-    draft_online: Bool[Array, ""]
-    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""
-    pace: Pace | None = None
-    """None: all rounds draft alike."""
+    learner: LearnerState
+    generator: GeneratorState

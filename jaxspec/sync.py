@@ -4,15 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-
-
-def cast(network: Any, dtype: Any) -> Any:
-    """The network with its floating leaves in `dtype`."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, network)
+from jaxspec.models.layers import cast
 
 
 def to_rollout(network: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]], dtype: Any) -> Any:

@@ -34,7 +34,7 @@ from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
 from jaxspec.program import Job, agreed_by_process_0, process_0_first, run
-from jaxspec.rl.optim import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
+from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.rollout import draft_length
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
@@ -70,7 +70,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     config = job.config
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
-    with workdirs.held(job) as workdir, explained(job.step):
+    with workdirs.held(job) as workdir, explained(job.step, config.grpo.prompts):
         return train(job, interrupt, workdir)
 
 
@@ -94,7 +94,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         how = "phase by phase" if config.staged else "as one program"
         job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
         began = time.perf_counter()
-        runner = (staged_step if config.staged else whole_step)(job.step, config.grpo.prompts)
+        runner = compiled_step(job)
         job.say(f"compiled in {time.perf_counter() - began:.1f} s; batch {position.batch} of {config.steps} is next")
         workdirs.claim(job, workdir, this_start)
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
@@ -114,11 +114,17 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         return close(job, batches, position, workdir, loop.unsaved)
 
 
+def compiled_step(job: Job) -> Runner:
+    """The step as one program, or phase by phase, with generation in slices so that a signal need not wait for its end."""
+    config, prompts = job.config, job.config.grpo.prompts
+    return staged_step(job.step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(job.step, prompts)
+
+
 def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
     """The position before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random."""
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
-    offline = config.offline.steps > 0 and shapes.draft is not None
+    offline = config.offline.steps > 0 and shapes.learner.draft is not None
     text = training_text(config, job.tokenizer, job.say) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
@@ -148,14 +154,15 @@ def random_draft(config: Config) -> str:
 
 def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, where they are."""
-    if state.pace is None:
+    if state.generator.pace is None:
         return state
     job.say("measuring what rounds of each draft length cost on this machine, and what the draft is worth")
     began = time.perf_counter()
-    state, lengths = with_pace(job.step, state, prompts), job.step.settings.lengths
-    assert state.pace is not None, "it was just measured"
-    full = np.asarray(state.pace.cost)[:, 0, 0]
-    kept = np.asarray(draft_length.expected_tokens(state.pace.known, lengths))
+    state, lengths = with_pace(job.step, state, prompts), job.step.generator.settings.lengths
+    pace = state.generator.pace
+    assert pace is not None, "it was just measured"
+    full = np.asarray(pace.cost)[:, 0, 0]
+    kept = np.asarray(draft_length.expected_tokens(pace.known, lengths))
     rounds = zip(lengths, full / full[0], kept, strict=True)
     table = "; ".join(f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens" for length, cost, tokens in rounds)
     job.say(f"measured in {time.perf_counter() - began:.1f} s: {table}")
@@ -163,7 +170,7 @@ def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
 
 
 def _network(state: TrainState) -> PyTree:
-    return None if state.draft is None else state.draft.network
+    return None if state.learner.draft is None else state.learner.draft.network
 
 
 def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> Position | None:
@@ -251,7 +258,7 @@ class Loop:
 
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
-        line["time/step"] += line.get("time/logprob", 0.0) + line.get("time/train", 0.0)
+        line["time/step"] += line.get("time/train", 0.0)
         line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
@@ -306,7 +313,8 @@ class Loop:
 
 def _conditions(state: TrainState) -> Int[Array, " n"]:
     """Of the policy and, if there is one, the draft."""
-    return jnp.stack([condition(learner) for learner in (state.policy, state.draft) if learner is not None])
+    trained = state.learner.policy, state.learner.draft
+    return jnp.stack([condition(each) for each in trained if each is not None])
 
 
 def _never() -> bool:
@@ -325,7 +333,7 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved
       Diverged: the last batch or the last evaluation has no number, or the end of the run is not saved, as `unsaved` says.
     """
     summary: dict[str, float] = {}
-    if job.step.draft is not None:
+    if job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
         made = compare(job.step, position.state, batches.compare(job.config.steps - 1))
         summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}

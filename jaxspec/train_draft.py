@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+import optax
+from jaxtyping import Array
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -32,18 +33,17 @@ from jaxspec.draft_data import Rows, answered
 from jaxspec.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress, Screen
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.pretrained import Checkpoint, fingerprint, merger, policy_checkpoint
 from jaxspec.probe import probe, report
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
 from jaxspec.resolve import read_draft
-from jaxspec.rl import optim
-from jaxspec.rl.logprob import learnt_texts, positions_of
+from jaxspec.rl import optimizers
+from jaxspec.rl.learner import Metrics
+from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
 from jaxspec.runner import abstract, placed
-from jaxspec.state import Learner, PyTree
-from jaxspec.step import Metrics, Step
-from jaxspec.sync import cast
+from jaxspec.state import LearnerState, PyTree, Trained
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import FILES
 from jaxspec.train_sft import WEIGHTS, cached_policy, policy_key
@@ -58,7 +58,7 @@ PROBED = 16
 """Training prompts on which a draft that was loaded is compared with the policy."""
 CODE = (
     *("train_draft.py", "draft_data.py", "data.py", "chat_template.py", "template_process.py", "step.py", "streams.py", "sampling.py"),
-    *("drafts/build.py", "rollout/*.py", "rl/*.py"),
+    *("drafts/build.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
@@ -91,47 +91,49 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
     """
-    config, file = job.config, folder / "learner.npz"
-    offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(job.mesh)
-    optimizer = optim.adamw(optim.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip)
-    step = dataclasses.replace(job.step, draft_optimizer=optimizer)
+    config, file, mesh = job.config, folder / "learner.npz", job.mesh
+    offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(mesh)
+    optimizer = optimizers.adamw(optimizers.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip)
+    # The policy is only read.
+    learner = dataclasses.replace(job.step.learner, policy_loss=None, draft_optimizer=optimizer, tokens=_micro(job))
 
-    def fresh() -> tuple[Learner, Array]:
-        learner = step.fresh().draft
-        assert learner is not None, "train is only called for a draft with weights"
-        return learner, jnp.zeros((), jnp.int32)
+    def fresh() -> tuple[Trained, Array]:
+        return optimizers.start(job.step.fresh_draft(), optimizer), jnp.zeros((), jnp.int32)
 
-    def update(learner: Learner, policy: Decoder, batch: PyTree) -> tuple[Learner, Metrics]:
-        tokens, mask = learnt_texts(*batch), batch.mask
-        return step.train_draft(learner, policy, tokens, mask, _read(step, policy, tokens))
+    def update(trained: Trained, policy: Decoder, batch: TrainBatch) -> tuple[Trained, Metrics]:
+        reading = optimizers.start(policy, optax.identity())
+        state = LearnerState(policy=reading, draft=trained, online=jnp.ones((), bool), version=jnp.zeros((), jnp.int32))
+        state, metrics = learner.learn(state, batch)
+        assert state.draft is not None, "it was given"
+        return state.draft, metrics
 
     shapes = jax.eval_shape(fresh)
-    layout = step.train_layout(shapes[0]), whole
+    layout = learner.layout(shapes[0]), whole
     kept = _kept(file, jax.tree.map(placed, shapes, layout), progress)
     if kept is not None:
-        learner, done = kept
+        trained, done = kept
         progress.say(f"going on at step {int(done)} of {offline.steps}")
     else:
-        learner, done = jax.jit(fresh, out_shardings=layout)()
+        trained, done = jax.jit(fresh, out_shardings=layout)()
         if loaded is not None:
-            learner = learner.replace(network=loaded)
+            trained = trained.replace(network=loaded)
         elif draft.vocab:
             ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
-            learner = learner.replace(network=with_vocabulary(learner.network, ids))
+            trained = trained.replace(network=with_vocabulary(trained.network, ids))
     call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
     last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(int(done), offline.steps):
         batch = draft_data.batch_of(rows, number, offline.rows, config.seed)
-        learner, metrics = call(learner, policy, jax.device_put(batch, meshes.rows_sharding(job.mesh)))
+        trained, metrics = call(trained, policy, texts_to_learn(*batch, mesh, learner.tokens))
         if time.monotonic() - last >= pause:
             began = time.monotonic()
-            save_tree(file, (learner, np.int32(number + 1)))
+            save_tree(file, (trained, np.int32(number + 1)))
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
         skipped, look = float(metrics["skipped_in_row/draft"]), "Lower --offline.learning_rate; what was kept of this draft is useless."
-        optim.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)
-    return learner.network
+        optimizers.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)
+    return trained.network
 
 
 def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
@@ -147,11 +149,10 @@ def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
         return None
 
 
-def _read(step: Step, policy: Decoder, tokens: Int[Array, "B T"]) -> Forward:
-    """The policy's own pass over texts, as the draft reads it."""
-    assert step.draft is not None, "only a draft is trained on texts that are read"
-    target = cast(policy, jnp.dtype(step.config.model.dtype))
-    return target(tokens, positions_of(tokens), taps=step.draft.taps)
+def _micro(job: Job) -> int:
+    """Positions of a micro-batch of `offline.rows`: as in the run, but no more than there are."""
+    learner, length = job.step.learner, job.step.generator.row_length - 1
+    return max(length, min(job.config.offline.rows // job.mesh.shape[meshes.DATA] * length, learner.tokens))
 
 
 def expected_length(metrics: Metrics) -> float:
@@ -170,13 +171,11 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
     training = job.config.draft_training
     depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.longest)
 
-    @jax.jit
-    def acceptance(network: PyTree, policy: Decoder, batch: PyTree) -> Float[Array, " A"]:
-        tokens, mask = learnt_texts(*batch), batch.mask
-        return job.step.draft_loss(network, policy, tokens, mask, _read(job.step, policy, tokens), depths).acceptance
-
-    rows = meshes.rows_sharding(job.mesh)
-    by_batch = [jax.device_get(acceptance(network, policy, jax.device_put(batch, rows))) for batch in held_out]
+    objective = job.step.learner.objective
+    assert objective is not None, "only a draft with weights is measured"
+    learner = dataclasses.replace(job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job))
+    compare = jax.jit(learner.compare)
+    by_batch = [jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens)).acceptance) for batch in held_out]
     return np.average(by_batch, axis=0, weights=[batch.mask.sum() for batch in held_out]).tolist()
 
 
@@ -188,9 +187,9 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         if not partial.is_dir():
             discard(partial)
         partial.mkdir(exist_ok=True)
-    learner = abstract(job.step, job.config.grpo.prompts)[0].draft
-    assert learner is not None, "build is only called for a draft with weights"
-    loaded = load_draft(job, learner.network)
+    shapes = abstract(job.step, job.config.grpo.prompts)[0].learner.draft
+    assert shapes is not None, "build is only called for a draft with weights"
+    loaded = load_draft(job, shapes.network)
     policy = load_policy(job, interrupt)
     if loaded is not None:
         say_agreement(job, policy, loaded)
@@ -235,7 +234,7 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
         job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
         try:
             build(on_this_process(job), interrupt, text, partial, folder)
-        except optim.Diverged:
+        except optimizers.Diverged:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
@@ -254,7 +253,7 @@ def _key(job: Job, text: Rows | None) -> str:
     offline = dataclasses.replace(
         config.offline, text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else ""
     )
-    draft, training, processing = config.rollout.draft, config.draft_training, job.step.settings.processing
+    draft, training, processing = config.rollout.draft, config.draft_training, job.step.learner.processing
     network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first, config.head, config.draft_model
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources(*CODE)
@@ -273,7 +272,7 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     config, fresh = job.config, job.step.fresh_policy
     shapes = jax.eval_shape(fresh)
     merge = merger(config.lora.path, shapes) if config.lora.path else None  # bad adapters are named before any long work
-    layout = job.step.train_layout(shapes)
+    layout = job.step.learner.layout(shapes)
     wanted = jax.tree.map(placed, shapes, layout)
     if config.model.path:
         policy = _read_policy(job, interrupt, wanted)
@@ -323,7 +322,7 @@ def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     problems, _ = load_problems(job.config.data, job.tokenizer)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
-    reading = probe(job.step, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id))
+    reading = probe(job.step.generator, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id))
     job.say(report(reading))
     if reading.warning:
         job.say(f"warning: {reading.warning}")

@@ -7,77 +7,71 @@ if __name__ == "__main__":  # a stop while the rest is imported, which takes sec
 
     begin()
 
+import dataclasses
 import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec import tasks
 from jaxspec.cache import cached, content_key, save_tree
 from jaxspec.config import ConfigError
+from jaxspec.draft_data import answered
 from jaxspec.interrupt import Interrupt
 from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import Job, in_process_0, on_this_process, process_0_first, run, sources
-from jaxspec.rl import optim
-from jaxspec.rl.logprob import positions_of, token_logprobs
-from jaxspec.rl.loss import masked_mean
+from jaxspec.rl import optimizers
+from jaxspec.rl.losses import negative_log_likelihood
+from jaxspec.rl.train_batch import texts_to_learn
 from jaxspec.sampling import Processing
-from jaxspec.state import Learner, PyTree
+from jaxspec.state import LearnerState
 from jaxspec.streams import Stream, stream_rng
-from jaxspec.sync import cast
 from jaxspec.unused import OF_POLICY
 
 WEIGHTS = "weights.npz"
 
 
-def document_loss(
-    network: Decoder, tokens: Int[Array, "B T"], prompt_lengths: Int[Array, " B"], lengths: Int[Array, " B"], dtype: jax.typing.DTypeLike
-) -> Float[Array, ""]:
-    """Mean negative log-likelihood, in nats a token, of what follows each document's prompt."""
-    network = cast(network, dtype)
-    positions = positions_of(tokens)
-    logprobs, _ = token_logprobs(network, network(tokens, positions).hidden, tokens, prompt_lengths, Processing())
-    first = jnp.maximum(prompt_lengths, 1)  # nothing precedes position 0
-    return -masked_mean(logprobs, (positions >= first[:, None]) & (positions < lengths[:, None]))
-
-
 def warm_start(job: Job, progress: Progress) -> Decoder:
-    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed alone."""
+    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed alone.
+
+    It learns as in RL: what follows each document's prompt, by the negative log-likelihood of each token.
+    """
     config = job.config
     sft, mesh = config.sft, job.mesh
-    optimizer = optim.adamw(optim.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01)
     rng = stream_rng(config.seed, Stream.DOCUMENTS)
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
-    rows = meshes.rows_sharding(mesh)
+    learner = dataclasses.replace(
+        job.step.learner,
+        tokens=max(length - 1, min(sft.rows // mesh.shape[meshes.DATA] * (length - 1), job.step.learner.tokens)),
+        processing=Processing(),
+        policy_loss=negative_log_likelihood,
+        objective=None,
+        taps=(),
+        policy_optimizer=optimizers.adamw(optimizers.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01),
+    )
 
-    def fresh() -> Learner:
-        return optim.start(job.step.fresh_policy(), optimizer)
+    def fresh() -> LearnerState:
+        return learner.start(job.step.fresh_policy(), None, online=False)
 
-    def step(learner: Learner, batch: PyTree) -> tuple[Learner, tuple[Float[Array, ""], Int[Array, ""]]]:
-        loss, gradients = optim.value_and_grad(lambda network: document_loss(network, *batch, dtype=config.model.dtype), learner.network)
-        learner, _ = optim.update(learner, gradients, loss, optimizer)
-        return learner, (loss, learner.skipped_in_row)
-
-    layout = job.step.train_layout(jax.eval_shape(fresh))
-    learner = jax.jit(fresh, out_shardings=layout)()
-    update = jax.jit(step, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh)))
+    layout = learner.layout(jax.eval_shape(fresh))
+    state = jax.jit(fresh, out_shardings=layout)()
+    update = jax.jit(learner.learn, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh)))
     for number in range(1, sft.steps + 1):
-        batch = tasks.sample_sft_batch(config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length)
-        learner, (loss, skipped_in_row) = update(learner, jax.device_put(batch, rows))
-        progress.update(number, loss=float(loss))
-        optim.require_progress(int(skipped_in_row), "policy", f"step {number} of the warm start", "Lower --sft.learning_rate.")
-    return learner.network
+        texts = answered(tasks.sample_sft_batch(config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length))
+        state, metrics = update(state, texts_to_learn(*texts, mesh, learner.tokens))
+        progress.update(number, loss=float(metrics["loss/policy"]))
+        skipped = int(metrics["skipped_in_row/policy"])
+        optimizers.require_progress(skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate.")
+    return state.policy.network
 
 
 def policy_key(job: Job) -> str:
     """Names the warm start by all that shapes it."""
     config = job.config
     shape = config.data.task, config.data.digits, config.data.format, config.data.max_prompt_length, config.rollout.max_new_tokens
-    code = sources("tasks.py", "tokenizer.py", "train_sft.py", "streams.py", "models/*.py", "rl/logprob.py", "rl/loss.py", "rl/optim.py")
+    code = sources("tasks.py", "tokenizer.py", "train_sft.py", "streams.py", "models/*.py", "kernels/*.py", "rl/*.py")
     return content_key("policy", config.seed, config.model, config.sft, shape, code)
 
 

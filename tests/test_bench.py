@@ -91,10 +91,10 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
     batches = [Batches(job, *load_problems(CONFIG.data, job.tokenizer)) for job in jobs]
     with Interrupt() as interrupt:
         policy = bench.load_policy(jobs[0], interrupt)
-        plain, target = bench.prepare(VARIANTS[0], jobs[0], interrupt, policy, batches[0].train(0))
-    bench._remember([plain], batches, target, 1)
+        plain = bench.prepare(VARIANTS[0], jobs[0], interrupt, policy, batches[0].train(0))
+    bench._remember([plain], batches, 1)
     asked: Prompts = batches[1].train(0)
-    answered = plain.generate(target, batches[0].train(0))
+    answered = plain.generate(batches[0].train(0))
     assert (np.asarray(asked.history_lengths) > np.asarray(asked.lengths)[:, None]).all()
     for prompt in range(CONFIG.grpo.prompts):
         start = int(asked.lengths[prompt])

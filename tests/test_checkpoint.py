@@ -25,7 +25,7 @@ from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import ConfigError
 from jaxspec.files import Damaged, SaveError
 from jaxspec.rollout import draft_temperature
-from jaxspec.state import Learner, TrainState
+from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.trees import digests
 from jaxspec.workdir import prepare_workdir
 
@@ -39,8 +39,9 @@ class _Network(nnx.Module):
 def _state(seed: int = 0) -> TrainState:
     network = _Network(jax.random.key(seed))
     optimizer = optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)).init(network)  # pyright: ignore[reportArgumentType]
-    learner = Learner(network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0))
-    return TrainState(policy=learner, draft=None, overlap_by_factor=draft_temperature.start(8, (0.0, 1.0)), draft_online=jnp.bool_(True))
+    policy = Trained(network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0))
+    learner = LearnerState(policy=policy, draft=None, online=jnp.bool_(True), version=jnp.int32(5))
+    return TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=draft_temperature.start(8, (0.0, 1.0))))
 
 
 def _place(tree: Any, devices: int) -> tuple[Any, Any]:
@@ -72,7 +73,7 @@ def test_restores_bitwise_on_other_meshes(tmp_path: Path) -> None:
         _, abstract = _place(_state(seed=1), devices)
         found, host = again.restore(7, abstract)
         _assert_same(found, state)
-        assert found.policy.network.embed.sharding == abstract.policy.network.embed.sharding
+        assert found.learner.policy.network.embed.sharding == abstract.learner.policy.network.embed.sharding
         assert host == {"next_index": 112, "rewards": [0.1, 1.0]}
         again.close()
 
@@ -326,7 +327,8 @@ def test_a_part_is_read_alone(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, (placed, {"rewards": jnp.arange(4.0)}), {"batch": 1})
     checkpoints.wait()
-    part = state.replace(policy=state.policy.replace(optimizer=None))
+    learner = state.learner
+    part = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None)))
     _, abstract = _place((part, None), 4)
     found, host = checkpoints.restore(1, abstract, part=True)
     _assert_same(found, (part, None))

@@ -25,7 +25,7 @@ from jaxspec.pretrained import policy_checkpoint, policy_config
 from jaxspec.program import make_job
 from jaxspec.resolve import read_draft, resolved
 from jaxspec.session import find_run
-from jaxspec.state import Learner, TrainState
+from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.tensor_files import WEIGHTS
 from jaxspec.tokenizer import character_tokenizer, load_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
@@ -69,8 +69,8 @@ def networks(config: Config) -> tuple[Decoder, Any]:
     return tiny_network(Decoder, config.model, 3), draft
 
 
-def learner(network: Any) -> Learner:
-    return Learner(network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0))
+def trained(network: Any) -> Trained:
+    return Trained(network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0))
 
 
 def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
@@ -78,8 +78,9 @@ def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_json(config)))
     step = make_job(config, small_mesh()).step
-    measured = jnp.zeros((step.draft_length, len(step.settings.grid)), jnp.float32)
-    state = TrainState(policy=learner(policy), draft=learner(draft), overlap_by_factor=measured, draft_online=jnp.array(True))
+    measured = jnp.zeros((step.generator.draft_length, len(step.generator.settings.grid)), jnp.float32)
+    learner = LearnerState(policy=trained(policy), draft=trained(draft), online=jnp.array(True), version=jnp.int32(3))
+    state = TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=measured))
     save = Checkpoints(folder / "checkpoints")
     save.save(7, (state, None), {"batch": 3})
     save.close()

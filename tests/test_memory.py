@@ -14,6 +14,7 @@ from jaxspec.step import Step, build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 MODEL = tiny_model(vocab=12, dtype="float32")
+PROMPTS = tiny_config(MODEL).grpo.prompts
 
 
 def step_of(config: Config, data: int = 2, tensor: int = 1) -> Step:
@@ -21,7 +22,7 @@ def step_of(config: Config, data: int = 2, tensor: int = 1) -> Step:
 
 
 def sizes(step: Step) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step)}
+    return {part.name: part.size for part in memory.parts(step, PROMPTS)}
 
 
 def on_one_device(tree) -> int:
@@ -35,14 +36,14 @@ def test_parts_are_what_then_lies_on_a_device(data: int, tensor: int) -> None:
     step = step_of(tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), data, tensor)
     found = sizes(step)
     state = jax.jit(step.fresh, out_shardings=step.state_shardings())()
-    assert found["policy weights"] == on_one_device(state.policy.network)
-    assert found["the policy's optimizer"] == on_one_device(state.policy.optimizer)
-    assert found["the draft and its optimizer"] == on_one_device(state.draft)
-    target, drafter = jax.jit(step.prepare)(state)
-    asked = abstract(step, step.config.grpo.prompts)[2]
+    assert found["policy weights"] == on_one_device(state.learner.policy.network)
+    assert found["the policy's optimizer"] == on_one_device(state.learner.policy.optimizer)
+    assert found["the draft and its optimizer"] == on_one_device(state.learner.draft)
+    ready = jax.jit(step.load)(state)
+    asked = abstract(step, PROMPTS)[2]
     nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), asked), asked)
-    begin, _ = ahead(step.begin, target, drafter, asked)
-    assert found["the pool of keys and values"] == on_one_device(begin(target, drafter, nothing).caches)
+    begin, _ = ahead(step.generator.begin, ready, asked)
+    assert found["the pool of keys and values"] == on_one_device(begin(ready, nothing).caches)
 
 
 def test_each_remedy_shrinks_its_part() -> None:
@@ -58,21 +59,21 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.Monke
     step = step_of(tiny_config(MODEL))
     total = sum(sizes(step).values())
     monkeypatch.setattr(memory, "device_memory", lambda: total)
-    with memory.explained(step):
+    with memory.explained(step, PROMPTS):
         pass
     monkeypatch.setattr(memory, "device_memory", lambda: total - 1)
     words = r"keeps at least \d.*on each device, which has.*optimizer.*--lora.rank.*--rollout.engine.slots"
-    with pytest.raises(ConfigError, match=words), memory.explained(step):
+    with pytest.raises(ConfigError, match=words), memory.explained(step, PROMPTS):
         pytest.fail("nothing may begin")
 
 
 def test_running_out_names_what_takes_the_memory() -> None:
-    with pytest.raises(ConfigError) as caught, memory.explained(step_of(tiny_config(MODEL))):
+    with pytest.raises(ConfigError) as caught, memory.explained(step_of(tiny_config(MODEL)), PROMPTS):
         jax.block_until_ready(jnp.zeros((2**50,), jnp.int8))
     for words in ("ran out of memory", "1125899906842624", "policy weights", "pool of keys and values", "--rollout.engine.slots"):
         assert words in str(caught.value)
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(step_of(tiny_config(MODEL))):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(step_of(tiny_config(MODEL)), PROMPTS):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -34,11 +34,11 @@ def pace_of(draft: DraftConfig) -> Pace:
         data=DataConfig(max_prompt_length=5),
         draft_model=MODEL if draft.kind == "model" else ModelConfig(),
     )
-    step = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab)
+    generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab).generator
     network = tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
-    ready = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))
-    target, drafter = ready(tiny_network(Decoder, MODEL, 1), network)
-    return jax.tree.map(np.asarray, measured_pace(step, target, drafter, tiny_prompts(8, 5, MODEL.vocab)))
+    load = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))
+    ready = load(tiny_network(Decoder, MODEL, 1), network)
+    return jax.tree.map(np.asarray, measured_pace(generator, ready, tiny_prompts(8, 5, MODEL.vocab)))
 
 
 COST = np.asarray([[1.25, 2.5], [3.0, 4.75]], np.float32)

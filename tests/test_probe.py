@@ -16,10 +16,11 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
 from jaxspec.probe import POOR, Reading, probe, repairs, report
-from jaxspec.rl import optim
-from jaxspec.rl.draft_loss import Objective, cross_entropy, draft_loss
-from jaxspec.rl.logprob import positions_of
-from jaxspec.step import Step, build_step
+from jaxspec.rl import optimizers
+from jaxspec.rl.draft_objective import Objective, cross_entropy, draft_loss
+from jaxspec.rl.train_batch import whole_rows
+from jaxspec.rollout.generator import Generator
+from jaxspec.step import build_step
 from tests.conftest import (
     eagle3,
     numpy_decoder,
@@ -50,15 +51,15 @@ def policy() -> Decoder:
 
 def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     """The network after some updates on the very texts that it is probed on."""
-    tokens, mask = jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)
-    forward = jax.jit(lambda target: target(tokens, positions_of(tokens), taps=taps))(policy())
-    objective, optimizer = Objective(cross_entropy, 2, 1.0, 1.0), optim.adamw(8e-3, 1.0)
+    texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    forward = jax.jit(lambda target: target(texts.tokens, texts.positions, taps=taps))(policy())
+    objective, optimizer = Objective(cross_entropy, 2, 1.0, 1.0), optimizers.adamw(8e-3, 1.0)
 
     def update(_: Any, learner: Any) -> Any:
-        loss, slope = optim.value_and_grad(lambda made: draft_loss(made, policy(), forward, tokens, mask, objective).loss, learner.network)
-        return optim.update(learner, slope, loss, optimizer)[0]
+        loss, slope = optimizers.value_and_grad(lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network)
+        return optimizers.update(learner, slope, loss, optimizer)[0]
 
-    return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(optim.start(network, optimizer)).network
+    return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(optimizers.start(network, optimizer)).network
 
 
 def fresh(seed: int) -> Any:
@@ -75,9 +76,9 @@ def layer() -> Any:
     return trained(tiny_network(Mtp, MODEL, 2), (), 300)
 
 
-def step_for(kind: str, taps: tuple[int, ...] = ()) -> Step:
+def generator_for(kind: str, taps: tuple[int, ...] = ()) -> Generator:
     draft = DraftConfig(kind=kind, draft_length=2, vocab=len(IDS) if kind == "eagle3" else 0)  # pyright: ignore[reportArgumentType]
-    return build_step(tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0)
+    return build_step(tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0).generator
 
 
 def rewired(network: Any, **settings: Any) -> Any:
@@ -89,7 +90,7 @@ def rewired(network: Any, **settings: Any) -> Any:
 
 def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
     """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the overlap of the laws."""
-    reading = probe(step_for("eagle3"), policy(), head(), TOKENS, LENGTHS)
+    reading = probe(generator_for("eagle3"), policy(), head(), TOKENS, LENGTHS)
     assert min(reading.agreement) > 0.9
     assert reading.tokens == (LENGTHS - 2).sum()
     assert reading.warning == ""
@@ -102,7 +103,7 @@ def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
         law = numpy_softmax(logits[t + 1])
         same.append(IDS[drafted.argmax()] == law.argmax())
         overlap.append(np.minimum(drafted, law[IDS]).sum())
-    alone = probe(step_for("eagle3"), policy(), head(), TOKENS[row : row + 1], np.array([SIZE]))
+    alone = probe(generator_for("eagle3"), policy(), head(), TOKENS[row : row + 1], np.array([SIZE]))
     assert (alone.agreement[0], alone.tokens) == (pytest.approx(np.mean(same), abs=1e-6), SIZE - 2)
     assert alone.acceptance[0] == pytest.approx(np.mean(overlap), abs=1e-5)
 
@@ -151,19 +152,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow) for name in MISTAKES])
 def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
     network, taps, said = MISTAKES[name]
-    reading = probe(step_for("mtp" if name == "order" else "eagle3", taps), policy(), network(), TOKENS, LENGTHS)
+    reading = probe(generator_for("mtp" if name == "order" else "eagle3", taps), policy(), network(), TOKENS, LENGTHS)
     assert re.search(said, reading.warning), reading
 
 
 @pytest.mark.slow
 def test_trained_layers_agree() -> None:
-    reading = probe(step_for("mtp"), policy(), layer(), TOKENS, LENGTHS)
+    reading = probe(generator_for("mtp"), policy(), layer(), TOKENS, LENGTHS)
     assert min(reading.agreement) > 0.9
     assert reading.warning == ""
 
 
 def test_a_few_tokens_are_not_judged() -> None:
-    reading = probe(step_for("eagle3"), policy(), fresh(3), TOKENS[:1], np.array([SIZE]))
+    reading = probe(generator_for("eagle3"), policy(), fresh(3), TOKENS[:1], np.array([SIZE]))
     assert reading.agreement[0] < POOR
     assert reading.warning == ""
 

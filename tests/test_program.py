@@ -29,7 +29,7 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(tm
     data = DataConfig(tokenizer=str(tmp_path))
     config = tiny_config(tiny_model(vocab=32), rollout=RolloutConfig(banned=(7,)), data=data, sft=SftConfig(steps=0))
     job = make_job(config, small_mesh())
-    processing = job.step.settings.processing
+    processing = job.step.generator.settings.processing
     assert (processing.known, processing.stop_ids, processing.banned) == (character_tokenizer().size, (1,), (7,))
     assert job.tokenizer.render("+2") == "1+2"
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))

@@ -26,7 +26,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
 from jaxspec.sample import Writer, main, options_of, sampling_config
 from jaxspec.session import Piece
-from jaxspec.state import Drafter, Prompts
+from jaxspec.state import Drafter, Prompts, Ready
 from jaxspec.tokenizer import Tokenizer, character_tokenizer
 from tests.conftest import answering_config, no_history, small_mesh, tiny_network
 
@@ -64,9 +64,10 @@ def answers(*texts: str, seed: int = 0, temperature: float = 1.0, rows: int = 1)
     """Response ids of each row to each prompt of a session, by plain decoding in one piece, end token included."""
     plain = dataclasses.replace(CONFIG.rollout, temperature=temperature, draft=DraftConfig(kind="none"))
     data = dataclasses.replace(CONFIG.data, max_prompt_length=6)
-    step = make_job(dataclasses.replace(CONFIG, rollout=plain, data=data, seed=seed, mesh=MeshConfig()), small_mesh(1, 1)).step
-    step = dataclasses.replace(step, settings=step.settings._replace(group_size=rows))
-    call = jax.jit(step.generate)
+    job = make_job(dataclasses.replace(CONFIG, rollout=plain, data=data, seed=seed, mesh=MeshConfig()), small_mesh(1, 1))
+    call = jax.jit(job.step.generator.with_(prompts=1, group_size=rows).generate)
+    nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
+    ready = Ready(target=policy(), drafter=nothing, version=jnp.int32(0))
     given = []
     for number, text in enumerate(texts):
         ids = character_tokenizer().chat(text)
@@ -78,7 +79,7 @@ def answers(*texts: str, seed: int = 0, temperature: float = 1.0, rows: int = 1)
             batch=jnp.int32(number),
             **no_history(1),
         )
-        rollout = jax.device_get(call(policy(), Drafter(network=None, choice=jnp.zeros((0,), jnp.int32)), prompts))
+        rollout = jax.device_get(call(ready, prompts))
         given.append([row[len(ids) : end].tolist() for row, end in zip(rollout.tokens, rollout.lengths, strict=True)])
     return given
 

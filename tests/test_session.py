@@ -18,6 +18,7 @@ from jaxspec.models.arrangement import arranged
 from jaxspec.models.decoder import Decoder
 from jaxspec.program import make_job
 from jaxspec.session import Run, find_run, read_prompt, restore
+from jaxspec.state import Ready
 from jaxspec.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
 
@@ -41,10 +42,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
     step = make_job(CONFIG, small_mesh(8)).step
     state = jax.jit(step.start, out_shardings=step.state_shardings())(policy(), draft())
-    assert state.draft is not None, "the config has a draft with weights"
-    best = jnp.asarray(np.arange(len(step.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32)
-    bare = {name: getattr(state, name).replace(optimizer=None) for name in ("policy", "draft")}
-    state = state.replace(**bare, overlap_by_factor=best)
+    assert state.learner.draft is not None, "the config has a draft with weights"
+    best = jnp.asarray(np.arange(len(step.generator.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32)
+    bare = {name: getattr(state.learner, name).replace(optimizer=None) for name in ("policy", "draft")}
+    state = state.replace(learner=state.learner.replace(**bare), generator=state.generator.replace(overlap_by_factor=best))
     save = Checkpoints(folder / "checkpoints")
     for number in (3, 12):
         save.save(number, (state, None), {"batch": number})
@@ -52,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def restored(run: Path, **changes: Any) -> tuple[Decoder, Any]:
+def restored(run: Path, **changes: Any) -> Ready:
     """Policy and draft for a session whose draft settings differ from the run's."""
     rollout = dataclasses.replace(CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes))
     return restore(find_run(str(run)), make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)), 2)
@@ -106,22 +107,21 @@ class TestFindRun:
 
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
-        target, drafter = restored(run)
-        arrangements = make_job(CONFIG, small_mesh(1)).step.answering(1, 2).arrangements
-        for found, wanted, how in zip((target, drafter.network), (policy(), draft()), arrangements, strict=True):
+        ready = restored(run)
+        arrangements = make_job(CONFIG, small_mesh(1)).step.generator.with_(prompts=1, group_size=2).arrangements
+        for found, wanted, how in zip((ready.target, ready.drafter.network), (policy(), draft()), arrangements, strict=True):
             jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, how))
-        assert drafter.choice.tolist() == list(BEST)
+        assert ready.drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])
     def test_a_deeper_draft_goes_on_at_factor_1(self, run: Path, length: int, choice: list[int]) -> None:
-        _, drafter = restored(run, draft_length=length)
-        assert drafter.choice.tolist() == choice
+        assert restored(run, draft_length=length).drafter.choice.tolist() == choice
 
     def test_another_way_to_draw_starts_anew(self, run: Path) -> None:
-        assert restored(run, sampling="argmax")[1].choice.tolist() == [0, 0, 0]
+        assert restored(run, sampling="argmax").drafter.choice.tolist() == [0, 0, 0]
 
     def test_without_the_draft(self, run: Path) -> None:
-        _, drafter = restored(run, kind="none")
+        drafter = restored(run, kind="none").drafter
         assert drafter.network is None
         assert drafter.choice.shape == (0,)
 

@@ -12,13 +12,14 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, EngineConfig, GrpoConfig, MeshConfig, RolloutConfig
+from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, EngineConfig, GrpoConfig, LearnerConfig, MeshConfig, RolloutConfig
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprob import positions_of, response_mask, token_logprobs
-from jaxspec.rl.loss import grpo_loss
+from jaxspec.rl.draft_objective import draft_loss
+from jaxspec.rl.logprobs import label_logprobs, response_mask
+from jaxspec.rl.losses import LossInputs, clipped_ratio
+from jaxspec.rl.train_batch import plan_layout, planned, whole_rows
 from jaxspec.rollout.draft_temperature import DECAY, GRID
-from jaxspec.rollout.generate import collect
 from jaxspec.runner import abstract, put, staged_step
 from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 PROMPTS, GROUP, WIDTH, NEW, LENGTH = 8, 2, 5, 6, 2
 ROWS = PROMPTS * GROUP
+TOKENS = 40
+"""Of a micro-batch: one shard alone has three of them, each of several texts."""
 MODEL = tiny_model(vocab=16, kv_heads=4)
 STOP = (1,)
 
@@ -38,6 +41,7 @@ def config_of(
     draft, engine = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling), EngineConfig(tail=False)
     return tiny_config(
         MODEL,
+        learner=LearnerConfig(tokens=TOKENS),
         rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature),
         grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
         data=DataConfig(max_prompt_length=WIDTH),
@@ -66,9 +70,10 @@ def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
 
 
 def start(step: Step, online: bool = True) -> TrainState:
-    network = None if step.draft is None else tiny_network(eagle3, MODEL, 2)
+    network = None if step.generator.draft is None else tiny_network(eagle3, MODEL, 2)
     state = jax.jit(step.start, out_shardings=step.state_shardings())(tiny_network(Decoder, MODEL, 1), network)
-    return state.replace(draft_online=jax.device_put(jnp.asarray(online), replicated(step.mesh)))
+    online_there = jax.device_put(jnp.asarray(online), replicated(step.mesh))
+    return state.replace(learner=state.learner.replace(online=online_there))
 
 
 def place(step: Step, tree: Any) -> Any:
@@ -77,6 +82,21 @@ def place(step: Step, tree: Any) -> Any:
         return jax.device_put(np.asarray(leaf), sharding)
 
     return jax.tree.map(one, tree)
+
+
+def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray) -> Finished:
+    """A finished batch with its plan, on the mesh; only valid rows are read."""
+    read = np.where(valid, np.asarray(rollout.lengths) - 1, 0).astype(np.int32)
+    plan = planned(read, step.mesh.shape["data"], step.learner.tokens)
+    parts: dict[str, Any] = {"rewards": rewards.astype(np.float32), "valid": valid, "learn": np.asarray(True)}
+    return Finished(rollout=place(step, rollout), plan=jax.device_put(plan, plan_layout(step.mesh)), **place(step, parts))
+
+
+def nothing_finished(step: Step) -> Finished:
+    """What a first call learns from."""
+    nothing = step.nothing_finished(ROWS)
+    placed: Finished = place(step, nothing.replace(plan=None))
+    return placed.replace(plan=jax.device_put(nothing.plan, plan_layout(step.mesh)))
 
 
 def prompts_of(step: Step, batch: int) -> Prompts:
@@ -95,7 +115,7 @@ def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
     inside = (at >= host.prompt_lengths[:, None]) & (at < host.lengths[:, None])
     rewards = ((host.tokens % 3 == 0) & inside).sum(1) / np.maximum(inside.sum(1), 1)
     valid = np.arange(ROWS) != batch % ROWS
-    return place(step, Finished(rollout=host, rewards=rewards.astype(np.float32), valid=valid, learn=jnp.asarray(True)))
+    return finish(step, host, rewards, valid)
 
 
 class Run(NamedTuple):
@@ -112,7 +132,7 @@ def host(tree: Any) -> Any:
 
 def drive(made: Program, calls: int, online: bool = True) -> Run:
     step, run = made.step, Run([], [], [], [])
-    state, finished = start(step, online), place(step, step.nothing_finished(ROWS))
+    state, finished = start(step, online), nothing_finished(step)
     for batch in range(calls):
         state, rollout, learnt, _ = made.call(state, finished, prompts_of(step, batch))
         finished = score(step, rollout, batch)
@@ -151,25 +171,25 @@ def moved(after: Any, before: Any) -> bool:
 def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> None:
     made = program(**options)
     step = made.step
-    logprob, train, prepare = jax.jit(step.logprob), jax.jit(step.train), jax.jit(step.prepare)
-    begin, advance = jax.jit(step.begin), jax.jit(step.advance)
+    learn, load = jax.jit(step.learn), jax.jit(step.load)
+    begin, advance = jax.jit(step.generator.begin), jax.jit(step.generator.advance)
     whole = drive(made, 3)
     state, finished = start(step), None
     for batch in range(3):
         if finished is not None:
-            state, learnt = train(state, finished, logprob(state, finished))
+            state, learnt = learn(state, finished)
             for name, value in learnt.items():
                 assert float(value) == pytest.approx(whole.learnt[batch][name], rel=1e-11, abs=1e-12), name
-        target, network = prepare(state)
-        running = begin(target, network, prompts_of(step, batch))
+        ready = load(state)
+        running = begin(ready, prompts_of(step, batch))
         for _ in range(NEW):
-            running = advance(target, network, running, jnp.int32(1))
-        rollout = collect(running)
+            running = advance(ready, running, jnp.int32(1))
+        rollout = step.generator.collect(ready, running)
         assert_same_rollout(rollout, whole.rollouts[batch])
         assert_close(host(state), whole.states[batch], 1e-12)
         finished = score(step, rollout, batch)
     assert max(learnt["rollout/logprob_gap_max"] for learnt in whole.learnt[1:]) < 1e-9  # also at another temperature
-    assert moved(whole.states[2].policy.network, whole.states[0].policy.network)
+    assert moved(whole.states[2].learner.policy.network, whole.states[0].learner.policy.network)
 
 
 MESHES = [
@@ -189,7 +209,7 @@ def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(data: int, tens
         assert_same_rollout(spread.rollouts[batch], one.rollouts[batch])
         np.testing.assert_array_equal(spread.rewards[batch], one.rewards[batch])
         assert_close(spread.states[batch], one.states[batch], 1e-9)
-    assert moved(spread.states[3].policy.network, spread.states[0].policy.network)
+    assert moved(spread.states[3].learner.policy.network, spread.states[0].learner.policy.network)
 
 
 def test_twenty_steps_are_one_trace_and_one_compile() -> None:
@@ -204,17 +224,18 @@ def test_the_draft_never_touches_the_policy_over_twenty_steps() -> None:
     online, frozen = twenty(True), twenty(False)
     plain = drive(program(kind="none"), 20)
     for batch in range(20):
-        assert_bitwise(online.states[batch].policy, frozen.states[batch].policy)
-        assert_bitwise(frozen.states[batch].draft, frozen.states[0].draft)
+        assert_bitwise(online.states[batch].learner.policy, frozen.states[batch].learner.policy)
+        assert_bitwise(frozen.states[batch].learner.draft, frozen.states[0].learner.draft)
         np.testing.assert_array_equal(online.rollouts[batch].tokens, frozen.rollouts[batch].tokens)
         np.testing.assert_array_equal(online.rollouts[batch].tokens, plain.rollouts[batch].tokens)
         np.testing.assert_array_equal(online.rewards[batch], plain.rewards[batch])
-        assert_close(plain.states[batch].policy.network, online.states[batch].policy.network, 1e-9)
+        assert_close(plain.states[batch].learner.policy.network, online.states[batch].learner.policy.network, 1e-9)
         assert np.isnan(frozen.learnt[batch]["loss/draft"])
-    assert moved(online.states[19].policy.network, online.states[0].policy.network)
-    assert moved(online.states[19].draft.network, online.states[0].draft.network)
+    assert moved(online.states[19].learner.policy.network, online.states[0].learner.policy.network)
+    assert moved(online.states[19].learner.draft.network, online.states[0].learner.draft.network)
     # The learner's own logprobs are those that the verify pass recorded.
     assert 0 < max(learnt["rollout/logprob_gap_max"] for learnt in online.learnt[1:]) < 1e-9
+    assert {learnt["learner/micro_batches"] for learnt in online.learnt[1:]} >= {3.0}, "several micro-batches, each of several texts"
     losses = [learnt["loss/draft"] for learnt in online.learnt[1:]]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
@@ -226,16 +247,17 @@ def test_the_policy_update_is_bitwise_the_same_with_and_without_draft_training()
     run = drive(made, 2)
     finished, prompts = score(made.step, run.rollouts[0]), prompts_of(made.step, 1)
     states = [host(made.call(start(made.step, online), finished, prompts)[0]) for online in (True, False)]
-    assert_bitwise(states[0].policy, states[1].policy)
-    assert moved(states[0].draft.network, states[1].draft.network)
-    assert moved(states[0].policy.network, host(start(made.step)).policy.network)
+    assert_bitwise(states[0].learner.policy, states[1].learner.policy)
+    assert moved(states[0].learner.draft.network, states[1].learner.draft.network)
+    assert moved(states[0].learner.policy.network, host(start(made.step)).learner.policy.network)
 
 
 def test_every_call_has_noise_of_its_own() -> None:
     step = program().step
     like = prompts_of(step, 0)
     keys = [
-        step.key(like.replace(stream=jnp.int32(stream), batch=jnp.int32(batch))) for stream, batch in itertools.product(range(3), range(3))
+        step.generator.key(like.replace(stream=jnp.int32(stream), batch=jnp.int32(batch)))
+        for stream, batch in itertools.product(range(3), range(3))
     ]
     assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 9
 
@@ -258,7 +280,7 @@ def test_nothing_to_learn_leaves_the_state_untouched() -> None:
 def with_reward(finished: Finished, step: Step, row: int, reward: float, valid: bool) -> Finished:
     rewards, mask = np.array(finished.rewards), np.array(finished.valid)
     rewards[row], mask[row] = reward, valid
-    return finished.replace(rewards=place(step, rewards), valid=place(step, mask))
+    return finish(step, host(finished.rollout), rewards, mask)
 
 
 def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
@@ -270,19 +292,17 @@ def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
     before = host(state)
     for times in (1, 2):
         state, _, learnt, _ = made.call(state, bad, prompts_of(step, 1))
-        assert_bitwise(host(state.policy.network), before.policy.network)
-        assert_bitwise(host(state.policy.optimizer), before.policy.optimizer)
-        assert (int(state.policy.skipped), int(state.policy.skipped_in_row)) == (times, times)
+        assert_bitwise(host(state.learner.policy.network), before.learner.policy.network)
+        assert_bitwise(host(state.learner.policy.optimizer), before.learner.policy.optimizer)
+        assert (int(state.learner.policy.skipped), int(state.learner.policy.skipped_in_row)) == (times, times)
         assert (learnt["skipped/policy"], learnt["skipped_in_row/policy"]) == (times, times)
         assert np.isnan(float(learnt["loss/policy"]))
-        assert int(state.draft.skipped) == 0
+        assert int(state.learner.draft.skipped) == 0
     # The draft learns from the weights that sampled, so it does not notice whether the policy's update went through.
-    assert_bitwise(
-        host(made.call(start(step), bad, prompts_of(step, 1))[0].draft), host(made.call(start(step), good, prompts_of(step, 1))[0].draft)
-    )
+    assert_bitwise(*(host(made.call(start(step), finished, prompts_of(step, 1))[0].learner.draft) for finished in (bad, good)))
     state, _, learnt, _ = made.call(state, good, prompts_of(step, 1))
-    assert (int(state.policy.skipped), int(state.policy.skipped_in_row)) == (2, 0)
-    assert moved(host(state.policy.network), before.policy.network)
+    assert (int(state.learner.policy.skipped), int(state.learner.policy.skipped_in_row)) == (2, 0)
+    assert moved(host(state.learner.policy.network), before.learner.policy.network)
     assert np.isfinite(float(learnt["loss/policy"]))
 
 
@@ -290,12 +310,14 @@ def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
     made = program()
     step, run = made.step, twenty(True)
     state = start(step)
-    assert state.draft is not None
-    broken = state.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.draft.network))
-    after, rollout, learnt, _ = made.call(state.replace(draft=broken), score(step, run.rollouts[0]), prompts_of(step, 1))
-    assert_bitwise(host(after.policy), run.states[1].policy)
+    assert state.learner.draft is not None
+    broken = state.learner.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.learner.draft.network))
+    after, rollout, learnt, _ = made.call(
+        state.replace(learner=state.learner.replace(draft=broken)), score(step, run.rollouts[0]), prompts_of(step, 1)
+    )
+    assert_bitwise(host(after.learner.policy), run.states[1].learner.policy)
     np.testing.assert_array_equal(rollout.tokens, run.rollouts[1].tokens)
-    assert (int(after.draft.skipped), float(learnt["skipped_in_row/draft"])) == (1, 1)
+    assert (int(after.learner.draft.skipped), float(learnt["skipped_in_row/draft"])) == (1, 1)
 
 
 def test_rows_without_a_reward_have_no_influence() -> None:
@@ -319,8 +341,8 @@ def test_rows_without_a_reward_have_no_influence() -> None:
         states.append(host(state))
     for state in states[1:4]:
         assert_bitwise(state, states[0])
-    assert moved(states[4].policy, states[0].policy)
-    assert moved(states[4].draft, states[0].draft)
+    assert moved(states[4].learner.policy, states[0].learner.policy)
+    assert moved(states[4].learner.draft, states[0].learner.draft)
 
 
 # ---- rows without a reward that overflow
@@ -333,7 +355,9 @@ LAST_WORDS = (0, 10)
 
 
 def poisoned(state: TrainState) -> TrainState:
-    return state.replace(policy=state.policy.replace(network=with_poison(state.policy.network, jnp.inf)))
+    learner = state.learner
+    poisonous = learner.policy.replace(network=with_poison(learner.policy.network, jnp.inf))
+    return state.replace(learner=learner.replace(policy=poisonous))
 
 
 def with_poison(network: Decoder, value: float) -> Decoder:
@@ -357,16 +381,18 @@ def test_a_failed_row_that_overflows_changes_nothing(data: int, tensor: int, opt
     state, *_ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON), prompts_of(step, 1))
     other, _, learnt, _ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON + 1), prompts_of(step, 1))
     assert_bitwise(host(state), host(other))
-    assert state.draft is not None
-    assert (int(state.policy.skipped), int(state.draft.skipped)) == (0, 0)
-    assert moved(host(state.policy.network.layers), host(start(step)).policy.network.layers)
-    assert moved(host(state.draft.network), host(start(step)).draft.network)
+    assert state.learner.draft is not None
+    assert (int(state.learner.policy.skipped), int(state.learner.draft.skipped)) == (0, 0)
+    assert moved(host(state.learner.policy.network.layers), host(start(step)).learner.policy.network.layers)
+    assert moved(host(state.learner.draft.network), host(start(step)).learner.draft.network)
     assert float(learnt["grad_norm/policy"]) > 1e-3
 
 
 def descending(step: Step) -> Step:
     """The step with plain gradient descent at rate 1: what weights lose is the gradient."""
-    return dataclasses.replace(step, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0))
+    return dataclasses.replace(
+        step, learner=dataclasses.replace(step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0))
+    )
 
 
 def gradients_without(step: Step, state: TrainState, finished: Finished, row: int) -> tuple[Any, Any]:
@@ -383,21 +409,25 @@ def gradients_without(step: Step, state: TrainState, finished: Finished, row: in
     @jax.jit
     def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
         policy = with_poison(policy, 0)  # of the other rows none has it before a token that is learnt
-        forward = policy(tokens, positions_of(tokens), taps=step.draft.taps if step.draft else ())
+        texts = whole_rows(tokens, mask)
+        forward = policy(texts.tokens, texts.positions, taps=step.generator.taps)
 
         def loss_of(network: Decoder) -> jax.Array:
-            hidden = network(tokens, positions_of(tokens)).hidden
-            logprobs, _ = token_logprobs(network, hidden, tokens, starts, step.settings.processing)
+            logits = network.logits(network(texts.tokens, texts.positions).hidden)
+            produced = texts.positions + 1 - starts[:, None]
+            logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
             old = jax.lax.stop_gradient(logprobs)
-            return grpo_loss(logprobs, old, chosen, mask)
+            losses = clipped_ratio(LossInputs(logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen))
+            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(texts.chosen, dtype=losses.dtype)
 
         def draft_loss_of(network: Any) -> jax.Array:
-            return step.draft_loss(network, policy, tokens, mask, forward, 2).loss
+            assert step.learner.objective is not None
+            return draft_loss(network, policy, forward, texts, step.learner.objective).loss
 
         return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
 
-    assert state.draft is not None
-    return host(gradients(state.policy.network, state.draft.network))
+    assert state.learner.draft is not None
+    return host(gradients(state.learner.policy.network, state.learner.draft.network))
 
 
 def assert_learns_from_the_others(step: Step, learn: Any) -> None:
@@ -406,7 +436,9 @@ def assert_learns_from_the_others(step: Step, learn: Any) -> None:
     finished = with_a_failed_row(step, twenty(True).rollouts[0], POISON)
     before, wanted = host(state), gradients_without(step, host(state), finished, FAILED_ROW)
     after, metrics = learn(state, finished)
-    networks = [(with_poison(each.policy.network, 0), each.draft.network) for each in (jax.tree.map(jnp.asarray, before), after)]
+    networks = [
+        (with_poison(each.learner.policy.network, 0), each.learner.draft.network) for each in (jax.tree.map(jnp.asarray, before), after)
+    ]
     for name, gradient, old, new in zip(("policy", "draft"), wanted, *networks, strict=True):
         found = jax.tree.map(np.subtract, host(old), host(new))
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
@@ -441,12 +473,12 @@ def test_where_no_row_has_a_reward_nothing_is_updated_and_it_counts_as_skipped()
     made = program()
     step, run = made.step, twenty(True)
     good = score(step, run.rollouts[0])
-    nothing = good.replace(valid=place(step, np.zeros(ROWS, bool)))
+    nothing = finish(step, host(good.rollout), np.asarray(good.rewards), np.zeros(ROWS, bool))
     trained = made.call(start(step), good, prompts_of(step, 1))[0]  # with momentum, which alone would move weights
     before = host(trained)
     after, _, learnt, _ = made.call(trained, nothing, prompts_of(step, 1))
     for name in ("policy", "draft"):
-        found, wanted = host(getattr(after, name)), getattr(before, name)
+        found, wanted = host(getattr(after.learner, name)), getattr(before.learner, name)
         assert_bitwise((found.network, found.optimizer), (wanted.network, wanted.optimizer))
         assert (int(found.skipped), int(found.skipped_in_row)) == (1, 1)
         assert np.isnan(float(learnt[f"loss/{name}"]))
@@ -457,7 +489,7 @@ def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> N
     """What each batch measured, decayed and added up in numpy, says at which temperature each depth of the next batch is drafted."""
     made = program(sampling="auto", data=2)
     step, sums = made.step, np.zeros((LENGTH, len(GRID)))
-    state, finished = start(step), place(step, step.nothing_finished(ROWS))
+    state, finished = start(step), nothing_finished(step)
     chosen = []
     for batch in range(5):
         state, rollout, _, generated = made.call(state, finished, prompts_of(step, batch))
@@ -469,7 +501,7 @@ def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> N
         assert by_factor.shape == (PROMPTS, LENGTH, len(GRID))
         at_chosen = by_factor[:, np.arange(LENGTH), [GRID.index(factor) for factor in best]]
         np.testing.assert_allclose(at_chosen, statistics.overlap[first], rtol=0, atol=1e-10)
-        np.testing.assert_allclose(state.overlap_by_factor, sums, rtol=1e-5)
+        np.testing.assert_allclose(state.generator.overlap_by_factor, sums, rtol=1e-5)
         sums = DECAY * sums + by_factor.sum(0)
         finished = score(step, rollout, batch)
     assert len(set(map(tuple, chosen))) > 1, "a grid on which nothing ever changes tests nothing"
@@ -478,7 +510,7 @@ def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> N
 def test_metrics_are_those_of_the_rollout() -> None:
     made = program()
     run = twenty(True)
-    _, rollout, _, generated = made.call(start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0))
+    _, rollout, _, generated = made.call(start(made.step), nothing_finished(made.step), prompts_of(made.step, 0))
     rows = host(rollout)
     assert_bitwise(rows.tokens, run.rollouts[0].tokens)
     counts = rows.statistics

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import step
 from jaxspec.models import kv
-from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, place, program, prompts_of, start
+from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, nothing_finished, program, prompts_of, start
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -90,7 +90,7 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
 def compiled(data: int, tensor: int, **options: Any) -> Hlo:
     """The training step."""
     made = program.__wrapped__(data, tensor, **options)  # the cached one is for steps that nothing has changed
-    arguments = start(made.step), place(made.step, made.step.nothing_finished(ROWS)), prompts_of(made.step, 0)
+    arguments = start(made.step), nothing_finished(made.step), prompts_of(made.step, 0)
     return Hlo(made.call.lower(*arguments).compile().as_text())
 
 

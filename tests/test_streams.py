@@ -44,8 +44,9 @@ def test_weights_come_from_streams_of_their_own() -> None:
     state = jax.jit(step.fresh)()
     policy = Decoder(config.model, stream_key(3, Stream.POLICY_WEIGHTS))
     network = build_network(config, stream_key(3, Stream.DRAFT_WEIGHTS))
-    assert state.draft is not None
-    for ours, wanted in ((state.policy.network, policy), (state.draft.network, network)):
+    learner = state.learner
+    assert learner.draft is not None
+    for ours, wanted in ((learner.policy.network, policy), (learner.draft.network, network)):
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7), ours, wanted)
 
 

@@ -36,7 +36,7 @@ from jaxspec.metrics import Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
 from jaxspec.program import Job, make_job, sources
-from jaxspec.rl.optim import Diverged
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.tasks import SftBatch
 from jaxspec.tokenizer import character_tokenizer
 from jaxspec.train_draft import ACCEPTANCE, cached_draft, closing_table, collect, measure, tokens_kept, train
@@ -312,7 +312,7 @@ class TestCachedDraft:
 
     def test_the_code_that_shapes_what_is_kept_is_found_and_that_of_prompts_is_part_of_it(self) -> None:
         job = a_job()
-        assert all([policy_key(job), train_draft._key(job, None), pace._key(job.step, 6)])  # every name matches a file
+        assert all([policy_key(job), train_draft._key(job, None), pace._key(job.step.generator, 6)])  # every name matches a file
         assert {"data.py", "chat_template.py", "template_process.py"} <= set(train_draft.CODE)
         with pytest.raises(AssertionError, match=r"nothing\*\.py"):
             sources("program.py", "nothing*.py")

@@ -18,7 +18,7 @@ from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.models.decoder import Decoder
 from jaxspec.profile import Profiler
 from jaxspec.program import Job, make_job, reported
-from jaxspec.rl.optim import Diverged
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.runner import Called, Comparison, Runner
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
 from jaxspec.train import Loop, Position, close

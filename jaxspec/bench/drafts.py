@@ -32,7 +32,7 @@ from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.runner import TimedGeneration, abstract, put
-from jaxspec.state import Drafter, Prompts, Rollout, Statistics
+from jaxspec.state import Prompts, Ready, Rollout, Statistics
 from jaxspec.step import build_step
 from jaxspec.streams import Stream
 from jaxspec.train_draft import cached_draft, load_policy
@@ -101,7 +101,7 @@ class Bench:
 
     variant: Variant
     job: Job
-    drafter: Drafter
+    ready: Ready
     call: TimedGeneration
     measured: Float[Array, "K F"]
     """Of the draft temperatures; see `rollout/draft_temperature.py`."""
@@ -112,17 +112,19 @@ class Bench:
     """Tokens a second."""
 
     @property
-    def tuned(self) -> Drafter:
-        """The draft at the temperatures that are best by now."""
-        return self.drafter.replace(choice=put(draft_temperature.choose(self.measured, self.job.step.settings.grid), self.drafter.choice))
+    def tuned(self) -> Ready:
+        """Policy and draft, at the temperatures that are best by now."""
+        drafter = self.ready.drafter
+        choice = put(draft_temperature.choose(self.measured, self.job.step.generator.settings.grid), drafter.choice)
+        return self.ready.replace(drafter=drafter.replace(choice=choice))
 
-    def generate(self, target: Decoder, prompts: Prompts) -> Rollout:
+    def generate(self, prompts: Prompts) -> Rollout:
         """Answers a batch."""
-        return self.call(target, self.tuned, prompts).rollout
+        return self.call(self.tuned, prompts).rollout
 
-    def time(self, target: Decoder, prompts: Prompts) -> None:
+    def time(self, prompts: Prompts) -> None:
         """Answers a batch against the clock: tokens a second with its prefill, seconds a round without."""
-        made = self.call(target, self.tuned, prompts)
+        made = self.call(self.tuned, prompts)
         tokens = float(jnp.sum(made.rollout.lengths - made.rollout.prompt_lengths))
         self.round_seconds.append(made.loop_seconds / made.rounds)
         self.rates.append(tokens / made.seconds)
@@ -130,16 +132,18 @@ class Bench:
     def learn(self, rollout: Rollout) -> None:
         """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
         self.measured = draft_temperature.update(self.measured, rollout.statistics)
-        if self.drafter.pace is not None:
-            pace = draft_length.update(self.drafter.pace, rollout.statistics)
-            self.drafter = self.drafter.replace(pace=put(pace, self.drafter.pace))
+        drafter = self.ready.drafter
+        if drafter.pace is not None:
+            pace = put(draft_length.update(drafter.pace, rollout.statistics), drafter.pace)
+            self.ready = self.ready.replace(drafter=drafter.replace(pace=pace))
 
     def row(self, plain_round: float) -> dict[str, Any]:
         """The row of the table."""
-        grid, length = self.job.step.settings.grid, self.job.step.draft_length
+        generator = self.job.step.generator
+        grid, length = generator.settings.grid, generator.draft_length
         every = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(rollout.statistics for rollout in self.rollouts))
         tokens = sum(int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts)
-        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.choice, grid)
+        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.drafter.choice, grid)
         measured = {name.removeprefix("rollout/"): float(value) for name, value in made.items()}
 
         def by_depth(name: str) -> list[float]:
@@ -151,7 +155,7 @@ class Bench:
             "sampling": sampling or None,
             "verify": verify or None,
             "K": "auto" if self.variant.chosen else length,
-            "lengths": _shares(every, self.job.step.settings.lengths),
+            "lengths": _shares(every, generator.settings.lengths),
             **{name: measured[name] for name in ("acceptance_length", "tokens_per_target_pass", "coverage")},
             **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
             "draft_temperature": by_depth("draft_temperature") if sampling else [],
@@ -167,18 +171,17 @@ def _shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float
     return {str(length): more - less for length, (more, less) in zip(lengths, pairwise(at_least), strict=True)}
 
 
-def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts) -> tuple[Bench, Decoder]:
-    """Draft weights from the cache, or trained now, and the compiled calls; also the policy in the rollout layout."""
+def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts) -> Bench:
+    """Draft weights from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
     shapes = abstract(step, job.config.grpo.prompts)[0]
-    if shapes.draft is not None:
+    if shapes.learner.draft is not None:
         text = training_text(job.config, job.tokenizer, job.say)
-        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.draft.network)
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.learner.draft.network)
     state = with_pace(step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts)
-    target, drafter = jax.jit(step.prepare)(state)
-    measured = draft_temperature.start(step.draft_length, step.settings.grid)
-    call = TimedGeneration(step, target, drafter, prompts)
-    return Bench(variant=variant, job=job, drafter=drafter, call=call, measured=measured), target
+    ready = jax.jit(step.load)(state)
+    call = TimedGeneration(step.generator, ready, prompts)
+    return Bench(variant=variant, job=job, ready=ready, call=call, measured=state.generator.overlap_by_factor)
 
 
 def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
@@ -199,16 +202,14 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     batches = [Batches(each, *problems) for each in jobs]
     calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
     policy = load_policy(job, interrupt)
-    benches, target = [], None
+    benches = []
     for number, (variant, each) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
         job.say(f"{number} of {len(VARIANTS)}: {' '.join(filter(None, (variant.name, *_how(variant, each))))}")
-        bench, target = prepare(variant, each, interrupt, policy, batches[number - 1].train(0))
-        benches.append(bench)
-    assert target is not None, "there are variants"
+        benches.append(prepare(variant, each, interrupt, policy, batches[number - 1].train(0)))
     with interrupt.nothing_unsaved("measuring drafts"):
-        _remember(benches, batches, target, TUNING + calls)
-        _measure(benches, batches, target, calls)
-        _time(benches, batches, target)
+        _remember(benches, batches, TUNING + calls)
+        _measure(benches, batches, calls)
+        _time(benches, batches)
     plain = float(np.median(benches[0].round_seconds))
     table = [bench.row(plain) for bench in benches]
     answers = calls * config.grpo.prompts * config.grpo.group_size
@@ -226,26 +227,26 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
 
 def _how(variant: Variant, job: Job) -> tuple[str, str]:
     """How a variant's tokens are drawn and verified; empty where it does neither."""
-    learned, drafted = job.config.rollout.draft.learned, job.step.draft is not None
+    learned, drafted = job.config.rollout.draft.learned, job.step.generator.draft is not None
     return variant.sampling if learned else "", variant.verify if drafted else ""
 
 
-def _remember(benches: list[Bench], batches: list[Batches], target: Decoder, count: int) -> None:
+def _remember(benches: list[Bench], batches: list[Batches], count: int) -> None:
     """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding, under other noise."""
     plain, prompts = benches[0], batches[0]
     for batch in range(count):
         asked = prompts.train(batch)
-        rollout = plain.generate(target, asked.replace(stream=put(np.int32(Stream.REMEMBER), asked.stream)))
+        rollout = plain.generate(asked.replace(stream=put(np.int32(Stream.REMEMBER), asked.stream)))
         for other in batches:
             other.remember(batch, rollout)
 
 
-def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, calls: int) -> None:
+def _measure(benches: list[Bench], batches: list[Batches], calls: int) -> None:
     """Tunes the draft temperatures on the first batches, then generates those that count."""
     with Progress("measuring", len(benches) * (TUNING + calls)) as progress:
         for number, (bench, asked) in enumerate(zip(benches, batches, strict=True)):
             for batch in range(TUNING + calls):
-                rollout = bench.generate(target, asked.train(batch))
+                rollout = bench.generate(asked.train(batch))
                 if batch < TUNING:
                     bench.learn(rollout)
                 else:
@@ -253,12 +254,12 @@ def _measure(benches: list[Bench], batches: list[Batches], target: Decoder, call
                 progress.update(number * (TUNING + calls) + batch + 1)
 
 
-def _time(benches: list[Bench], batches: list[Batches], target: Decoder) -> None:
+def _time(benches: list[Bench], batches: list[Batches]) -> None:
     """Times the first batch that counts, variant after variant and all over again: what disturbs the machine disturbs all alike."""
     with Progress("timing", REPEATS) as progress:
         for number in range(REPEATS):
             for bench, asked in zip(benches, batches, strict=True):
-                bench.time(target, asked.train(TUNING))
+                bench.time(asked.train(TUNING))
             progress.update(number + 1)
 
 

@@ -31,11 +31,12 @@ from jaxspec.pretrained import policy_checkpoint
 from jaxspec.profile import Profiler
 from jaxspec.program import Job, start_jax
 from jaxspec.resolve import read_draft
+from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.runner import TimedGeneration, abstract, ahead, placed, put
 from jaxspec.sampling import Noise, categorical
-from jaxspec.state import Drafter, Prompts, Rollout
-from jaxspec.step import Step, build_step
+from jaxspec.state import Prompts, Ready, Rollout
+from jaxspec.step import build_step
 from jaxspec.streams import Stream, stream_key
 from jaxspec.tokenizer import load_tokenizer
 
@@ -94,27 +95,25 @@ class Loaded(NamedTuple):
     shapes: dict[int, Prompts]
     """Of prompts, by their number."""
 
-    def step(self, rows: int, length: Length) -> Step:
+    def generator(self, rows: int, length: Length) -> Generator:
         """That of so many rows, drafting so many tokens a round."""
         options, config = self.options, self.job.config
-        step = self.job.step.answering(rows, 1)
-        step = replace(step, settings=step.settings._replace(tail=()))  # every row has the same number of tokens
+        generator = self.job.step.generator.with_(prompts=rows, group_size=1, tail=())  # every row has the same number of tokens
         if length == 0:
-            return step.plain()
+            return generator.plain()
         wanted = replace(config.rollout.draft, draft_length=length)
-        settings = step.settings._replace(lengths=wanted.lengths)
-        if options.synthetic_acceptance:
-            settings = settings._replace(rule=synthetic(options.synthetic_acceptance))
+        rule: dict[str, Any] = {"rule": synthetic(options.synthetic_acceptance)} if options.synthetic_acceptance else {}
         draft = build_draft(replace(config, rollout=replace(config.rollout, draft=wanted)), ())
-        return replace(step, draft=draft, settings=settings)
+        return generator.with_(draft=draft, lengths=wanted.lengths, **rule)
 
-    def networks(self, step: Step, prompts: Prompts) -> tuple[Decoder, Drafter]:
-        """Policy and draft in the rollout layout of a step, and what it chooses lengths by."""
-        network = None if step.draft is None else self.network
-        target, drafter = jax.jit(lambda policy, network: step.prepare(step.start(policy, network)))(self.policy, network)
-        if drafter.pace is not None:
-            drafter = drafter.replace(pace=jax.device_put(measured_pace(step, target, drafter, prompts), meshes.replicated(step.mesh)))
-        return target, drafter
+    def ready(self, generator: Generator, prompts: Prompts) -> Ready:
+        """Policy and draft as a generator reads them, and what it chooses lengths by."""
+        network = None if generator.draft is None else self.network
+        ready = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))(self.policy, network)
+        if ready.drafter.pace is None:
+            return ready
+        pace = jax.device_put(measured_pace(generator, ready, prompts), meshes.replicated(generator.mesh))
+        return ready.replace(drafter=ready.drafter.replace(pace=pace))
 
     def prompts(self, texts: Sequence[str], call: int) -> Prompts:
         """Texts as token ids, cut to the length of the prompts, on the mesh."""
@@ -135,7 +134,8 @@ class Loaded(NamedTuple):
     def on(self, shards: int) -> "Loaded":
         """The same on fewer devices."""
         mesh = meshes.make_mesh(shards, 1)
-        job = replace(self.job, mesh=mesh, step=replace(self.job.step, mesh=mesh))
+        step = self.job.step
+        job = replace(self.job, mesh=mesh, step=replace(step, generator=replace(step.generator, mesh=mesh)))
         policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
         return Loaded(job, policy, network, self.options, {})
 
@@ -151,7 +151,7 @@ def load(options: GenerateOptions, group: int = 1) -> Loaded:
     config = config_of(options, group, print)
     mesh, tokenizer = mesh_for(options, config), load_tokenizer(config.data.tokenizer)
     step = build_step(config, mesh, (), tokenizer.size)
-    shapes, layout = jax.eval_shape(step.fresh_policy), step.train_layout
+    shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout
     abstract = jax.tree.map(placed, shapes, layout(shapes))
     policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
     key, network = stream_key(options.seed, Stream.DRAFT_WEIGHTS), None
@@ -169,10 +169,10 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
     """Calls from text to text; also the last rollout and the seconds of compiling."""
     options = loaded.options
     texts = digits(options.batch, options.prompt, options.seed)
-    step = loaded.step(options.batch, options.draft_length if options.draft != "none" else 0)
-    target, drafter = loaded.networks(step, loaded.prompts(texts, 0))
+    generator = loaded.generator(options.batch, options.draft_length if options.draft != "none" else 0)
+    ready = loaded.ready(generator, loaded.prompts(texts, 0))
     began = time.perf_counter()
-    program, _ = ahead(step.generate, target, drafter, loaded.like(options.batch))
+    program, _ = ahead(generator.generate, ready, loaded.like(options.batch))
     compile_seconds = time.perf_counter() - began
     seen: list[Rollout] = []
     profiler = Profiler(numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print)
@@ -182,7 +182,7 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
         prompts = loaded.prompts(texts, number)
         moments.append(time.perf_counter())
         with profiler.call(number):
-            rollout = jax.device_get(program(target, drafter, prompts))
+            rollout = jax.device_get(program(ready, prompts))
         moments.append(time.perf_counter())
         answers = [tokens[start:end] for tokens, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)]
         made = [loaded.job.tokenizer.decode(answer.tolist()) for answer in answers]
@@ -221,13 +221,13 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
         prompts = [here.prompts(texts, repeat) for repeat in range(options.repeats + 1)]
         calls = {}
         for length in lengths:
-            step = here.step(live, length)
-            networks = here.networks(step, prompts[0])
-            calls[length] = TimedGeneration(step, *networks, prompts[0]), networks
+            generator = here.generator(live, length)
+            ready = here.ready(generator, prompts[0])
+            calls[length] = TimedGeneration(generator, ready, prompts[0]), ready
         seen: dict[Length, list[tuple[float, float, float]]] = {length: [] for length in lengths}
         for repeat in range(options.repeats + 1):
-            for length, (call, networks) in calls.items():
-                made = call(*networks, prompts[repeat])
+            for length, (call, ready) in calls.items():
+                made = call(ready, prompts[repeat])
                 tokens = float(np.sum(made.rollout.lengths - made.rollout.prompt_lengths))
                 passes = float(np.sum(made.rollout.statistics.rounds))
                 if repeat:

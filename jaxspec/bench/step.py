@@ -21,6 +21,7 @@ from jaxspec.cli import override
 from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
+from jaxspec.rl.train_batch import planned
 from jaxspec.runner import Runner, abstract, put, staged_step, whole_step
 from jaxspec.state import EOS, LENGTH, Finished, Rollout
 
@@ -93,7 +94,7 @@ class Stepper:
         # Whoever steps gives its state away, and another one may still want these weights.
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, loaded.network))
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(*weights)
-        self._state = with_pace(step, state, loaded.prompts(self._texts, 0))
+        self._state, self._learner = with_pace(step, state, loaded.prompts(self._texts, 0)), step.learner
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
         self.generated: dict[str, float] = {}
@@ -107,8 +108,11 @@ class Stepper:
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
         ended = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH))
-        valid, learn = put((ended, True), (self._like.valid, self._like.learn))
-        self._state, self._finished = called.state, Finished(rollout=called.rollout, rewards=rewards, valid=valid, learn=learn)
+        read = np.where(ended, np.asarray(called.rollout.lengths) - 1, 0).astype(np.int32)
+        plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
+        valid, plan, learn = put((ended, plan, True), (self._like.valid, self._like.plan, self._like.learn))
+        self._state = called.state
+        self._finished = Finished(rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         score = {"time/score": time.perf_counter() - began}
         phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
         self.seconds.append(phases | called.seconds | score)
@@ -128,7 +132,7 @@ def phases_of(stepper: Stepper) -> dict[str, float]:
     def median(*names: str) -> float:
         return float(np.median([sum(each[f"time/{name}"] for name in names) for each in seconds]))
 
-    return {"generate": median("prepare", "generate"), "score": median("score"), "ref": 0.0, "train": median("logprob", "train")}
+    return {"generate": median("prepare", "generate"), "score": median("score"), "ref": 0.0, "train": median("train")}
 
 
 def main(argv: Sequence[str]) -> int:

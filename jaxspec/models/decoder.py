@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config import ModelConfig
+from jaxspec.kernels.segment_attention import attend_visible
 from jaxspec.kernels.sight import causal
-from jaxspec.models.attention import attend, attend_cache, up_to_position
+from jaxspec.models.attention import attend_cache
 from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
@@ -139,6 +140,10 @@ def finish_layer(
     return x + swiglu(normed, layer.gate, layer.up, layer.down)
 
 
+def _as_it_is(layer: Layers) -> Layers:
+    return layer
+
+
 class Decoder(nnx.Module):
     """Grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head (Qwen3, arXiv 2505.09388; Llama 3, arXiv 2407.21783).
 
@@ -160,22 +165,35 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"],
         cache: KVCache | None = None,
         taps: tuple[int, ...] = (),
+        first: Int[Array, "B T"] | None = None,
+        enter: Callable[[Layers], Layers] = _as_it_is,
     ) -> Forward:
-        """Runs a block of tokens; with a cache the block is written to the slots of its positions and attends to all up to its own, without
-        one it attends causally to itself.
+        """Runs a block of tokens.
 
-        `taps` are boundaries at which the residual stream is wanted: numbers of layers applied, 0 to all, ascending.
+        With a cache the block is written to the slots of its positions and attends to all up to its own; without one it attends causally
+        to itself, each token from the place `first` on, where its text starts (None: the first place of the block).
+
+        Args:
+          tokens: the block.
+          positions: of each token in its text.
+          cache: keys and values of what precedes the block.
+          taps: boundaries at which the residual stream is wanted: numbers of layers applied, 0 to all, ascending.
+          first: see above.
+          enter: what a layer's weights go through when the layer is run, inside the loop over layers: there a learner casts and gathers
+            them, so that no more than one layer is whole at a time.
         """
         config = self.config
-        x = self.embedding[...][tokens]
+        x = self.embedding[...][tokens].astype(self.norm.dtype)
         table = rotary_table(positions, config, x.dtype)
-        whole = up_to_position(positions, tokens.shape[1])
+        starts = jnp.zeros_like(tokens) if first is None else first
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
         def layer(x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page) -> tuple[Any, Any]:
+            weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
             if cache is None:
-                attended = attend(query, key, value, whole)
+                attended, _ = attend_visible(query, key, value, starts, places)
             else:
                 cache = extend(cache, index, positions, key, value)
                 attended = attend_cache(query, cache, index, causal(positions))
@@ -202,8 +220,16 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""
-        logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...]) if self.head is None else product(hidden, self.head)
+        if self.head is None:
+            logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...].astype(hidden.dtype))
+        else:
+            logits = product(hidden, self.head)
         return logits.astype(np.promote_types(logits.dtype, np.float32))
+
+
+def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a value is kept for the backward pass: all are but weights that were cast and gathered."""
+    return primitive.name not in ("all_gather", "convert_element_type")
 
 
 def _scanned(
@@ -221,7 +247,8 @@ def _scanned(
             tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)
         return (*layer(x, cache, weights, index), tapped), None
 
-    body = jax.checkpoint(one) if config.remat else one
+    # A layer's gathered weights are never kept for the backward pass, which gathers them again.
+    body = jax.checkpoint(one, policy=None if config.remat else _but_gathered)
     indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(places, jnp.int32)
     (x, cache, tapped), _ = lax.scan(body, (x, cache, tapped), (layers, *indices))
     return x, cache, {boundary: x if boundary == config.layers else tapped[place] for place, boundary in enumerate(taps)}

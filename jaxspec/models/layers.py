@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +56,26 @@ class Split(nnx.Param):
     """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its parts."""
 
 
+class LowRank(nnx.Module):
+    """A weight with an adapter beside it: its product is x @ base + scale * (x @ a) @ b."""
+
+    def __init__(self, base: nnx.Variable, a: nnx.Variable, b: nnx.Variable, scale: float):
+        self.base, self.a, self.b, self.scale = base, a, b, scale
+
+
+Weight = nnx.Variable | LowRank
+"""What `product` takes, however it lies."""
 FEW = 16
 """Rows from which on a product takes the blocks of a `Blocked` weight one by one: at once, each needs a copy of all rows."""
 MANY = 256
 """Rows from which on a product has a `Transposed` weight on the right: on the left, rows and results are transposed too."""
 
 
-def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) -> Float[Array, "B T *O"]:
+def product(x: Float[Array, "B T *I"], weight: Weight, inputs: int = 1) -> Float[Array, "B T *O"]:
     """The product of the last `inputs` axes of x with a weight [*in, *out] however it lies."""
+    if isinstance(weight, LowRank):
+        adapted = product(product(x, weight.a, inputs), weight.b)
+        return product(x, weight.base, inputs) + adapted * np.asarray(weight.scale, adapted.dtype)
     kernel, count = weight[...], x.shape[0] * x.shape[1]
     if isinstance(weight, Blocked):
         rows = x.reshape(count, -1)
@@ -81,13 +93,18 @@ def product(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int = 1) ->
             made = x.reshape(count, -1) @ kernel.reshape(-1, math.prod(outputs))
         return made.reshape(*x.shape[:2], *outputs)
     if not isinstance(weight, Transposed):
-        return jnp.tensordot(x, kernel, axes=inputs)
+        return jnp.tensordot(x, kernel.astype(x.dtype), axes=inputs)
     rows, flat = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
     if count >= MANY:
         return (rows @ flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
     # Barriers: XLA would fold the transposes into the product, which undoes it.
     made = jax.lax.optimization_barrier(flat @ jax.lax.optimization_barrier(rows.T))
     return made.T.reshape(*x.shape[:2], *kernel.shape[:-1])
+
+
+def cast(network: Any, dtype: Any) -> Any:
+    """The network with its floating leaves in `dtype`."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, network)
 
 
 def dense(key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0) -> nnx.Param:
@@ -102,6 +119,6 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*W D"], eps: float) 
     return scaled.astype(x.dtype) * weight
 
 
-def swiglu(x: Float[Array, "B T D"], gate: nnx.Variable, up: nnx.Variable, down: nnx.Variable) -> Float[Array, "B T D"]:
+def swiglu(x: Float[Array, "B T D"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "B T D"]:
     """Gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
     return product(jax.nn.silu(product(x, gate)) * product(x, up), down)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key
 from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
 from jaxspec.json_keys import Keys, is_whole, named, shown
 from jaxspec.models.decoder import Decoder, master_dtype
-from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.layers import LOGICAL_AXES, LowRank, cast
 
 
 class Target(NamedTuple):
@@ -74,9 +74,10 @@ class Adapted(nnx.Module):
     """A decoder with adapters, of which only the latter are trained; `merged` makes a plain decoder of both."""
 
     def __init__(self, base: Decoder, lora: LoraConfig, key: Key[Array, ""]):
-        """Fresh adapters of `lora.rank`; raises ConfigError for targets that the decoder does not have."""
+        """Fresh adapters of `lora.rank` beside a base in the model's own type, since weights that nobody updates need no master copy;
+        raises ConfigError for targets that the decoder does not have."""
         self.names, self.scale = chosen(lora.targets, base.config, "lora.targets"), lora.alpha / lora.rank
-        self.base = _variables(Frozen, base)
+        self.base = _variables(Frozen, cast(base, jnp.dtype(base.config.dtype)))
         self.adapters = Adapters(base, self.names, lora.rank, key)
 
 
@@ -97,6 +98,17 @@ def merged(network: Decoder | Adapted) -> Decoder:
     for name in network.names:
         a, b = (getattr(network.adapters, f"{name}_{part}")[...] for part in "ab")
         _change(decoder, name, a, b, jnp.full((decoder.config.layers,), network.scale, a.dtype))
+    return decoder
+
+
+def applied(network: Decoder | Adapted) -> Decoder:
+    """A decoder as it is; of one with adapters, the decoder whose products have them beside its weights."""
+    if isinstance(network, Decoder):
+        return network
+    decoder = jax.tree.map(lambda leaf: leaf, network.base)
+    for name in network.names:
+        weight, (a, b) = TARGETS[name].weight, (getattr(network.adapters, f"{name}_{part}") for part in "ab")
+        setattr(decoder.layers, weight, LowRank(getattr(decoder.layers, weight), a, b, network.scale))
     return decoder
 
 

@@ -23,7 +23,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import acceptance, draft_length, slots
 from jaxspec.rollout.pages import grow, no_pages
 from jaxspec.rollout.round import Settings, by_matching, features, one_round
-from jaxspec.rollout.slots import Caches, Engine, Paged, Prefilled, Queue
+from jaxspec.rollout.slots import Caches, DecodeState, Paged, Prefilled, Queue
 from jaxspec.state import IDLE, RUNNING, Drafter, Known, Prompts, PyTree, Rollout
 
 PREFILL_TOKENS = 2**14
@@ -38,7 +38,7 @@ def begin(
     first_prompt: Int[Array, ""],
     key: Key[Array, ""],
     settings: Settings,
-) -> Engine:
+) -> DecodeState:
     """Prefills each prompt once, for all rows of its group.
 
     Args:
@@ -67,6 +67,7 @@ def begin(
         lengths=lengths,
         logprobs=jnp.zeros((count * group, size), wide),
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
+        version=jnp.zeros_like(lengths),
         statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
     )
     keys = sampling.row_keys(key, numbers.reshape(-1), sampling.TARGET if by_matching(draft, settings) else sampling.ROUND)
@@ -75,7 +76,7 @@ def begin(
         engine = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
         return engine.replace(known=_known(drafter, settings))
     assert prefilled.caches is not None, "prompts are read into caches of their own"
-    return Engine(
+    return DecodeState(
         rollout=rollout,
         row=None,
         keys=keys,
@@ -90,7 +91,7 @@ def begin(
 
 def _with_queue(
     rollout: Rollout, keys: Key[Array, " R"], prefilled: Prefilled, prompts: Prompts, chosen: int, longest: int, settings: Settings
-) -> Engine:
+) -> DecodeState:
     """An engine of `chosen` empty slots, for which all rows wait."""
     count, rows, size = len(prompts.tokens), len(keys), settings.page_size
     read, paged = prefilled.caches, None
@@ -110,7 +111,7 @@ def _with_queue(
         prefilled = prefilled.replace(caches=None)
         nothing = jnp.zeros((chosen,), jnp.int32)
         paged = Paged(pages=pages, reached=nothing, admitted=nothing)
-    return Engine(
+    return DecodeState(
         rollout=rollout,
         row=jnp.full((chosen,), rows, jnp.int32),
         keys=keys,
@@ -164,8 +165,8 @@ def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Pr
 
 
 def advance(
-    target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""] | int, settings: Settings
-) -> Engine:
+    target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, max_rounds: Int[Array, ""] | int, settings: Settings
+) -> DecodeState:
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as one long call."""
     limit = engine.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - engine.round[0])
     tail = tuple(size for size in settings.tail if size < slots.slot_count(engine))
@@ -176,23 +177,23 @@ def _run(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: Engine,
+    engine: DecodeState,
     limit: Int[Array, ""],
     tail: tuple[int, ...],
     settings: Settings,
     loop: int = 0,
-) -> Engine:
+) -> DecodeState:
     """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of that many.
 
     Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with one waiting goes on in the same loop.
     """
     enough, block = tail[0] if tail else 0, (draft.length if draft else 0) + 1
 
-    def unfinished(engine: Engine) -> Bool[Array, ""]:
+    def unfinished(engine: DecodeState) -> Bool[Array, ""]:
         left = jnp.sum(engine.rollout.status == RUNNING)
         return (left > enough) & (engine.round[0] < limit)
 
-    def one(engine: Engine, length: int) -> Engine:
+    def one(engine: DecodeState, length: int) -> DecodeState:
         with jax.named_scope("refill"):
             engine = slots.make_room(slots.refill(engine, settings.group_size, block), block)
         return one_round(target, drafter, draft, engine, settings, length)
@@ -210,23 +211,23 @@ def _run(
 
 
 def _rounds_of_choice(
-    one: Callable[[Engine, int], Engine],
-    choose: Callable[[Engine], draft_length.Choice],
-    unfinished: Callable[[Engine], Bool[Array, ""]],
-    engine: Engine,
+    one: Callable[[DecodeState, int], DecodeState],
+    choose: Callable[[DecodeState], draft_length.Choice],
+    unfinished: Callable[[DecodeState], Bool[Array, ""]],
+    engine: DecodeState,
     lengths: tuple[int, ...],
-) -> Engine:
+) -> DecodeState:
     """Rounds of the length that is chosen before each: a loop for every length inside of one, since a `switch` would copy the caches."""
 
-    def chosen(engine: Engine) -> tuple[Engine, draft_length.Choice]:
+    def chosen(engine: DecodeState) -> tuple[DecodeState, draft_length.Choice]:
         return engine, choose(engine)
 
-    def made(carry: tuple[Engine, draft_length.Choice], length: int) -> tuple[Engine, draft_length.Choice]:
+    def made(carry: tuple[DecodeState, draft_length.Choice], length: int) -> tuple[DecodeState, draft_length.Choice]:
         engine, choice = carry
         assert engine.known is not None, "lengths are chosen by what is known"
         return chosen(one(engine.replace(known=engine.known.replace(spare=choice.spare[None])), length))
 
-    def in_turn(carry: tuple[Engine, draft_length.Choice]) -> tuple[Engine, draft_length.Choice]:
+    def in_turn(carry: tuple[DecodeState, draft_length.Choice]) -> tuple[DecodeState, draft_length.Choice]:
         for place, length in enumerate(lengths):
             carry = lax.while_loop(
                 lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
@@ -238,7 +239,7 @@ def _rounds_of_choice(
     return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(engine))[0]
 
 
-def _choice(drafter: Drafter, engine: Engine, settings: Settings, loop: int) -> draft_length.Choice:
+def _choice(drafter: Drafter, engine: DecodeState, settings: Settings, loop: int) -> draft_length.Choice:
     """The length of the next round."""
     assert drafter.pace is not None, "lengths are chosen by a cost table"
     assert engine.known is not None, "lengths are chosen by what is known"
@@ -249,7 +250,7 @@ def _choice(drafter: Drafter, engine: Engine, settings: Settings, loop: int) -> 
     return draft_length.choose(jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths)
 
 
-def collect(engine: Engine) -> Rollout:
+def collect(engine: DecodeState) -> Rollout:
     """The rows as they stand, without the engine's caches."""
     return engine.rollout
 
@@ -272,10 +273,10 @@ def generate(
 
 def begin_sharded(
     target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
-) -> Engine:
+) -> DecodeState:
     """`begin` on every shard of `mesh`."""
 
-    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Engine:
+    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> DecodeState:
         return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
     inputs, numbers = _begin_inputs(prompts)
@@ -288,11 +289,11 @@ def begin_sharded(
 
 
 def advance_sharded(
-    target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, max_rounds: Int[Array, ""], settings: Settings, mesh: Mesh
-) -> Engine:
+    target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, max_rounds: Int[Array, ""], settings: Settings, mesh: Mesh
+) -> DecodeState:
     """`advance` on every shard of `mesh`."""
 
-    def shard(target: Decoder, drafter: Drafter, engine: Engine, max_rounds: Int[Array, ""]) -> Engine:
+    def shard(target: Decoder, drafter: Drafter, engine: DecodeState, max_rounds: Int[Array, ""]) -> DecodeState:
         return advance(target, drafter, draft, engine, max_rounds, settings)
 
     specs = _engine_specs(engine)
@@ -304,7 +305,7 @@ def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
     return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
 
 
-def _engine_specs(engine: Engine) -> PyTree:
+def _engine_specs(engine: DecodeState) -> PyTree:
     """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere else."""
     return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), engine)
 

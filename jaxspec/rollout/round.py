@@ -12,7 +12,7 @@ from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_p
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.kv import KVCache
 from jaxspec.rollout import acceptance, slots
-from jaxspec.rollout.slots import Caches, Engine, added, taken
+from jaxspec.rollout.slots import Caches, DecodeState, added, taken
 from jaxspec.rollout.verify import Verdict, leading, match_rule
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Drafter, Known, Rollout, Statistics
 
@@ -52,7 +52,7 @@ class _Round(NamedTuple):
     """Tokens that follow and are known: a row that had lost its pages goes through its text again. None: no row can."""
 
 
-def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: Engine, settings: Settings, length: int) -> Engine:
+def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, settings: Settings, length: int) -> DecodeState:
     """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
     rollout, row, now = engine.rollout, engine.row, _start(engine)
     matching, measured = by_matching(draft, settings), _measured(engine, settings.group_size)
@@ -109,13 +109,13 @@ def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: En
     )
 
 
-def _start(engine: Engine) -> _Round:
+def _start(engine: DecodeState) -> _Round:
     rollout, lengths, running = engine.rollout, slots.reached(engine), slots.active(engine)
     known = None if engine.paged is None else jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)
     return _Round(running, lengths, taken(rollout.prompt_lengths, engine.row), known)
 
 
-def _with_table(cache: KVCache | None, engine: Engine) -> KVCache | None:
+def _with_table(cache: KVCache | None, engine: DecodeState) -> KVCache | None:
     if cache is None or engine.paged is None:
         return cache
     return cache.replace(table=engine.paged.pages.table[: slots.slot_count(engine)])
@@ -215,7 +215,7 @@ class _Measured(NamedTuple):
     """The group of each of these slots, none where it has another row; None: they are the groups in order."""
 
 
-def _measured(engine: Engine, group_size: int) -> _Measured:
+def _measured(engine: DecodeState, group_size: int) -> _Measured:
     if engine.row is None:
         return _Measured(slice(None, None, group_size), None)
     groups = len(engine.rollout.status) // group_size
@@ -244,7 +244,7 @@ def _learnt(known: Known | None, change: Statistics) -> Known | None:
 
 
 def _commit(
-    engine: Engine,
+    engine: DecodeState,
     now: _Round,
     verdict: Verdict,
     drafted: Int[Array, "B K"],

@@ -66,7 +66,7 @@ class Paged(Tree):
 
 
 @pytree
-class Engine(Tree):
+class DecodeState(Tree):
     """Everything a rollout carries between rounds. R rows, of which B are in slots."""
 
     rollout: Rollout
@@ -88,7 +88,7 @@ class Engine(Tree):
     """Of the draft's acceptance, with a first axis of one; None: all rounds draft alike."""
 
 
-def slot_count(engine: Engine) -> int:
+def slot_count(engine: DecodeState) -> int:
     """Rows that are generated at once."""
     return len(engine.rollout.status) if engine.row is None else len(engine.row)
 
@@ -103,18 +103,18 @@ def added(leaf: Array, row: Int[Array, " B"] | None, change: Array) -> Array:
     return leaf + change if row is None else leaf.at[row].add(change, mode="drop")
 
 
-def active(engine: Engine) -> Bool[Array, " B"]:
+def active(engine: DecodeState) -> Bool[Array, " B"]:
     """Slots with a row that has not ended."""
     running = taken(engine.rollout.status, engine.row) == RUNNING
     return running if engine.row is None else running & (engine.row < len(engine.rollout.status))
 
 
-def reached(engine: Engine) -> Int[Array, " B"]:
+def reached(engine: DecodeState) -> Int[Array, " B"]:
     """Tokens that each slot has gone through: all that its row has, but for a row that goes through its text again."""
     return taken(engine.rollout.lengths, engine.row) if engine.paged is None else engine.paged.reached
 
 
-def waiting(engine: Engine) -> Bool[Array, ""]:
+def waiting(engine: DecodeState) -> Bool[Array, ""]:
     """Whether a row has no slot yet."""
     return jnp.zeros((), bool) if engine.queue is None else jnp.any(engine.queue.waiting)
 
@@ -122,28 +122,28 @@ def waiting(engine: Engine) -> Bool[Array, ""]:
 # ---- refill
 
 
-def refill(engine: Engine, group_size: int, block: int) -> Engine:
+def refill(engine: DecodeState, group_size: int, block: int) -> DecodeState:
     """Frees the slots of rows that have ended, and gives free slots to waiting rows while pages last; a round reads `block` positions."""
     if engine.queue is None:
         return engine
 
-    def goes_on(engine: Engine) -> Bool[Array, ""]:
+    def goes_on(engine: DecodeState) -> Bool[Array, ""]:
         return waiting(engine) & jnp.any(_row(engine) == len(engine.rollout.status)) & _fits(engine, group_size, block)
 
     return lax.while_loop(goes_on, lambda engine: _admit(engine, group_size), _retire(engine, group_size))
 
 
-def _row(engine: Engine) -> Int[Array, " B"]:
+def _row(engine: DecodeState) -> Int[Array, " B"]:
     assert engine.row is not None, "slots that are exchanged say what they hold"
     return engine.row
 
 
-def _queue(engine: Engine) -> Queue:
+def _queue(engine: DecodeState) -> Queue:
     assert engine.queue is not None, "rows come from a queue, or go back to it"
     return engine.queue
 
 
-def _retire(engine: Engine, group_size: int) -> Engine:
+def _retire(engine: DecodeState, group_size: int) -> DecodeState:
     """Empties the slots of rows that have ended; their pages, and those of prompts whose groups have, are free again."""
     if engine.row is None:
         return engine
@@ -156,7 +156,7 @@ def _retire(engine: Engine, group_size: int) -> Engine:
     return engine.replace(paged=engine.paged.replace(pages=pages))
 
 
-def _head(engine: Engine) -> Int[Array, ""]:
+def _head(engine: DecodeState) -> Int[Array, ""]:
     """The next row to be admitted."""
     queue = _queue(engine)
     return queue.order[jnp.argmax(queue.waiting[queue.order])]
@@ -167,7 +167,7 @@ def _shared(length: Int[Array, ""], size: int) -> Int[Array, ""]:
     return jnp.maximum(length - 2, 0) // size
 
 
-def _fits(engine: Engine, group_size: int, block: int) -> Bool[Array, ""]:
+def _fits(engine: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
     """Whether the next row's whole text, and a round beyond it, find free pages."""
     if engine.paged is None:
         return jnp.ones((), bool)
@@ -176,7 +176,7 @@ def _fits(engine: Engine, group_size: int, block: int) -> Bool[Array, ""]:
     return wanted - _shared(engine.rollout.prompt_lengths[row], size) <= free(engine.paged.pages)
 
 
-def _admit(engine: Engine, group_size: int) -> Engine:
+def _admit(engine: DecodeState, group_size: int) -> DecodeState:
     """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages that it will write to."""
     queue, rollout = _queue(engine), engine.rollout
     row, slot = _head(engine), jnp.argmax(_row(engine) == len(rollout.status)).astype(jnp.int32)
@@ -209,17 +209,17 @@ def _admit(engine: Engine, group_size: int) -> Engine:
 # ---- eviction
 
 
-def make_room(engine: Engine, block: int) -> Engine:
+def make_room(engine: DecodeState, block: int) -> DecodeState:
     """Gives every row the pages that the next round writes to; while there are too few, the youngest row loses its own and waits."""
     if engine.paged is None:
         return engine
     count, size = slot_count(engine), engine.caches.page_size
 
-    def wanted(engine: Engine) -> Int[Array, " A"]:
+    def wanted(engine: DecodeState) -> Int[Array, " A"]:
         needed = jnp.where(active(engine), (reached(engine) + block - 2) // size + 1, 0)
         return _pages(engine).held.at[:count].max(needed)
 
-    def too_few(engine: Engine) -> Bool[Array, ""]:
+    def too_few(engine: DecodeState) -> Bool[Array, ""]:
         pages = _pages(engine)
         return jnp.sum(wanted(engine) - pages.held, dtype=jnp.int32) > free(pages)
 
@@ -227,17 +227,17 @@ def make_room(engine: Engine, block: int) -> Engine:
     return _with_pages(engine, grow(_pages(engine), wanted(engine)))
 
 
-def _pages(engine: Engine) -> Pages:
+def _pages(engine: DecodeState) -> Pages:
     assert engine.paged is not None, "only small pages run out"
     return engine.paged.pages
 
 
-def _with_pages(engine: Engine, pages: Pages) -> Engine:
+def _with_pages(engine: DecodeState, pages: Pages) -> DecodeState:
     assert engine.paged is not None, "only small pages run out"
     return engine.replace(paged=engine.paged.replace(pages=pages))
 
 
-def _evict(engine: Engine) -> Engine:
+def _evict(engine: DecodeState) -> DecodeState:
     """Takes the youngest row from its slot; its text stays where it is."""
     assert engine.paged is not None, "only small pages run out"
     queue, pages = _queue(engine), engine.paged.pages
@@ -252,7 +252,7 @@ def _evict(engine: Engine) -> Engine:
 # ---- the tail
 
 
-def gather(engine: Engine, count: int, group_size: int) -> tuple[Engine, Int[Array, " b"]]:
+def gather(engine: DecodeState, count: int, group_size: int) -> tuple[DecodeState, Int[Array, " b"]]:
     """An engine of `count` slots with the rows that have not ended, and which slots they had: pages stay where they are."""
     engine = _retire(engine, group_size)  # a slot that stays behind must hold no page
     order = jnp.argsort(~active(engine), stable=True)[:count].astype(jnp.int32)
@@ -266,7 +266,7 @@ def gather(engine: Engine, count: int, group_size: int) -> tuple[Engine, Int[Arr
     return fewer.replace(paged=Paged(pages=pages, reached=paged.reached[order], admitted=paged.admitted[order])), order
 
 
-def scatter(engine: Engine, fewer: Engine, order: Int[Array, " b"], group_size: int) -> Engine:
+def scatter(engine: DecodeState, fewer: DecodeState, order: Int[Array, " b"], group_size: int) -> DecodeState:
     """The engine that `gather` took them from, after some rounds of the smaller one; what did not fit that one stays."""
     engine = _retire(engine, group_size)
 
@@ -288,6 +288,6 @@ def scatter(engine: Engine, fewer: Engine, order: Int[Array, " b"], group_size: 
     return whole.replace(paged=Paged(pages=pages, reached=put(before.reached, after.reached), admitted=admitted))
 
 
-def _holders(engine: Engine, order: Int[Array, " b"]) -> Int[Array, " a"]:
+def _holders(engine: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
     """Those slots, and the prompts behind all slots."""
     return jnp.concatenate([order, jnp.arange(slot_count(engine), len(_pages(engine).held), dtype=jnp.int32)])

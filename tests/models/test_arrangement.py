@@ -15,12 +15,11 @@ from jaxspec import mesh as meshes
 from jaxspec.config import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
 from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
-from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import Blocked, Split, Transposed
 from jaxspec.models.mtp import Mtp
 from jaxspec.step import Step, build_step
-from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
+from tests.conftest import attend, eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -195,7 +194,8 @@ def step_of(rows: int, kind: DraftKind, length: int) -> Step:
     model = tiny_model(embed=256)
     rollout = RolloutConfig(max_new_tokens=4, draft=DraftConfig(kind=kind, draft_length=length))
     config = tiny_config(model, rollout=rollout, grpo=GrpoConfig(prompts=1, group_size=2), data=DataConfig(max_prompt_length=4))
-    return build_step(config, small_mesh(1), (1,), model.vocab).answering(1, rows)
+    step = build_step(config, small_mesh(1), (1,), model.vocab)
+    return dataclasses.replace(step, generator=step.generator.with_(prompts=1, group_size=rows))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,8 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
 ) -> None:
     monkeypatch.setenv("NPROC", str(threads))
     step = step_of(rows, kind, length)
-    target, drafter = jax.eval_shape(step.prepare, jax.eval_shape(step.fresh))
+    ready = jax.eval_shape(step.load, jax.eval_shape(step.fresh))
+    target, drafter = ready.target, ready.drafter
     assert type(target.layers[0].heads) is policy
     if draft is None:
         assert drafter.network is None
@@ -227,6 +228,6 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
 @pytest.mark.parametrize(("tensor", "transposed"), [(1, EVERY), (2, ())])
 def test_weights_are_turned_where_a_device_has_a_shard_alone(monkeypatch: pytest.MonkeyPatch, tensor: int, transposed: tuple) -> None:
     monkeypatch.setenv("NPROC", "2")
-    step = dataclasses.replace(step_of(3, "eagle3", 2), mesh=meshes.make_mesh(1, tensor))
-    assert [how.transposed for how in step.arrangements] == [transposed, transposed]
-    assert all(how.apart for how in step.arrangements)
+    generator = dataclasses.replace(step_of(3, "eagle3", 2).generator, mesh=meshes.make_mesh(1, tensor))
+    assert [how.transposed for how in generator.arrangements] == [transposed, transposed]
+    assert all(how.apart for how in generator.arrangements)

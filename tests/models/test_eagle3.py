@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
-from jaxspec.rl import optim
-from tests.conftest import eagle3, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
+from jaxspec.rl import optimizers
+from tests.conftest import attend, eagle3, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -113,8 +112,8 @@ def test_an_embedding_of_its_own_is_looked_up_and_never_trained(target: Decoder)
     tokens = np.array([[3, 7]], np.int32)
     for made, owner in ((head, head), (network(), target)):
         np.testing.assert_array_equal(made.embed(target, jnp.asarray(tokens)), numpy_weights(owner)["embedding"][tokens])
-    assert optim.parameters(head).embedding is None
-    assert optim.with_parameters(head, optim.parameters(head)).embedding is not None
+    assert optimizers.parameters(head).embedding is None
+    assert optimizers.with_parameters(head, optimizers.parameters(head)).embedding is not None
 
 
 @pytest.mark.parametrize(

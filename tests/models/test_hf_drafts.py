@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError, FamilyConfig
-from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.hf_draft_config import Form, draft_config_json, head_config
@@ -24,7 +23,7 @@ from jaxspec.models.hf_drafts import (
     vocabulary_ids,
 )
 from jaxspec.models.mtp import Mtp
-from tests.conftest import eagle3, numpy_weights, tiny_model, tiny_network
+from tests.conftest import attend, eagle3, numpy_weights, tiny_model, tiny_network, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -18,7 +18,7 @@ from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, adapter_config, adapter_tensors, merge_adapters, merged
-from jaxspec.rl import optim
+from jaxspec.rl import optimizers
 from jaxspec.runner import abstract
 from jaxspec.state import TrainState
 from jaxspec.step import build_step
@@ -90,9 +90,9 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
 
     @jax.jit
     def both(network: Adapted) -> Any:
-        learner = optim.start(network, optimizer)
-        loss, gradients = optim.value_and_grad(lambda trained: plain(merged(trained)), network)
-        return optim.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(merged(network))
+        learner = optimizers.start(network, optimizer)
+        loss, gradients = optimizers.value_and_grad(lambda trained: plain(merged(trained)), network)
+        return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(merged(network))
 
     learner, slopes = both(network)
     assert same_bits(learner.network.base, network.base)
@@ -111,10 +111,10 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
 def test_the_optimizer_holds_adapters_only_and_they_lie_where_their_weights_do() -> None:
     step = build_step(tiny_config(MODEL, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj"))), small_mesh(4, 2), (1,), MODEL.vocab)
     state = jax.eval_shape(step.fresh)
-    moments = jax.tree.leaves(state.policy.optimizer)
-    adapters = jax.tree.leaves(state.policy.network.adapters)
+    moments = jax.tree.leaves(state.learner.policy.optimizer)
+    adapters = jax.tree.leaves(state.learner.policy.network.adapters)
     assert sorted(leaf.shape for leaf in moments if leaf.ndim) == sorted(2 * [leaf.shape for leaf in adapters])
-    layout = shardings(small_mesh(4, 2), state.policy.network, LOGICAL_AXES | ADAPTER_AXES, TRAIN_RULES)
+    layout = shardings(small_mesh(4, 2), state.learner.policy.network, LOGICAL_AXES | ADAPTER_AXES, TRAIN_RULES)
     specs = {weight_name(path): trimmed(leaf.spec) for path, leaf in jax.tree_util.tree_flatten_with_path(layout)[0]}
     assert {name: spec for name, spec in specs.items() if name in ADAPTER_AXES} == {
         "q_proj_a": (None, "data"),
@@ -130,10 +130,10 @@ def test_every_phase_of_a_step_takes_adapters() -> None:
     step = build_step(tiny_config(lora=LoraConfig(rank=2)), small_mesh(), (1,), 11)
     state, finished, prompts = abstract(step, 8)
     after: TrainState = jax.eval_shape(step.train_step, state, finished, prompts)[0]
-    assert isinstance(after.policy.network, Adapted)
+    assert isinstance(after.learner.policy.network, Adapted)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert [leaf.shape for leaf in jax.tree.leaves(after)] == [leaf.shape for leaf in jax.tree.leaves(state)]
-    assert isinstance(jax.eval_shape(step.prepare, state)[0], Decoder)
+    assert isinstance(jax.eval_shape(step.load, state).target, Decoder)
 
 
 def test_exported_adapters_merge_to_the_same_bits() -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from jaxspec.config import FamilyConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
-from jaxspec.models.attention import attend, up_to_position
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
-from tests.conftest import numpy_mtp_slot, numpy_weights, small_mesh, tiny_model, tiny_network, trimmed
+from tests.conftest import attend, numpy_mtp_slot, numpy_weights, small_mesh, tiny_model, tiny_network, trimmed, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -13,9 +13,9 @@ from jaxspec.json_keys import Keys
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import rope_of
 from jaxspec.models.rope import frequencies
-from jaxspec.rl import optim
-from jaxspec.state import Learner
-from jaxspec.train_sft import document_loss
+from jaxspec.rl import optimizers
+from jaxspec.rl.logprobs import positions_of
+from jaxspec.state import Trained
 from tests.conftest import tiny_model
 
 QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
@@ -70,17 +70,21 @@ def patterns(random: np.random.Generator, updates: int, length: int) -> tuple[np
 
 @jax.jit
 def loss(policy: Decoder, tokens: jax.Array, firsts: jax.Array) -> jax.Array:
-    return document_loss(policy, tokens, firsts, jnp.full_like(firsts, tokens.shape[1]), "float32")
+    """Mean negative log-likelihood, in nats a token, of what stands in each text from `firsts` on."""
+    positions = positions_of(tokens)
+    logprobs = jax.nn.log_softmax(policy.logits(policy(tokens, positions).hidden)[:, :-1])
+    picked = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=2)[:, :, 0]
+    return -jnp.mean(picked, where=positions[:, 1:] >= firsts[:, None])
 
 
 def trained(policy: Decoder, batches: tuple[np.ndarray, np.ndarray], learning_rate: float) -> Decoder:
-    optimizer = optim.adamw(optim.warmup(learning_rate, 30), grad_clip=1.0)
+    optimizer = optimizers.adamw(optimizers.warmup(learning_rate, 30), grad_clip=1.0)
 
-    def step(learner: Learner, batch: tuple[jax.Array, jax.Array]) -> tuple[Learner, None]:
-        value, gradients = optim.value_and_grad(lambda network: loss(network, *batch), learner.network)
-        return optim.update(learner, gradients, value, optimizer)[0], None
+    def step(learnt: Trained, batch: tuple[jax.Array, jax.Array]) -> tuple[Trained, None]:
+        value, gradients = optimizers.value_and_grad(lambda network: loss(network, *batch), learnt.network)
+        return optimizers.update(learnt, gradients, value, optimizer)[0], None
 
-    return jax.jit(lambda learner, batches: jax.lax.scan(step, learner, batches)[0])(optim.start(policy, optimizer), batches).network
+    return jax.jit(lambda learnt, batches: jax.lax.scan(step, learnt, batches)[0])(optimizers.start(policy, optimizer), batches).network
 
 
 def with_config(policy: Decoder, config: ModelConfig) -> Decoder:

@@ -13,7 +13,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import draft_length, slots
 from jaxspec.rollout.generate import advance, begin
 from jaxspec.rollout.round import Settings, features
-from jaxspec.rollout.slots import Engine
+from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
@@ -72,7 +72,7 @@ def in_turn(logits: jax.Array, offset: int) -> jax.Array:
     return jnp.full(len(logits), 4 + offset, jnp.int32)
 
 
-def said(learned: Draft, target: Decoder, network: Any, engine: Engine) -> tuple[jax.Array, jax.Array, jax.Array]:
+def said(learned: Draft, target: Decoder, network: Any, engine: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the learned draft would say in the engine's next round, what a fresh one says of the same texts, and how long these are."""
     engine = slots.make_room(slots.refill(engine, GROUP, DEPTHS + 1), DEPTHS + 1)
     lengths = jnp.where(slots.active(engine), slots.reached(engine), 0)

@@ -15,7 +15,7 @@ import pytest
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.model import external
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprob import positions_of, token_logprobs
+from jaxspec.rl.logprobs import label_logprobs, positions_of
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
@@ -240,7 +240,11 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
 
     @jax.jit
     def recompute(tokens: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return token_logprobs(target, target(tokens, positions_of(tokens)).hidden, tokens, starts, processing)
+        positions = positions_of(tokens)
+        logits = target.logits(target(tokens, positions).hidden)[:, :-1]
+        labels = label_logprobs(logits, tokens[:, 1:], positions[:, 1:] - starts[:, None], processing)
+        picked, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in labels)  # nothing precedes position 0
+        return picked, entropy
 
     picked, entropy = (np.asarray(leaf) for leaf in recompute(jnp.asarray(rollout.tokens), jnp.asarray(starts)))
     places = np.arange(rollout.tokens.shape[1])

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.models import kv
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.slots import Engine, refill
+from jaxspec.rollout.slots import DecodeState, refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import RUNNING, Prompts, Rollout
 from tests.rollout.harness import (
@@ -126,7 +126,7 @@ def occupied(rollout: Any, rounds: int) -> np.ndarray:
     return np.array([((began <= number) & (number < ended)).sum() for number in range(rounds)])
 
 
-def assert_is_whole(engine: Engine) -> None:
+def assert_is_whole(engine: DecodeState) -> None:
     """A row that has not ended is in one slot, or waits; a holder's first stretches have pages, and every page knows how many hold it."""
     running = np.flatnonzero(np.asarray(engine.rollout.status) == RUNNING)
     if engine.row is not None and engine.queue is not None:
@@ -148,7 +148,7 @@ def test_slots_are_full_until_nobody_waits() -> None:
 
     def run(settings: Settings, slices: int, order: jax.Array) -> Rollout:
         @jax.jit
-        def start(prompts: Prompts) -> Engine:
+        def start(prompts: Prompts) -> DecodeState:
             engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(5), settings)
             return engine if engine.queue is None else engine.replace(queue=engine.queue.replace(order=order))
 

@@ -13,8 +13,8 @@ from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.rl import optim
-from jaxspec.state import Learner
+from jaxspec.rl import optimizers
+from jaxspec.state import Trained
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -35,15 +35,15 @@ def as_jax(tree: Any) -> Any:
 def test_clip_then_adamw(decay: float) -> None:
     """Three updates, of which the global-norm clip changes the first and the last; betas 0.9 and 0.95."""
     clip, rate = 1.0, 0.01
-    optimizer = optim.adamw(rate, clip, decay)
-    learner = optim.start(as_jax(WEIGHTS), optimizer)
+    optimizer = optimizers.adamw(rate, clip, decay)
+    learner = optimizers.start(as_jax(WEIGHTS), optimizer)
     weights = {name: value.copy() for name, value in WEIGHTS.items()}
     first, second = ({name: np.zeros_like(value) for name, value in WEIGHTS.items()} for _ in range(2))
     for number, scale in enumerate((5.0, 0.1, 30.0), start=1):
         raw = gradients(scale, number)
         norm = np.sqrt(sum((part**2).sum() for part in raw.values()))
         assert (norm > clip) == (number != 2)
-        learner, found = optim.update(learner, as_jax(raw), jnp.asarray(1.0), optimizer)
+        learner, found = optimizers.update(learner, as_jax(raw), jnp.asarray(1.0), optimizer)
         assert float(found) == pytest.approx(norm)  # the norm before the clip
         for name in WEIGHTS:
             slope = raw[name] * min(1.0, clip / norm)
@@ -56,9 +56,11 @@ def test_clip_then_adamw(decay: float) -> None:
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) -> None:
-    optimizer = optim.adamw(optim.warmup(0.1, 3), 1.0)
-    update = (jax.jit if jitted else lambda function: function)(lambda learner, slope, loss: optim.update(learner, slope, loss, optimizer))
-    learner, _ = update(optim.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0))
+    optimizer = optimizers.adamw(optimizers.warmup(0.1, 3), 1.0)
+    update = (jax.jit if jitted else lambda function: function)(
+        lambda learner, slope, loss: optimizers.update(learner, slope, loss, optimizer)
+    )
+    learner, _ = update(optimizers.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0))
     before = jax.tree.map(np.asarray, learner)
     assert (int(learner.skipped), int(learner.skipped_in_row)) == (0, 0)
     one_bad = {**gradients(1.0), "b": np.array([0.1, np.nan])}
@@ -79,10 +81,10 @@ def test_schedules() -> None:
         with jax.numpy_dtype_promotion("standard"):  # optax promotes inside
             return np.array([np.asarray(schedule(jnp.int32(count))) for count in counts])
 
-    np.testing.assert_allclose(at(optim.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
-    np.testing.assert_allclose(at(optim.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
-    np.testing.assert_allclose(at(optim.cosine(1.0, 200), 0, 10, 105, 200, 500), [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
-    assert np.isfinite(at(optim.cosine(1.0, 1), 0, 1, 2)).all()
+    np.testing.assert_allclose(at(optimizers.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(at(optimizers.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
+    np.testing.assert_allclose(at(optimizers.cosine(1.0, 200), 0, 10, 105, 200, 500), [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
+    assert np.isfinite(at(optimizers.cosine(1.0, 1), 0, 1, 2)).all()
 
 
 IDS = np.array([1, 4, 5, 10])
@@ -95,21 +97,21 @@ def mapped() -> Eagle3:
 def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
     """A loss that every weight and the map enter, and half of it."""
     shift = 0 if network.vocabulary is None else network.vocabulary[...].sum().astype(jnp.float64)
-    total = sum((jnp.sum((leaf - 0.01 * shift) ** 2) for leaf in jax.tree.leaves(optim.parameters(network))), jnp.zeros(()))
+    total = sum((jnp.sum((leaf - 0.01 * shift) ** 2) for leaf in jax.tree.leaves(optimizers.parameters(network))), jnp.zeros(()))
     return total, total / 2
 
 
 def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
     """Bit for bit the gradient and the update that optax gives for the whole tree."""
-    policy, optimizer = tiny_network(Decoder, tiny_model()), optim.adamw(0.01, 1.0)
-    assert jax.tree.structure(optim.parameters(policy)) == jax.tree.structure(policy)
+    policy, optimizer = tiny_network(Decoder, tiny_model()), optimizers.adamw(0.01, 1.0)
+    assert jax.tree.structure(optimizers.parameters(policy)) == jax.tree.structure(policy)
 
     def loss_of(network: Decoder) -> jax.Array:
         return sum((jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(network)), jnp.zeros(()))
 
     def ours(policy: Decoder) -> Decoder:
-        loss, slope = optim.value_and_grad(loss_of, policy)
-        return optim.update(optim.start(policy, optimizer), slope, loss, optimizer)[0].network
+        loss, slope = optimizers.value_and_grad(loss_of, policy)
+        return optimizers.update(optimizers.start(policy, optimizer), slope, loss, optimizer)[0].network
 
     def plain(policy: Decoder) -> Any:
         changes, _ = optimizer.update(jax.grad(loss_of)(policy), optimizer.init(policy), policy)  # pyright: ignore[reportArgumentType]
@@ -122,18 +124,18 @@ def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
 
 def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
     """Two donated updates on a mesh: every weight moves as without a map, the ids stay, and the optimizer has never seen them."""
-    optimizer = optim.adamw(0.01, 1.0, 0.1)
+    optimizer = optimizers.adamw(0.01, 1.0, 0.1)
 
-    def fresh() -> Learner:
-        return optim.start(mapped(), optimizer)
+    def fresh() -> Trained:
+        return optimizers.start(mapped(), optimizer)
 
-    def step(learner: Learner) -> tuple[Learner, jax.Array]:
-        (loss, half), slope = optim.value_and_grad(size_of, learner.network, has_aux=True)
-        return optim.update(learner, slope, loss, optimizer)[0], loss / half
+    def step(learner: Trained) -> tuple[Trained, jax.Array]:
+        (loss, half), slope = optimizers.value_and_grad(size_of, learner.network, has_aux=True)
+        return optimizers.update(learner, slope, loss, optimizer)[0], loss / half
 
     learner = fresh()
-    weights = [np.array(leaf) for leaf in jax.tree.leaves(optim.parameters(learner.network))]  # before their buffers are donated
-    abstract = jax.eval_shape(lambda: optim.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
+    weights = [np.array(leaf) for leaf in jax.tree.leaves(optimizers.parameters(learner.network))]  # before their buffers are donated
+    abstract = jax.eval_shape(lambda: optimizers.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
     assert jax.tree.structure(abstract) == jax.tree.structure(learner)
     assert len(jax.tree.leaves(learner.network)) == 14
     assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1  # both moments of every weight, and the count
@@ -153,5 +155,5 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
         slope = [2 * (leaf - 0.01 * IDS.sum()) for leaf in weights]
         changes, state = plainly(slope, state, weights)
         weights = [leaf + np.asarray(change) for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)]
-    for ours, theirs in zip(jax.tree.leaves(optim.parameters(placed.network)), weights, strict=True):
+    for ours, theirs in zip(jax.tree.leaves(optimizers.parameters(placed.network)), weights, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)

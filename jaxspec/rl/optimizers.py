@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.state import Learner, PyTree
+from jaxspec.state import PyTree, Trained
 
 PATIENCE = 3
 """Non-finite updates in a row that end a training."""
@@ -64,13 +64,13 @@ def with_parameters(network: PyTree, weights: PyTree) -> PyTree:
     return jax.tree.map(lambda node, weight: node if weight is None else weight, network, weights, is_leaf=_is_variable)
 
 
-def start(network: PyTree, optimizer: optax.GradientTransformation) -> Learner:
+def start(network: PyTree, optimizer: optax.GradientTransformation) -> Trained:
     """A learner that has learnt nothing yet; the optimizer's state covers only what is trained."""
     skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: one could not be donated twice
-    return Learner(network=network, optimizer=optimizer.init(parameters(network)), skipped=skipped, skipped_in_row=in_row)
+    return Trained(network=network, optimizer=optimizer.init(parameters(network)), skipped=skipped, skipped_in_row=in_row)
 
 
-def condition(learner: Learner) -> Int[Array, ""]:
+def condition(learner: Trained) -> Int[Array, ""]:
     """Whether to go on from a learner later, by its weights, its optimizer's state and its last update."""
     floats = [leaf for leaf in jax.tree.leaves(learner) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
@@ -83,19 +83,19 @@ def value_and_grad(loss_of: Callable[[Any], Any], network: PyTree, has_aux: bool
 
 
 def update(
-    learner: Learner, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
-) -> tuple[Learner, Float[Array, ""]]:
+    learner: Trained, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
+) -> tuple[Trained, Float[Array, ""]]:
     """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates."""
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-    def apply(learner: Learner) -> Learner:
+    def apply(learner: Trained) -> Trained:
         weights = parameters(learner.network)
         changes, state = optimizer.update(gradients, learner.optimizer, weights)
         network = with_parameters(learner.network, optax.apply_updates(weights, changes))
         return learner.replace(network=network, optimizer=state, skipped_in_row=jnp.zeros((), jnp.int32))
 
-    def skip(learner: Learner) -> Learner:
+    def skip(learner: Trained) -> Trained:
         return learner.replace(skipped=learner.skipped + 1, skipped_in_row=learner.skipped_in_row + 1)
 
     return jax.lax.cond(finite, apply, skip, learner), norm

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rl.advantage import group_advantages
+from jaxspec.rl.advantages import group_advantages
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -1,25 +1,39 @@
 """Logprobs and entropies against plain numpy, in one chunk or many, with the same gradients."""
 
-import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.mesh import rows_sharding
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl import logprob
-from jaxspec.rl.logprob import in_chunks, learnt_texts, positions_of, response_mask, token_logprobs
+from jaxspec.rl import logprobs as module
+from jaxspec.rl.logprobs import in_chunks, label_logprobs, response_mask
+from jaxspec.rl.train_batch import whole_rows
 from jaxspec.rollout.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
-from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, small_mesh, tiny_model, tiny_network
+from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
 STARTS = jnp.array([2, 3], jnp.int32)
+
+
+def token_logprobs(policy: Decoder, processing: Processing) -> tuple[jax.Array, jax.Array]:
+    """Of each token and the entropy it was drawn with, in chunks; zeros at position 0, which nothing precedes."""
+    texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    produced = texts.positions + 1 - STARTS[:, None]
+
+    def chunk(hidden: jax.Array, labels: jax.Array, produced: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return label_logprobs(policy.logits(hidden), labels, produced, processing)
+
+    inputs = (part[:, :-1] for part in (policy(texts.tokens, texts.positions).hidden, texts.labels, produced))
+    picked, entropies = in_chunks(chunk, len(TOKENS) * policy.config.vocab, *inputs)
+    shift = ((0, 0), (1, 0))
+    return jnp.pad(picked, shift), jnp.pad(entropies, shift)
 
 
 def policy_of(tied: bool) -> Decoder:
@@ -29,10 +43,8 @@ def policy_of(tied: bool) -> Decoder:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_match_plain_numpy(tied: bool, temperature: float) -> None:
-    policy, tokens = policy_of(tied), jnp.asarray(TOKENS)
-    found, entropy = token_logprobs(
-        policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, Processing(temperature=temperature)
-    )
+    policy = policy_of(tied)
+    found, entropy = token_logprobs(policy, Processing(temperature=temperature))
     assert found.shape == entropy.shape == TOKENS.shape
     np.testing.assert_array_equal(found[:, 0], 0)
     np.testing.assert_array_equal(entropy[:, 0], 0)
@@ -45,9 +57,9 @@ def test_match_plain_numpy(tied: bool, temperature: float) -> None:
 
 def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sampled() -> None:
     """End tokens are excluded from the first two response tokens; whatever the text holds has a log-probability."""
-    policy, tokens = policy_of(tied=True), jnp.asarray(TOKENS)
+    policy = policy_of(tied=True)
     processing = Processing(min_new_tokens=2, stop_ids=(4,), temperature=0.7, top_p=0.6)
-    found, _ = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, processing)
+    found, _ = token_logprobs(policy, processing)
     assert np.isfinite(np.asarray(found)[TOKENS != 4]).all()
     for row, start in enumerate(STARTS.tolist()):
         logits = numpy_decoder(policy, TOKENS[row])[0] / 0.7
@@ -63,18 +75,22 @@ def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sam
 
 @pytest.mark.parametrize("positions_per_chunk", [1, pytest.param(2, marks=pytest.mark.slow), 3, 7])
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
-    policy, tokens = policy_of(tied=False), jnp.asarray(TOKENS)
+    policy = policy_of(tied=False)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))
 
     def total(policy: Decoder) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        both = token_logprobs(policy, policy(tokens, positions_of(tokens)).hidden, tokens, STARTS, Processing(temperature=0.8))
+        both = token_logprobs(policy, Processing(temperature=0.8))
         return jnp.sum(weights[0] * both[0] + weights[1] * both[1]), both
 
+    def loops_of(function: Callable) -> int:
+        return str(jax.make_jaxpr(function)(policy)).count("scan[")
+
     (_, wanted), wanted_slope = jax.jit(jax.value_and_grad(total, has_aux=True))(policy)
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 2 * 11 * positions_per_chunk)
-    loops = str(jax.make_jaxpr(total)(policy)).count("scan[")
+    before = loops_of(lambda policy: total(policy))  # those of layers and attention
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * 11 * positions_per_chunk)
+    loops = loops_of(total)
     (_, found), found_slope = jax.jit(jax.value_and_grad(total, has_aux=True))(policy)
-    assert loops == (1 if positions_per_chunk == 7 else 2)  # the layers' own, and the chunks'
+    assert loops - before == (0 if positions_per_chunk == 7 else 1)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
     for name, slope in numpy_weights(wanted_slope).items():
@@ -84,7 +100,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
 
 def test_in_chunks_pads_and_joins_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     values = jnp.arange(10.0).reshape(2, 5)
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", 4)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4)
     doubled, deep = in_chunks(lambda left, right: (left * 2, right + 1), 2, values, jnp.stack([values] * 3, -1))
     np.testing.assert_array_equal(doubled, values * 2)
     np.testing.assert_array_equal(deep, np.stack([values + 1] * 3, -1))
@@ -99,26 +115,7 @@ def test_response_mask_covers_responses_only() -> None:
         lengths=jnp.array([5, 1, 6], jnp.int32),
         logprobs=jnp.zeros((3, 6)),
         status=jnp.zeros(3, jnp.int32),
+        version=jnp.zeros(3, jnp.int32),
         statistics=no_statistics(3, 1, 1, 1, jnp.float64),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]
-
-
-def test_in_place_of_texts_without_a_reward_stands_one_that_has_one() -> None:
-    tokens = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
-    mask = np.zeros((6, 4), bool)
-    mask[2, 1:3] = mask[4, 3] = mask[5, 1] = True
-    found = learnt_texts(tokens, jnp.asarray(mask))
-    third = [8, 9, 8, 8]  # from the last token that is learnt on, the text's first
-    np.testing.assert_array_equal(found, [third, third, third, third, [16, 17, 18, 16], [20, 20, 20, 20]])
-    np.testing.assert_array_equal(learnt_texts(tokens, jnp.zeros((6, 4), bool)), 0)
-
-
-def test_that_text_reaches_other_shards_alone() -> None:
-    """Shards exchange one row of tokens and its number, not the batch."""
-    mesh = small_mesh(8)
-    rows, mask = jax.ShapeDtypeStruct((64, 100), jnp.int32), jax.ShapeDtypeStruct((64, 100), bool)
-    program = jax.jit(learnt_texts, in_shardings=rows_sharding(mesh), out_shardings=rows_sharding(mesh)).lower(rows, mask).compile()
-    moved = re.findall(r"= (\S+) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", program.as_text() or "")
-    sizes = [int(np.prod([int(number) for number in re.findall(r"\d+", shape.split("[")[1].split("]")[0])])) for shape in moved]
-    assert sorted(sizes) == [1, 100], moved

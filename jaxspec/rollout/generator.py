@@ -1,0 +1,178 @@
+"""The generator: how weights become rollouts, on a mesh of its own; what it needs to know of a run was chosen when it was built."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key, Num
+
+from jaxspec.drafts.base import Draft
+from jaxspec.mesh import DATA
+from jaxspec.models.arrangement import Arrangement, arranged
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.lora import Adapted, merged
+from jaxspec.rollout import draft_length, draft_temperature
+from jaxspec.rollout import generate as loop
+from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.round import Settings
+from jaxspec.rollout.slots import DecodeState
+from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, GeneratorState, Prompts, PyTree, Ready, Rollout, Statistics
+from jaxspec.streams import stream_key
+from jaxspec.sync import to_rollout
+
+SMALLEST_TAIL = 4
+"""Slots below which a smaller loop saves nothing that compiling it is worth."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """How prompts are answered."""
+
+    mesh: Mesh
+    settings: Settings
+    draft: Draft | None
+    dtype: str
+    """Of weights, keys and values."""
+    seed: int
+    prompt_length: int
+    """Of the longest prompt."""
+    past: int
+    """Earlier answers that a prompt brings along."""
+    slots: int
+    """Rows that a data shard generates at once, at most."""
+    tail: bool
+    """Whether the last rows move to smaller loops."""
+    arrange: Callable[[Mesh, int, int], tuple[Arrangement, Arrangement]]
+    """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the draft."""
+    about: str
+    """What else its programs depend on (policy, draft), in words that a key of measurements is made of."""
+
+    # ---- variants
+
+    def with_(self, *, prompts: int = 0, group_size: int = 0, draft: Draft | None = None, **settings: Any) -> "Generator":
+        """The same for another number of `prompts` a call, each answered `group_size` times, with another draft, or with other settings.
+
+        A variant is one more program to compile.
+        """
+        changed = self.settings._replace(**settings)
+        if prompts:
+            rows = prompts * (group_size or changed.group_size) // self.mesh.shape[DATA]
+            slots = min(self.slots, rows)
+            tail = tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL) if self.tail else ()
+            changed = changed._replace(group_size=group_size or changed.group_size, slots=slots, tail=settings.get("tail", tail))
+        return dataclasses.replace(self, settings=changed, draft=draft or self.draft)
+
+    def plain(self) -> "Generator":
+        """The same by plain decoding."""
+        return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
+
+    # ---- what it knows
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens drafted a round (K); 0: plain decoding."""
+        return self.draft.length if self.draft else 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Boundaries at which the draft reads the policy's residual stream."""
+        return self.draft.taps if self.draft else ()
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_length + self.settings.max_new_tokens
+
+    @property
+    def arrangements(self) -> tuple[Arrangement, Arrangement]:
+        """How the weights of policy and draft lie."""
+        return self.arrange(self.mesh, self.settings.slots, self.draft_length)
+
+    def start(self) -> GeneratorState:
+        """What is known before anything was generated."""
+        pace = draft_length.unmeasured(self.settings.lengths, self.row_length) if self.settings.lengths else None
+        return GeneratorState(overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid), pace=pace)
+
+    def observed(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
+        """What is known after a rollout: for the draft's temperatures and lengths in the next ones."""
+        pace = None if state.pace is None else draft_length.update(state.pace, statistics)
+        return GeneratorState(overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics), pace=pace)
+
+    # ---- generation
+
+    @jax.named_scope("sync")
+    def load(self, policy: Decoder | Adapted, draft: PyTree, state: GeneratorState, version: Int[Array, ""] | int = 0) -> Ready:
+        """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only place where weights change sides."""
+        networks = to_rollout((merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype))
+        target, network = map(arranged, networks, self.arrangements)
+        choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
+        drafter = Drafter(network=network, choice=choice, pace=state.pace)
+        return Ready(target=target, drafter=drafter, version=jnp.asarray(version, jnp.int32))
+
+    def key(self, prompts: Prompts) -> Key[Array, ""]:
+        """All noise of a call comes from here: (seed, stream, batch)."""
+        return stream_key(self.seed, prompts.stream, prompts.batch)
+
+    @jax.named_scope("generate")
+    def generate(self, ready: Ready, prompts: Prompts) -> Rollout:
+        """Answers every prompt."""
+        rollout = loop.generate(ready.target, ready.drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+        return rollout.replace(version=jnp.zeros_like(rollout.version) + ready.version)
+
+    @jax.named_scope("generate")
+    def begin(self, ready: Ready, prompts: Prompts) -> DecodeState:
+        """Prefills, for generation in slices."""
+        return loop.begin_sharded(ready.target, ready.drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+
+    @jax.named_scope("generate")
+    def advance(self, ready: Ready, running: DecodeState, max_rounds: Int[Array, ""]) -> DecodeState:
+        """One slice of generation; slices give the tokens of one long call."""
+        return loop.advance_sharded(ready.target, ready.drafter, self.draft, running, max_rounds, self.settings, self.mesh)
+
+    def collect(self, ready: Ready, running: DecodeState) -> Rollout:
+        """The rows as they stand."""
+        return running.rollout.replace(version=jnp.zeros_like(running.rollout.version) + ready.version)
+
+    def measure(self, rollout: Rollout, ready: Ready) -> dict[str, Num[Array, ""]]:
+        """Lengths, endings and acceptance of the rows that were generated."""
+        ran = rollout.status != IDLE
+        rows = jnp.maximum(jnp.sum(ran), 1)
+        tokens = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0))
+        return {
+            "rollout/tokens": tokens,
+            "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
+            "rollout/length_mean": tokens / rows,
+            **acceptance_metrics(rollout.statistics, tokens, ready.drafter.choice, self.settings.grid),
+            **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
+        }
+
+    # ---- shapes
+
+    def no_prompts(self, prompts: int) -> Prompts:
+        """Zeros in the shape of a call's prompts."""
+        tokens, lengths = jnp.zeros((prompts, self.prompt_length), jnp.int32), jnp.zeros((prompts,), jnp.int32)
+        number = jnp.zeros((), jnp.int32)
+        return Prompts(
+            tokens=tokens,
+            lengths=lengths,
+            live=jnp.zeros((prompts,), bool),
+            stream=number,
+            batch=number,
+            history=jnp.zeros((prompts, self.past, self.row_length), jnp.int32),
+            history_lengths=jnp.zeros((prompts, self.past), jnp.int32),
+        )
+
+    def no_rollout(self, rows: int) -> Rollout:
+        """Zeros in the shape of a rollout."""
+        wide: Any = jnp.float64 if self.dtype == "float64" else jnp.float32
+        count, size = jnp.zeros((rows,), jnp.int32), self.row_length
+        nothing = no_statistics(rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide)
+        logprobs: Float[Array, "B S"] = jnp.zeros((rows, size), wide)
+        tokens = jnp.zeros((rows, size), jnp.int32)
+        return Rollout(
+            tokens=tokens, prompt_lengths=count, lengths=count, logprobs=logprobs, status=count, version=count, statistics=nothing
+        )

@@ -1,0 +1,267 @@
+"""The learner: what a device holds and says to others, and gradients that no packing, mesh or number of micro-batches changes."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspec.config import (
+    Config,
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    EngineConfig,
+    GrpoConfig,
+    LearnerConfig,
+    LoraConfig,
+    MeshConfig,
+    RolloutConfig,
+)
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.mtp import Mtp
+from jaxspec.rl import optimizers
+from jaxspec.rl.draft_objective import draft_loss
+from jaxspec.rl.losses import negative_log_likelihood
+from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
+from jaxspec.runner import abstract
+from jaxspec.state import LearnerState
+from jaxspec.step import Step, build_step
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+PROMPTS, GROUP, WIDTH, NEW = 24, 2, 7, 6
+ROWS, SIZE = PROMPTS * GROUP, WIDTH + NEW
+MODEL = tiny_model(vocab=40, heads=8, kv_heads=4, embed=32, ffn=72)
+
+
+def config_of(model: Any = MODEL, draft: DraftConfig | None = None, tokens: int = 0, **parts: Any) -> Config:
+    drafted = draft or DraftConfig(draft_length=2)
+    return tiny_config(
+        model,
+        rollout=RolloutConfig(max_new_tokens=NEW, verify="coupled", draft=drafted, engine=EngineConfig(tail=False)),
+        grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
+        data=DataConfig(max_prompt_length=WIDTH),
+        learner=LearnerConfig(tokens=tokens),
+        mesh=MeshConfig(shard_above=0),
+        draft_training=DraftTrainingConfig(ttt_steps=2),
+        **parts,
+    )
+
+
+# ---- the compiled program
+
+
+@functools.cache
+def compiled(data: int, tensor: int, tokens: int = 0) -> Any:
+    step = build_step(config_of(tokens=tokens), small_mesh(data, tensor), (1,), MODEL.vocab)
+    state, finished, _ = abstract(step, PROMPTS)
+    return jax.jit(step.learn).lower(state, finished).compile()
+
+
+MESHES = [(8, 1), (4, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("data", "tensor"), MESHES)
+def test_no_array_of_the_learner_has_all_rows(data: int, tensor: int) -> None:
+    text = compiled(data, tensor).as_text()
+    sizes = {ROWS, ROWS * SIZE, ROWS * (SIZE - 1)}
+    shapes = {shape for shape in re.findall(r"\w\d+\[([\d,]+)\]", text) if sizes & {int(size) for size in shape.split(",")}}
+    assert not shapes, f"arrays of all {ROWS} rows: {sorted(shapes)}"
+
+
+def collectives(text: str, tensor: int) -> Counter[str]:
+    """Collectives over `data`, by kind and shape; those between `tensor` peers alone are left out."""
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        said = re.search(r"= (\(?[^=]*?\)?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
+        peers = tensor > 1 and re.search(r"replica_groups=(\[\d+,\d+\]<=\[8\],|mesh\[)", line)
+        if said and not peers:
+            found[f"{said[2]} {re.sub(r'{[^}]*}', '', said[1])}"] += 1
+    return found
+
+
+@pytest.mark.parametrize(("data", "tensor"), MESHES)
+def test_a_layer_is_gathered_once_a_pass_and_its_gradient_scattered_once(data: int, tensor: int) -> None:
+    """Weights [in, out] are split along their inputs over `data`; loops over layers and micro-batches have one body each.
+
+    Two all-gathers a layer's weight (forward and backward), one for what stands outside the layers or in the draft, a reduce-scatter for
+    each gradient. Beside them there are sums of numbers, and the rows that change shards; all counted in the text of the program, where a
+    loop's body stands once.
+    """
+    found = collectives(compiled(data, tensor).as_text(), tensor)
+    kinds = Counter(
+        {kind: sum(count for name, count in found.items() if name.split()[0] == kind) for kind in {n.split()[0] for n in found}}
+    )
+    layer, outside, draft = 7, 2, 9  # query, key, value, output, gate, up, down; embedding and head; a layer's, `fuse` and the head
+    assert kinds["all-gather"] == 2 * layer + outside + draft, found
+    assert kinds["reduce-scatter"] == layer + outside + draft, found
+    numbers = [name for name in found if name.startswith("all-reduce") and re.search(r"\[\d+,", name)]
+    assert not numbers, f"sums of more than numbers: {numbers}"
+    assert kinds["all-to-all"] == 0
+    assert kinds["collective-permute"] <= 5, "tokens, logprobs, mask, advantages and version go round once"
+
+
+def test_temporaries_follow_the_positions_of_a_micro_batch() -> None:
+    """Twice the positions take about twice the memory, and what does not follow them (a layer, gradients) comes on top; the number of
+    micro-batches is no part of the program."""
+    sizes = [compiled(8, 1, tokens).memory_analysis().temp_size_in_bytes for tokens in (256, 512, 1024)]
+    assert (sizes[2] - sizes[1]) == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.1)
+
+
+# ---- gradients
+
+
+KINDS = {
+    "eagle3": (DraftConfig(draft_length=2), eagle3),
+    "mtp": (DraftConfig(kind="mtp", draft_length=2, layers=2), functools.partial(Mtp, layers=2)),
+    "model": (DraftConfig(kind="model", draft_length=2, layers=2), Decoder),
+}
+
+
+def step_of(kind: str, tokens: int, data: int = 1, tensor: int = 1, **parts: Any) -> Step:
+    """Plain gradient descent at rate 1: what weights lose is the gradient."""
+    model = dataclasses.replace(MODEL, remat=tokens % 2 == 0)
+    step = build_step(config_of(model, KINDS[kind][0], tokens, **parts), small_mesh(data, tensor), (1,), MODEL.vocab)
+    descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
+    return dataclasses.replace(step, learner=dataclasses.replace(step.learner, policy_loss=negative_log_likelihood, **descent))
+
+
+def texts() -> tuple[np.ndarray, np.ndarray]:
+    """Rows of different lengths, some tokens of which are to be learnt; one row has none."""
+    random = np.random.default_rng(4)
+    tokens = random.integers(2, MODEL.vocab, (16, SIZE)).astype(np.int32)
+    chosen = (random.random(tokens.shape) < 0.6) & (np.arange(SIZE) < random.integers(4, SIZE + 1, 16)[:, None])
+    chosen[3] = False
+    return tokens, chosen
+
+
+def networks(kind: str) -> tuple[Decoder, Any]:
+    drafted, build = KINDS[kind]
+    model = dataclasses.replace(MODEL, layers=drafted.layers) if kind == "model" else MODEL
+    return tiny_network(Decoder, MODEL, 1), tiny_network(build, model, 2)
+
+
+def learnt(step: Step, kind: str) -> tuple[Any, dict[str, float]]:
+    """The gradients of policy and draft, and the metrics."""
+    policy, draft = networks(kind)
+    learner = step.learner
+    state = learner.start(policy, draft, online=True)
+    state = jax.device_put(state, learner.layout(state))
+    batch = texts_to_learn(*texts(), step.mesh, learner.tokens)
+    after, metrics = jax.jit(learner.learn)(state, batch)
+    assert after.draft is not None
+    before = jax.tree.map(np.asarray, (policy, draft))
+    now = jax.tree.map(np.asarray, (after.policy.network, after.draft.network))
+    return jax.tree.map(np.subtract, before, now), {name: float(value) for name, value in metrics.items()}
+
+
+@functools.cache
+def plain(kind: str) -> tuple[Any, float, float]:
+    """The same gradients and losses on padded rows, with nothing packed, gathered or accumulated."""
+    policy, draft = networks(kind)
+    step, rows = step_of(kind, 64), whole_rows(*map(jnp.asarray, texts()))
+    objective = step.learner.objective
+    assert objective is not None
+
+    def policy_loss(policy: Decoder) -> jax.Array:
+        logprobs = jax.nn.log_softmax(policy.logits(policy(rows.tokens, rows.positions).hidden))
+        picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
+        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(rows.chosen, dtype=picked.dtype)
+
+    def loss_of_draft(draft: Any) -> jax.Array:
+        forward = policy(rows.tokens, rows.positions, taps=step.generator.taps)
+        return draft_loss(draft, policy, forward, rows, objective).loss
+
+    first, second = (jax.jit(jax.value_and_grad(loss)) for loss in (policy_loss, loss_of_draft))
+    (of_policy, policy_slope), (of_draft, draft_slope) = first(policy), second(draft)
+    return jax.tree.map(np.asarray, (policy_slope, draft_slope)), float(of_policy), float(of_draft)
+
+
+def assert_close(found: Any, wanted: Any, bound: float) -> None:
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound), found, wanted)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "data", "tensor"),
+    [
+        ("eagle3", 12, 1, 1),  # a row a pack: a micro-batch for each, or nearly
+        ("eagle3", 47, 1, 1),  # some texts a pack, the last one not full; layers are not run again in the backward pass
+        ("mtp", 47, 2, 1),
+        ("model", 30, 2, 2),
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in [("eagle3", 200, 1, 1), ("mtp", 12, 1, 1), ("eagle3", 30, 4, 2), ("eagle3", 47, 2, 4), ("mtp", 30, 8, 1)]
+        ),
+    ],
+)
+def test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows(kind: str, tokens: int, data: int, tensor: int) -> None:
+    found, metrics = learnt(step_of(kind, tokens, data, tensor), kind)
+    slopes, of_policy, of_draft = plain(kind)
+    assert_close(found, slopes, 1e-12)
+    assert metrics["loss/policy"] == pytest.approx(of_policy, abs=1e-12)
+    assert metrics["loss/draft"] == pytest.approx(of_draft, abs=1e-12)
+    assert metrics["learner/micro_batches"] >= (3 if data == 1 and tokens < 100 else 1)
+
+
+def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
+    """Beside a base in the model's type and without moments, which stays as it is."""
+    step = step_of("eagle3", 30, 2, lora=LoraConfig(rank=2, alpha=3.0))
+    policy, draft = networks("eagle3")
+    adapted = step.adapt(policy)
+    assert isinstance(adapted, Adapted)
+    random = np.random.default_rng(5)
+    adapted.adapters = jax.tree.map(lambda leaf: jnp.asarray(0.1 * random.normal(size=leaf.shape)), adapted.adapters)
+    state = step.learner.start(adapted, draft, online=True)
+    state: LearnerState = jax.device_put(state, step.learner.layout(state))
+    after, _ = jax.jit(step.learner.learn)(state, texts_to_learn(*texts(), step.mesh, step.learner.tokens))
+    found = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), adapted.adapters, after.policy.network.adapters)
+    rows = whole_rows(*map(jnp.asarray, texts()))
+
+    @jax.jit
+    @jax.grad
+    def slope(weights: Any) -> jax.Array:
+        network = merged(optimizers.with_parameters(adapted, weights))
+        logprobs = jax.nn.log_softmax(network.logits(network(rows.tokens, rows.positions).hidden))
+        picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
+        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(rows.chosen, dtype=picked.dtype)
+
+    assert_close(found, slope(optimizers.parameters(adapted)).adapters, 1e-12)
+    jax.tree.map(np.testing.assert_array_equal, after.policy.network.base, adapted.base)
+
+
+def test_comparing_is_the_learners_own_measure_and_changes_nothing() -> None:
+    step = step_of("eagle3", 30, 2)
+    policy, draft = networks("eagle3")
+    batch: TrainBatch = texts_to_learn(*texts(), step.mesh, step.learner.tokens)
+    found = jax.jit(step.learner.compare)(policy, draft, batch)
+    _, metrics = learnt(step, "eagle3")
+    wanted = [metrics["draft/expected_acceptance_1"], metrics["draft/expected_acceptance_2"]]
+    np.testing.assert_allclose(found.acceptance, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str) -> None:
+    model = dataclasses.replace(MODEL, dtype=dtype)
+    step = build_step(config_of(model, tokens=64), small_mesh(2), (1,), MODEL.vocab)
+    state, finished, _ = abstract(step, PROMPTS)
+    after, _ = jax.eval_shape(step.learn, state, finished)
+    floats = {leaf.dtype.name for leaf in jax.tree.leaves(after.learner) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {"float32"}
+    gradients, _, _ = jax.eval_shape(
+        functools.partial(step.learner._pass, learning=True),
+        state.learner.policy.network,
+        state.learner.draft.network,
+        state.learner.online,
+        jax.eval_shape(step.batch_of, finished),
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}

@@ -1,0 +1,103 @@
+"""The plan of a batch: every row once, no pack too full, shards balanced; and what a shard gathers by it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.rl.train_batch import Pack, exchanged, filler, packed, planned, read_lengths, texts_to_learn, whole_rows
+from jaxspec.state import Plan
+from tests.conftest import small_mesh
+
+
+def stands(plan: Plan, read: np.ndarray, shards: int, tokens: int) -> tuple[dict[int, tuple[int, int, int]], np.ndarray]:
+    """Row -> (shard, micro-batch, start) of those that are read; and by shard, micro-batch and position the row that stands there."""
+    found, there = {}, np.full((shards, int(plan.used[0]), tokens), -1)
+    places = len(read) // shards
+    for place, row in enumerate(np.asarray(plan.order)):
+        micro, start = int(plan.micro[0, place]), int(plan.start[0, place])
+        if micro >= 0:
+            found[int(row)] = place // places, micro, start
+            span = there[place // places, micro, start : start + read[row]]
+            assert len(span) == read[row], "a text ends beyond its pack"
+            assert (span == -1).all(), "two texts overlap"
+            span[:] = row
+    return found, there
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(9, 30))
+def test_every_row_stands_once_and_no_pack_overflows(shards: int, lengths: list[int], tokens: int) -> None:
+    read = np.array(lengths * shards, np.int32)
+    plan = planned(read, shards, tokens)
+    assert sorted(np.asarray(plan.order).tolist()) == list(range(len(read)))
+    found, _ = stands(plan, read, shards, tokens)
+    assert sorted(found) == np.flatnonzero(read).tolist()
+    assert int(plan.used[0]) == max((micro + 1 for _, micro, _ in found.values()), default=0)
+
+
+def test_a_row_that_fits_no_micro_batch_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match="a row of 11 tokens does not fit a micro-batch of 10"):
+        planned(np.array([3, 11], np.int32), 1, 10)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_shards_get_about_as_much_text_though_groups_differ(shards: int) -> None:
+    """64 answers in groups of 8 whose lengths spread 1:8, all of a group alike: whole groups would differ by far more."""
+    random = np.random.default_rng(0)
+    read = np.repeat(random.integers(24, 193, 8), 8).astype(np.int32)
+    by_group = read.reshape(shards, -1).sum(1)
+    plan = planned(read, shards, 8 * 192)
+    dealt = read[np.asarray(plan.order)].reshape(shards, -1).sum(1)
+    assert dealt.max() <= 1.05 * dealt.mean() < by_group.max()
+
+
+def batch_of(shards: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of random text, of which some tokens are to be learnt; one row has none."""
+    random = np.random.default_rng(seed)
+    text = random.integers(1, 50, (4 * shards, 9)).astype(np.int32)
+    chosen = random.random(text.shape) < 0.4
+    chosen[1] = False
+    return text, chosen, np.asarray(read_lengths(chosen))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
+    tokens, mesh = 12, small_mesh(shards)
+    text, chosen, read = batch_of(shards, tokens)
+    batch = texts_to_learn(text, chosen, mesh, tokens)
+    _, there = stands(jax.tree.map(np.asarray, batch.plan), read, shards, tokens)
+
+    def gather(batch, number):
+        batch = exchanged(batch, shards)
+        return packed(batch, 0, number, tokens, filler(batch))[0]
+
+    plan = batch.plan.replace(order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P())
+    specs = jax.tree.map(lambda _: P("data"), batch).replace(plan=plan)
+    outputs = Pack(*[P("data")] * 5)
+    run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=(specs, P()), out_specs=outputs, axis_names={"data"}, check_vma=False))
+    for micro in range(int(batch.plan.used[0])):
+        pack = jax.tree.map(np.asarray, run(batch, jnp.int32(micro)))
+        for shard in range(shards):
+            rows, previous = there[shard, micro], -2
+            for t, row in enumerate(rows):
+                first = t if row != previous or row < 0 else first
+                previous = row
+                assert pack.first[shard, t] == first
+                assert pack.positions[shard, t] == t - first
+                if row >= 0:
+                    assert pack.tokens[shard, t] == text[row, t - first]
+                    assert pack.labels[shard, t] == text[row, t - first + 1]
+                    assert pack.chosen[shard, t] == chosen[row, t - first + 1]
+                else:
+                    assert not pack.chosen[shard, t]
+                    assert pack.tokens[shard, t] in text[read > 0, 0]
+
+
+def test_whole_rows_are_texts_of_their_own() -> None:
+    tokens, chosen = jnp.array([[5, 6, 7]], jnp.int32), jnp.array([[True, False, True]])
+    found = whole_rows(tokens, chosen)
+    assert [np.asarray(part).tolist() for part in found] == [[[5, 6, 7]], [[6, 7, 0]], [[False, True, False]], [[0, 1, 2]], [[0, 0, 0]]]
