@@ -122,7 +122,7 @@ class ModelConfig(Checked, prefix="model."):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the matmuls; master weights are float32 (float64 with `float64`)."""
     remat: bool = True
-    """Recompute each layer in the backward pass instead of storing what it needs: far less memory, and on a CPU less time."""
+    """Recompute each layer in the backward pass instead of storing what it needs: far less memory for a pass more."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     family: FamilyConfig = field(default_factory=FamilyConfig)
 

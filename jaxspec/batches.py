@@ -15,7 +15,7 @@ from jaxspec.program import Job
 from jaxspec.rewards.exact import Outcome, score
 from jaxspec.rl.train_batch import planned
 from jaxspec.runner import abstract, put
-from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout
+from jaxspec.state import EOS, LENGTH, Finished, Plan, Prompts, Rollout
 from jaxspec.streams import Stream
 
 
@@ -76,6 +76,19 @@ class Batches:
     def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
         """Rewards of an evaluation call."""
         return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
+
+    def replanned(self, finished: Finished) -> Finished:
+        """A finished batch with a plan for this mesh: the one of another mesh, or of other micro-batches, is no use."""
+        rows = np.flatnonzero(self._owned).astype(np.int32)
+        table = np.zeros(len(self._owned), np.float32)
+        lengths, valid = (_local_rows(leaf, rows) for leaf in (finished.rollout.lengths, finished.valid))
+        table[rows] = np.where(valid, lengths - 1, 0)
+        return finished.replace(plan=self._planned(_sum_over_processes(table)))
+
+    def _planned(self, read: np.ndarray) -> Plan:
+        """The plan for rows of which so many tokens are read, on the devices."""
+        learner = self._job.step.learner
+        return put(planned(read.astype(np.int32), learner.mesh.shape[meshes.DATA], learner.tokens), self._finished.plan)
 
     def _owned_prompts(self) -> np.ndarray:
         return self._owned[:: self._group]
@@ -138,9 +151,8 @@ class Batches:
             table[3 + outcome, rows] = has_reward & (scores.outcomes == outcome)
         table = _sum_over_processes(table)
         counted = float(table[1].sum()) or math.nan
-        like = self._finished
-        plan = planned(table[2].astype(np.int32), job.mesh.shape[meshes.DATA], job.step.learner.tokens)
-        rewards, valid, plan, learn = put((table[0], table[1] > 0, plan, True), (like.rewards, like.valid, like.plan, like.learn))
+        plan, like = self._planned(table[2]), self._finished
+        rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
         samples = [
             {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
             for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)

@@ -263,7 +263,7 @@ class MeshConfig(Checked, prefix="mesh."):
     """Shards of the rows (and of the stored weights); 0: as many as fit the devices."""
     tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
-    shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**20
+    shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**22
     """Weights with at least so many elements are stored sharded over `data` too; gathering smaller ones costs more than it saves."""
 
 

@@ -37,11 +37,20 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     _check_family(config.model.family)
     _check_drafts(config)
     _check_positions(config)
+    _check_micro_batch(config)
     _check_pool(config, prompts // data)
     source = config.data
     remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
     require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
     return data, tensor
+
+
+def _check_micro_batch(config: Config) -> None:
+    """Whether the longest row fits a micro-batch."""
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
+    tokens = config.learner.tokens
+    row = f"learner.tokens {tokens} is less than the longest row reads: data.max_prompt_length + rollout.max_new_tokens - 1 = {longest}"
+    require(tokens == 0 or tokens >= longest, f"{row}; give at least {longest}, or 0 to have it chosen")
 
 
 def _check_family(family: FamilyConfig) -> None:

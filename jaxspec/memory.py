@@ -1,16 +1,17 @@
-"""What a run keeps in a device's memory from its start: refused with names and numbers where it cannot fit, and told where it did not."""
+"""What a run takes of a device's memory, as its compiled programs say: told at its start, and refused with numbers where it cannot fit."""
 
 import contextlib
+import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxspec.config import ConfigError
 from jaxspec.mesh import DATA, TENSOR
-from jaxspec.runner import abstract
+from jaxspec.runner import Runner, abstract
 from jaxspec.state import PyTree
 from jaxspec.step import Step
 
@@ -27,48 +28,95 @@ class Part(NamedTuple):
     """What shrinks it."""
 
 
-def parts(step: Step, prompts: int) -> list[Part]:
-    """What training keeps on each device while it generates; what comes and goes beside it is not counted. Nothing is allocated."""
+def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
+    """What a run takes on each device, by owner: what it keeps, and what its compiled `programs` take beside that while they run.
+
+    Programs do not run at the same time, so the one that takes most counts. What that is for is told where shapes say it: weights as
+    generation reads them, and the pool of keys and values; the rest are mostly the activations of a micro-batch.
+    """
     state, _, asked = abstract(step, prompts)
     ready = jax.eval_shape(step.load, state)
     running = jax.eval_shape(step.generator.begin, ready, asked)
     read = None if running.queue is None else running.queue.prompts.caches
-    learner = state.learner
+    learner, mesh = state.learner, step.mesh.shape
+    weights = _size((ready.target, ready.drafter.network)) // mesh[TENSOR]
     pools = 2 if step.generator.settings.lengths else 1  # what rounds of each length cost is measured on a pool that stays as it is
-    tensor = step.mesh.shape[TENSOR]
-    fewer_rows = "--rollout.engine.slots, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, or shorter answers"
-    found = [
+    pool = pools * _size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR])
+    kept = [
         Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
         Part("the policy's optimizer", _placed(learner.policy.optimizer), "--lora.rank 16, or more devices"),
         Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
-        Part(
-            "weights as generation reads them",
-            _size((ready.target, ready.drafter.network)) // tensor,
-            "--model.dtype bfloat16, or --mesh.tensor",
-        ),
-        Part("the pool of keys and values", pools * _size((running.caches, read)) // (step.mesh.shape[DATA] * tensor), fewer_rows),
     ]
-    return [part for part in found if part.size]
+    total = sum(part.size for part in kept)
+    most = max((_beside(program, total) for program in programs.values()), default=0)
+    fewer_rows = "--rollout.engine.slots, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, or shorter answers"
+    longest = step.generator.row_length - 1
+    micro = f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or more --mesh.tensor"
+    kept += [
+        Part("weights as generation reads them", weights, "--model.dtype bfloat16, or --mesh.tensor"),
+        Part("the pool of keys and values", pool, fewer_rows),
+        Part("what learning and generation take beside that while they run", max(most - weights - pool, 0), micro),
+    ]
+    return [part for part in kept if part.size]
+
+
+def _beside(program: Any, kept: int) -> int:
+    """Bytes that a compiled program takes on each device beside `kept`, which lies there all the time."""
+    found = program.memory_analysis()
+    if found is None:  # a backend that does not say
+        return 0
+    inputs = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.temp_size_in_bytes + max(inputs - kept, 0)
+
+
+class Fitted(NamedTuple):
+    """A step whose programs fit the devices."""
+
+    step: Step
+    runner: Runner
+    parts: list[Part]
+
+
+def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may_shrink: bool) -> Fitted:
+    """Compiles a step, with smaller and smaller micro-batches until it fits where `may_shrink`, before any weights are loaded.
+
+    Raises:
+      ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
+    """
+    limit, longest = device_memory(), step.generator.row_length - 1
+    while True:
+        runner = compiled(step)
+        found = parts(step, prompts, runner.programs)
+        if sum(part.size for part in found) <= limit:
+            return Fitted(step, runner, found)
+        tokens = max(longest, step.learner.tokens // 2)
+        if not may_shrink or tokens == step.learner.tokens:
+            raise ConfigError(f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}")
+        step = dataclasses.replace(step, learner=dataclasses.replace(step.learner, tokens=tokens))
+
+
+def told(step: Step, found: list[Part]) -> str:
+    """The bytes of a device by owner, in a line."""
+    owners = ", ".join(f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size))
+    micro = f"micro-batches of {step.learner.tokens} tokens a data shard"
+    return f"each device takes {_total(found)} of {_gib(device_memory())}: {owners} ({micro})"
 
 
 @contextlib.contextmanager
-def explained(step: Step, prompts: int) -> Iterator[None]:
-    """Checks that what a run keeps fits its devices, and says what takes the memory where it runs out all the same.
+def explained(found: list[Part]) -> Iterator[None]:
+    """Says what takes the memory where a device runs out of it all the same.
 
     Raises:
       ConfigError: names each part, its size and the setting that shrinks it.
     """
-    kept, limit = parts(step, prompts), device_memory()
-    total, listed = sum(part.size for part in kept), _listed(kept)
-    if total > limit:
-        raise ConfigError(f"training keeps at least {_gib(total)} on each device, which has {_gib(limit)}: {listed}")
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first = str(error).splitlines()[0]
-        raise ConfigError(f"a device ran out of memory ({first}); it has {_gib(limit)}, and training keeps there {listed}") from error
+        limit = _gib(device_memory())
+        raise ConfigError(f"a device ran out of memory ({first}); it has {limit}, and training takes there {_listed(found)}") from error
 
 
 def device_memory() -> int:
@@ -81,6 +129,10 @@ def device_memory() -> int:
 
 def _listed(kept: list[Part]) -> str:
     return "; ".join(f"{part.name} {_gib(part.size)} (less with {part.remedy})" for part in sorted(kept, key=lambda part: -part.size))
+
+
+def _total(found: list[Part]) -> str:
+    return _gib(sum(part.size for part in found))
 
 
 def _gib(size: int) -> str:

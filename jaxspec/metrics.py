@@ -23,7 +23,7 @@ from jaxspec.json_keys import shown
 from jaxspec.terminal import heard_or_not, silence
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
-_PHASES = ("data", "prepare", "generate", "reward", "logprob", "train", "draft", "step")
+_PHASES = ("data", "prepare", "generate", "reward", "train", "step")
 # The classes of generated modules are made at import, out of the type checker's sight.
 _Event: Any = vars(event_pb2)["Event"]
 _SessionLog: Any = vars(event_pb2)["SessionLog"]

@@ -45,6 +45,12 @@ class Job:
     mesh: Mesh
     step: Step
 
+    def with_tokens(self, tokens: int) -> "Job":
+        """The same with micro-batches of so many tokens a data shard."""
+        config = dataclasses.replace(self.config, learner=dataclasses.replace(self.config.learner, tokens=tokens))
+        step = dataclasses.replace(self.step, learner=dataclasses.replace(self.step.learner, tokens=tokens))
+        return dataclasses.replace(self, config=config, step=step)
+
     def say(self, message: str) -> None:
         """Prints a line, once for all processes."""
         if jax.process_index() == 0:

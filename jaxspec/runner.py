@@ -1,7 +1,7 @@
 """The compiled calls of a run: the whole step as one program, or its phases one by one with their seconds."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +39,8 @@ class Runner(NamedTuple):
     call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
     """Consumes state and finished (their buffers are donated); the last argument is asked between slices of generation, where there are
     any, whether to stop."""
-    programs: tuple[Any, ...]
-    """What it has compiled."""
+    programs: Mapping[str, Any]
+    """What it has compiled, by phase."""
 
     def __call__(self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
         """One step."""
@@ -94,9 +94,10 @@ def whole_step(step: Step, prompts: int) -> Runner:
         began = time.perf_counter()
         state, rollout, learnt, generated = program(state, finished, prompts)
         learnt, generated = numbers(learnt), numbers(generated)
-        return Called(state, rollout, learnt, generated, {"time/step": time.perf_counter() - began})
+        seconds = time.perf_counter() - began
+        return Called(state, rollout, learnt | {"time/learning_call": seconds}, generated, {"time/step": seconds})
 
-    return Runner(call, (program,))
+    return Runner(call, {"step": program})
 
 
 def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
@@ -105,12 +106,8 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     state, finished, wanted = abstract(step, prompts)
     learn, (_, learn_metrics) = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole))
     load, ready = ahead(step.load, state)
-    if slice_rounds:
-        generate, slices = _in_slices(step, ready, wanted, finished.rollout, slice_rounds)
-    else:
-        by_row = jax.tree.map(lambda leaf: leaf.sharding, finished.rollout)
-        program, _ = ahead(step.generator.generate, ready, wanted, out_shardings=by_row)
-        generate, slices = (lambda ready, prompts, stop: program(ready, prompts)), (program,)
+    generating = _in_slices(step, ready, wanted, finished.rollout, slice_rounds) if slice_rounds else _in_one_piece(step, ready, wanted)
+    generate, slices = generating
     measure, _ = ahead(step.generator.measure, finished.rollout, ready, out_shardings=whole)
 
     def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
@@ -138,7 +135,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
         own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
         return Called(state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own)
 
-    return Runner(call, (learn, load, *slices, measure))
+    return Runner(call, {"train": learn, "prepare": load, **slices, "measure": measure})
 
 
 def _until(result: Any, began: float) -> float:
@@ -147,7 +144,17 @@ def _until(result: Any, began: float) -> float:
     return time.perf_counter() - began
 
 
-def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int) -> tuple[Callable, tuple[Any, ...]]:
+def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
+    """Generation to its end, whoever asks to stop; also its program."""
+    program, _ = ahead(step.generator.generate, ready, prompts, out_shardings=meshes.rows_sharding(step.mesh))
+
+    def generate(ready: Ready, prompts: Prompts, _: Callable[[], bool]) -> Rollout:
+        return program(ready, prompts)
+
+    return generate, {"generate": program}
+
+
+def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int) -> tuple[Callable, dict[str, Any]]:
     """Generation that looks up between slices whether to stop, and then gives None; also its programs."""
 
     def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
@@ -167,7 +174,7 @@ def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rou
             running = advance(ready, running)
         return jax.device_put(step.generator.collect(ready, running), by_row)  # what has no elements comes without its sharding
 
-    return generate, (begin, advance, unfinished)
+    return generate, {"prefill": begin, "slice": advance, "unfinished": unfinished}
 
 
 class Timed(NamedTuple):

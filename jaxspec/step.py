@@ -182,11 +182,18 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
     )
 
 
+MICRO_BATCH, MICRO_BATCH_CPU = 16_384, 320
+"""Positions of a micro-batch on each data shard, about, where nothing else is said: on an accelerator as many as keep it busy; on a CPU so
+few that activations stay in a core's cache (learning from 32 rows of 192, models of 0.8 and 4.7 M parameters: 1.1 to 1.7 times as fast as
+with 3,056)."""
+
+
 def tokens_of(config: Config, mesh: Mesh) -> int:
-    """Positions of a micro-batch on each data shard: enough for the longest row, and for all of a shard's where these are few."""
+    """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard has."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
     rows = config.grpo.prompts * config.grpo.group_size // mesh.shape[meshes.DATA]
-    return max(longest, min(rows * longest, 4096))
+    wanted = MICRO_BATCH_CPU if mesh.devices.flat[0].platform == "cpu" else MICRO_BATCH
+    return longest * min(max(1, round(wanted / longest)), max(rows, 1))
 
 
 def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Generator:

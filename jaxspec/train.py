@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxspec import memory
 from jaxspec import mesh as meshes
 from jaxspec import metrics as measures
 from jaxspec import workdir as workdirs
@@ -27,17 +28,18 @@ from jaxspec.cache import load_tree
 from jaxspec.checkpoint import Checkpoints
 from jaxspec.config import Config, ConfigError, numbers_of
 from jaxspec.data import load_problems, remarks
-from jaxspec.draft_data import training_text
+from jaxspec.draft_data import Rows, training_text
 from jaxspec.interrupt import Interrupt
-from jaxspec.memory import explained
 from jaxspec.metrics import MetricsWriter, Progress
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
-from jaxspec.program import Job, agreed_by_process_0, process_0_first, run
+from jaxspec.program import Job, agreed_by_process_0, process_0_first
+from jaxspec.program import run as run_program
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.rollout import draft_length
 from jaxspec.runner import Runner, abstract, compare, staged_step, whole_step
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
+from jaxspec.step import Step
 from jaxspec.train_draft import cached_draft, load_draft, load_policy, say_agreement
 from jaxspec.train_sft import cached_policy
 
@@ -47,22 +49,35 @@ _FAULTS = {SKIPPED: "last update was skipped, because its loss or gradient was n
 
 
 @dataclasses.dataclass
-class Position:
+class Pending:
+    """The batch in `RunState.finished`, which the next call learns from."""
+
+    line: dict[str, Any]
+    """Its metrics so far, which that call completes."""
+    samples: list[dict[str, Any]]
+    """Responses that are kept for reading."""
+
+
+@dataclasses.dataclass
+class RunState:
     """Where a run stands between two calls; with `TrainState`, all that the next call needs."""
 
     state: TrainState
     finished: Finished
     batch: int
     """The next batch to generate."""
-    line: dict[str, Any] | None = None
-    """Metrics so far of the batch in `finished`, which the next call completes; None when there is none."""
-    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Responses of that batch that are kept for reading."""
+    pending: Pending | None = None
+    """None: every batch that was generated is learnt from."""
 
     @property
     def number(self) -> int:
         """Name of its checkpoint: twice the batches generated, and one more once all of them are learnt from."""
-        return 2 * self.batch + (self.line is None)
+        return 2 * self.batch + (self.pending is None)
+
+    @property
+    def over(self) -> int:
+        """Batches whose line is written."""
+        return self.batch if self.pending is None else self.pending.line["step"]
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
@@ -70,62 +85,99 @@ def main(job: Job, interrupt: Interrupt) -> int:
     config = job.config
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
-    with workdirs.held(job) as workdir, explained(job.step, config.grpo.prompts):
-        return train(job, interrupt, workdir)
+    with workdirs.held(job) as workdir:
+        return train(workdirs.as_begun(job, workdir), interrupt, workdir)
 
 
 def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     """From the newest checkpoint in `workdir`, or from the start, to the closing table."""
     config = job.config
-    with interrupt.nothing_unsaved("starting"):
-        this_start = workdirs.announced(job, workdir)
-        problems, held_out = load_problems(config.data, job.tokenizer)
-        for line in remarks(config.data, problems, held_out, config.grpo.prompts):
-            job.say(line)
-        batches = Batches(job, problems, held_out)
-        checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
-        position = resume(job, checkpoints, batches)
-        if position is None:
-            workdirs.require_no_checkpoints(workdir)
-            position = start(job, interrupt, batches)
-        if position.batch >= config.steps and position.line is None:
-            job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
-            return close(job, batches, position, workdir)
-        how = "phase by phase" if config.staged else "as one program"
-        job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
-        began = time.perf_counter()
-        runner = compiled_step(job)
-        job.say(f"compiled in {time.perf_counter() - began:.1f} s; batch {position.batch} of {config.steps} is next")
-        workdirs.claim(job, workdir, this_start)
+    with contextlib.ExitStack() as stack:
+        with interrupt.nothing_unsaved("starting"):
+            this_start = workdirs.announced(job, workdir)
+            problems = load_problems(config.data, job.tokenizer)
+            for line in remarks(config.data, *problems, config.grpo.prompts):
+                job.say(line)
+            text = offline_text(job)
+            checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
+            # Before any weights are loaded or trained: what does not fit is refused here. A run that has ended needs no step.
+            newest = checkpoints.latest() or 0
+            runner = None
+            if newest <= 2 * config.steps or newest % 2 == 0:
+                job, runner = compiled(job, stack)
+            batches = Batches(job, *problems)
+            run = resume(job, checkpoints, batches)
+            if run is None:
+                workdirs.require_no_checkpoints(workdir)
+                run = start(job, interrupt, batches, text)
+            if run.batch >= config.steps and run.pending is None:
+                job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
+                return close(job, batches, run, workdir)
+            if runner is None:  # the checkpoint of its end was damaged
+                job, runner = compiled(job, stack)
+            job.say(f"batch {run.batch} of {config.steps} is next")
+            workdirs.claim(job, workdir, this_start)
+        return loop_to_the_end(job, interrupt, workdir, batches, checkpoints, runner, run)
+
+
+def loop_to_the_end(
+    job: Job, interrupt: Interrupt, workdir: Path, batches: Batches, checkpoints: Checkpoints, runner: Runner, run: RunState
+) -> int:
+    """All calls that are left, and the closing table."""
+    config = job.config
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
-        writer.cut_back(position.batch if position.line is None else position.line["step"])
-        profiler = Profiler(numbers_of("profile", config.profile), workdir / f"trace-{jax.process_index()}.json.gz", runner.programs, print)
+        writer.cut_back(run.over)
+        trace = workdir / f"trace-{jax.process_index()}.json.gz"
+        profiler = Profiler(numbers_of("profile", config.profile), trace, tuple(runner.programs.values()), print)
         with contextlib.closing(profiler), Progress("rl", config.steps, jax.process_index()) as progress:
             loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
-            done = loop.go(position)
+            done = loop.go(run)
     workdirs.note_saved(workdir)
     if not done:
         where = "goes on from there"
         if loop.unsaved:
             where = "starts over" if checkpoints.latest() is None else "goes on from the newest checkpoint"
-        job.say(f"stopped before batch {position.batch}; the same command {where}")
+        job.say(f"stopped before batch {run.batch}; the same command {where}")
         return interrupt.status
     with interrupt.nothing_unsaved("comparing with plain decoding"):
-        return close(job, batches, position, workdir, loop.unsaved)
+        return close(job, batches, run, workdir, loop.unsaved)
 
 
-def compiled_step(job: Job) -> Runner:
-    """The step as one program, or phase by phase, with generation in slices so that a signal need not wait for its end."""
+def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
+    """The step's programs, and the job with the micro-batches that fit the devices; from then on, memory that runs out is explained.
+
+    Raises:
+      ConfigError: it does not fit.
+    """
     config, prompts = job.config, job.config.grpo.prompts
-    return staged_step(job.step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(job.step, prompts)
+    how = "phase by phase" if config.staged else "as one program"
+    job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
+    began = time.perf_counter()
+
+    def runner_of(step: Step) -> Runner:
+        # In slices, so that a signal need not wait for the end of generation.
+        return staged_step(step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(step, prompts)
+
+    fit = memory.fitted(job.step, prompts, runner_of, may_shrink=not config.learner.tokens)
+    job.say(f"compiled in {time.perf_counter() - began:.1f} s; {memory.told(fit.step, fit.parts)}")
+    stack.enter_context(memory.explained(fit.parts))
+    return job.with_tokens(fit.step.learner.tokens), fit.runner
 
 
-def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
-    """The position before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random."""
+def offline_text(job: Job) -> Rows | None:
+    """What the draft is trained on before the run, where that is a text; a bad file is named before any long work."""
+    trained = job.config.offline.steps > 0 and job.config.rollout.draft.learned
+    return training_text(job.config, job.tokenizer, job.say) if trained else None
+
+
+def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -> RunState:
+    """The run before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random.
+
+    `text` is that of `offline_text`.
+    """
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
     offline = config.offline.steps > 0 and shapes.learner.draft is not None
-    text = training_text(config, job.tokenizer, job.say) if offline else None  # a bad file is named before any long work
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
     network = None if offline else load_draft(job, _network(shapes))
@@ -139,7 +191,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches) -> Position:
         if remark := random_draft(config):
             job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    return Position(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
+    return RunState(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
 
 
 def random_draft(config: Config) -> str:
@@ -173,15 +225,17 @@ def _network(state: TrainState) -> PyTree:
     return None if state.learner.draft is None else state.learner.draft.network
 
 
-def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> Position | None:
-    """The position of the newest checkpoint that is whole, on this run's mesh; None when there is none."""
-    restored = checkpoints.restore_newest(abstract(job.step, job.config.grpo.prompts)[:2])
+def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | None:
+    """The run of the newest checkpoint that is whole, on this run's mesh; None when there is none."""
+    state, finished, _ = abstract(job.step, job.config.grpo.prompts)
+    restored = checkpoints.restore_newest((state, finished.replace(plan=None)))  # plans are of a mesh, and made again
     if restored is None:
         return None
     (state, finished), host = restored
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
-    batches.history.load(host.pop("history"))
-    return Position(state=state, finished=finished, **host)
+    batches.history.load(host["history"])
+    pending = None if host["pending"] is None else Pending(**host["pending"])
+    return RunState(state=state, finished=batches.replanned(finished), batch=host["batch"], pending=pending)
 
 
 class Loop:
@@ -203,25 +257,25 @@ class Loop:
         self._looks = 0
         self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(job.mesh))
         self.unsaved = ""
-        """Why the position that was last to be saved is not; empty where it is."""
+        """Why the run that was last to be saved is not; empty where it is."""
 
-    def go(self, position: Position) -> bool:
-        """Runs from `position`, which it moves, to the end; False when asked to stop before."""
+    def go(self, run: RunState) -> bool:
+        """Runs from `run`, which it moves, to the end; False when asked to stop before."""
         config = self.job.config
         while True:
             # Also right after a resume: a run that was stopped before its evaluation makes up for it, with the same weights.
-            if position.line is not None and self.due(position.line):
-                position.line |= self.evaluate(position, self.stop)
+            if run.pending is not None and self.due(run.pending.line):
+                run.pending.line |= self.evaluate(run, self.stop)
             if self.interrupt.requested or self.stop():
-                self.save(position)
+                self.save(run)
                 return False
-            if position.line is not None and position.batch % config.save_every == 0:
-                self.save(position)
-            if not self.call(position):
+            if run.pending is not None and run.batch % config.save_every == 0:
+                self.save(run)
+            if not self.call(run):
                 return False
             workdirs.note_saved(self.checkpoints.folder.parent)
-            if position.line is None:
-                self.save(position)
+            if run.pending is None:
+                self.save(run)
                 return True
 
     def due(self, line: dict[str, Any]) -> bool:
@@ -229,36 +283,36 @@ class Loop:
         last = line["step"] == self.job.config.steps - 1
         return line["step"] % self.job.config.eval_every == 0 and not last and "eval/exact_match" not in line
 
-    def call(self, position: Position) -> bool:
+    def call(self, run: RunState) -> bool:
         """One call: learns what is pending and, unless all batches are done, generates and scores the next; False when interrupted."""
-        batch, last = position.batch, position.batch >= self.job.config.steps
+        batch, last = run.batch, run.batch >= self.job.config.steps
         began = time.perf_counter()
         prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
         data_seconds = time.perf_counter() - began
         with self.profiler.call(batch):
-            called = self.runner(position.state, position.finished, prompts, self.stop)
-        learnt, samples, position.state, position.line = position.line, position.samples, called.state, None
+            called = self.runner(run.state, run.finished, prompts, self.stop)
+        learnt, run.state, run.pending = run.pending, called.state, None
         if last or called.rollout is None:
-            position.finished, position.samples = self.batches.nothing_finished(), []
+            run.finished = self.batches.nothing_finished()
         if learnt is not None:
-            after = self.evaluate(position, _never) if last else {}
-            self.report(learnt | called.learnt | after, samples)
+            after = self.evaluate(run, _never) if last else {}
+            self.report(learnt.line | called.learnt | after, learnt.samples)
         if called.rollout is None:
-            self.save(position)
+            self.save(run)
             return False
         if not last:
             began = time.perf_counter()
             scored = self.batches.score_training(batch, called.rollout)
             seconds = {"time/data": data_seconds, "time/reward": time.perf_counter() - began} | called.seconds
             seconds["time/step"] += data_seconds + seconds["time/reward"]
-            position.finished, position.batch = scored.finished, batch + 1
-            position.line = _line(batch, scored, seconds, called.generated)
-            position.samples = scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
+            run.finished, run.batch = scored.finished, batch + 1
+            samples = scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
+            run.pending = Pending(_line(batch, scored, seconds, called.generated), samples)
         return True
 
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
-        line["time/step"] += line.get("time/train", 0.0)
+        line["time/step"] += line.get("time/train", 0.0)  # only where it was timed by itself
         line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
@@ -274,7 +328,7 @@ class Loop:
             )
             require_progress(line.get(f"skipped_in_row/{name}", 0.0), name, f"batch {line['step']}", look)
 
-    def evaluate(self, position: Position, stop: Callable[[], bool]) -> dict[str, float]:
+    def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop.
 
         NaN where no answer has a reward.
@@ -283,8 +337,8 @@ class Loop:
         for number in range(self.batches.evaluations):
             if stop():
                 return {}
-            called = self.runner(position.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never)
-            position.state = called.state
+            called = self.runner(run.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never)
+            run.state = called.state
             assert called.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, called.rollout)
             if ended := called.generated["status/eos"] + called.generated["status/length"]:
@@ -292,18 +346,19 @@ class Loop:
                 weights.append(ended)
         return {"eval/exact_match": float(np.average(rewards, weights=weights)) if weights else float("nan")}
 
-    def save(self, position: Position) -> None:
+    def save(self, run: RunState) -> None:
         """Starts a checkpoint of everything the next call needs, unless it is nothing to go on from: then `unsaved` says why."""
-        found = zip(("policy", "draft"), np.asarray(self._conditions(position.state)).tolist(), strict=False)
+        found = zip(("policy", "draft"), np.asarray(self._conditions(run.state)).tolist(), strict=False)
         faults = [f"the {name}'s {_FAULTS[condition]}" for name, condition in found if condition != SOUND]
         self.unsaved = " and ".join(faults)
         if faults:
             newest = self.checkpoints.latest()
             kept = "there is none before it" if newest is None else f"checkpoint {newest} stays the newest"
-            self.progress.say(f"checkpoint {position.number} is not saved: {self.unsaved}; {kept}")
+            self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
-        host = {"batch": position.batch, "line": position.line, "samples": position.samples, "history": self.batches.history.dump()}
-        self.checkpoints.save(position.number, (position.state, position.finished), host)
+        pending = None if run.pending is None else dataclasses.asdict(run.pending)
+        host = {"batch": run.batch, "pending": pending, "history": self.batches.history.dump()}
+        self.checkpoints.save(run.number, (run.state, run.finished.replace(plan=None)), host)
 
     def stop(self) -> bool:
         """Whether to stop now, the same in every process."""
@@ -326,7 +381,7 @@ def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict
     return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated}
 
 
-def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved: str = "") -> int:
+def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str = "") -> int:
     """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch; returns the exit status.
 
     Raises:
@@ -335,14 +390,14 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved
     summary: dict[str, float] = {}
     if job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
-        made = compare(job.step, position.state, batches.compare(job.config.steps - 1))
+        made = compare(job.step, run.state, batches.compare(job.config.steps - 1))
         summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}
         summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
     goes_on = "the same command goes on from the newest checkpoint, with more --steps beyond this end"
     why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
     if jax.process_index() == 0:  # the only one that surely sees the run's folder
         lines = measures.read(workdir)
-        if gone := measures.missing(lines, position.batch):
+        if gone := measures.missing(lines, run.batch):
             job.say(f"warning: {gone}")
         measures.Screen().print(measures.closing_table(lines, summary))
         why = "; ".join(filter(None, (measures.without_result(lines), why)))
@@ -354,4 +409,4 @@ def close(job: Job, batches: Batches, position: Position, workdir: Path, unsaved
 
 
 if __name__ == "__main__":
-    sys.exit(run("train", "Post-trains a language model with GRPO and lossless speculative rollouts.", main))
+    sys.exit(run_program("train", "Post-trains a language model with GRPO and lossless speculative rollouts.", main))

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxspec.checked import INT32
 from jaxspec.config import Config, ConfigError, require
 from jaxspec.config_json import differing_keys, to_json
 from jaxspec.files import digest, expanded, locked, write_whole, writing
@@ -180,6 +181,19 @@ def _require_own(job: Job, folder: Path) -> None:
         _require_same_data(job, folder)
     else:
         _require_nothing_to_lose(job, folder, batches)
+
+
+def as_begun(job: Job, folder: Path) -> Job:
+    """The job with what its run chose by itself when it began, where it is to choose again: a resumed run adds up in the same order."""
+    chosen = np.zeros((), np.int32)
+    if jax.process_index() == 0 and steps(folder):
+        learner = saved_config(folder).get("learner")
+        number = learner.get("tokens") if isinstance(learner, dict) else 0
+        chosen = np.asarray(number if isinstance(number, int) and 0 <= number <= INT32 else 0, np.int32)
+    if jax.process_count() > 1:
+        chosen = multihost_utils.broadcast_one_to_all(chosen)
+    longest = job.step.generator.row_length - 1
+    return job if job.config.learner.tokens or int(chosen) < longest else job.with_tokens(int(chosen))
 
 
 def steps(folder: Path) -> list[int]:

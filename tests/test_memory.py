@@ -1,6 +1,8 @@
 """What training keeps on a device, counted before it is there, and the message where it does not fit."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec import memory
-from jaxspec.config import Config, ConfigError, EngineConfig, LoraConfig, MeshConfig
-from jaxspec.runner import abstract, ahead, put
+from jaxspec.config import Config, ConfigError, EngineConfig, LearnerConfig, LoraConfig, MeshConfig
+from jaxspec.runner import Runner, abstract, ahead, put, staged_step
 from jaxspec.step import Step, build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -21,8 +23,8 @@ def step_of(config: Config, data: int = 2, tensor: int = 1) -> Step:
     return build_step(config, small_mesh(data, tensor), (1,), 11)
 
 
-def sizes(step: Step) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step, PROMPTS)}
+def sizes(step: Step, programs: Any = None) -> dict[str, int]:
+    return {part.name: part.size for part in memory.parts(step, PROMPTS, programs or {})}
 
 
 def on_one_device(tree) -> int:
@@ -55,25 +57,66 @@ def test_each_remedy_shrinks_its_part() -> None:
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = step_of(tiny_config(MODEL))
-    total = sum(sizes(step).values())
-    monkeypatch.setattr(memory, "device_memory", lambda: total)
-    with memory.explained(step, PROMPTS):
-        pass
-    monkeypatch.setattr(memory, "device_memory", lambda: total - 1)
-    words = r"keeps at least \d.*on each device, which has.*optimizer.*--lora.rank.*--rollout.engine.slots"
-    with pytest.raises(ConfigError, match=words), memory.explained(step, PROMPTS):
-        pytest.fail("nothing may begin")
+@functools.cache
+def runner_of(tokens: int) -> Runner:
+    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=tokens)))
+    return staged_step(step, PROMPTS)
+
+
+def compiled(step: Step) -> Runner:
+    return runner_of(step.learner.tokens)
+
+
+def total_of(tokens: int) -> int:
+    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=tokens)))
+    return sum(sizes(step, compiled(step).programs).values())
+
+
+def test_what_programs_take_beside_the_weights_is_their_own_analysis() -> None:
+    """The most of any: temporaries, inputs and outputs that are not there anyway."""
+    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=200)))
+    programs = compiled(step).programs
+    parts = sizes(step, programs)
+    kept = sum(parts[name] for name in ("policy weights", "the policy's optimizer", "the draft and its optimizer"))
+    found = [program.memory_analysis() for program in programs.values()]
+    wanted = max(
+        each.temp_size_in_bytes + max(each.argument_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes - kept, 0)
+        for each in found
+    )
+    assert sum(parts.values()) == pytest.approx(kept + wanted, abs=1)
+    assert wanted > 200 * 16 * 4 * MODEL.layers, "a micro-batch's activations are in it"
+
+
+def test_the_micro_batch_shrinks_until_it_fits_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = step_of(tiny_config(MODEL)).generator.row_length - 1
+    many, fewer, least = (total_of(tokens) for tokens in (400, 200, longest))
+    assert many > fewer > least
+    asked = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=400)))
+    for limit, tokens in ((many, 400), (many - 1, 200), (least, longest)):
+        monkeypatch.setattr(memory, "device_memory", lambda limit=limit: limit)
+        fit = memory.fitted(asked, PROMPTS, compiled, may_shrink=True)
+        assert fit.step.learner.tokens == tokens
+        assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts)
+    monkeypatch.setattr(memory, "device_memory", lambda: least - 1)
+    words = rf"training takes \d.*on each device, which has.*--learner.tokens, now {longest} and at least {longest}.*--lora.rank"
+    with pytest.raises(ConfigError, match=words):
+        memory.fitted(asked, PROMPTS, compiled, may_shrink=True)
+    monkeypatch.setattr(memory, "device_memory", lambda: many - 1)
+    with pytest.raises(ConfigError, match=rf"--learner.tokens, now 400 and at least {longest}"):
+        memory.fitted(asked, PROMPTS, compiled, may_shrink=False)
+
+
+def kept() -> list[memory.Part]:
+    return memory.parts(step_of(tiny_config(MODEL)), PROMPTS, {})
 
 
 def test_running_out_names_what_takes_the_memory() -> None:
-    with pytest.raises(ConfigError) as caught, memory.explained(step_of(tiny_config(MODEL)), PROMPTS):
+    with pytest.raises(ConfigError) as caught, memory.explained(kept()):
         jax.block_until_ready(jnp.zeros((2**50,), jnp.int8))
     for words in ("ran out of memory", "1125899906842624", "policy weights", "pool of keys and values", "--rollout.engine.slots"):
         assert words in str(caught.value)
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(step_of(tiny_config(MODEL)), PROMPTS):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(kept()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -17,6 +17,7 @@ SCHEMA = {
     "time/step",
     "time/data",
     "time/reward",
+    "time/learning_call",
     "reward/mean",
     "rollout/tokens_per_target_pass",
     "rollout/acceptance_length",
@@ -42,8 +43,11 @@ SCHEMA = {
     "grad_norm/policy",
     "grad_norm/draft",
     "entropy",
+    "learner/micro_batches",
+    "learner/packing",
+    "learner/lag",
 }
-PHASES = {"time/prepare", "time/generate", "time/logprob", "time/train", "time/draft"}
+PHASES = {"time/prepare", "time/generate", "time/train"}
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +212,14 @@ def test_adapters_learn_beside_weights_that_stay_and_a_resumed_run_goes_on_with_
     assert_same(final_arrays(tmp_path / "halves"), arrays)
     warm = np.load(next(file for file in cache.glob("*/weights.npz") if not file.with_name("acceptance.json").exists()))
     for place, (name, _) in enumerate(json.loads(str(warm["index"]))):
-        np.testing.assert_array_equal(arrays.pop(f"0.policy.network.base.{name}"), warm[f"arr_{place}"].astype(np.float32), err_msg=name)
-    assert not any(name.startswith("0.policy.network.base.") for name in arrays)
-    assert all(arrays[f"0.policy.network.adapters.{name}_proj_b.value"].all() for name in ("q", "k", "v", "o", "gate", "up", "down"))
-    assert {name.partition(".adapters.")[2] != "" for name in arrays if name.startswith("0.policy.optimizer.1.0.mu")} == {True}
+        np.testing.assert_array_equal(
+            arrays.pop(f"0.learner.policy.network.base.{name}"), warm[f"arr_{place}"].astype(np.float32), err_msg=name
+        )
+    assert not any(name.startswith("0.learner.policy.network.base.") for name in arrays)
+    assert all(
+        arrays[f"0.learner.policy.network.adapters.{name}_proj_b.value"].all() for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
+    assert {name.partition(".adapters.")[2] != "" for name in arrays if name.startswith("0.learner.policy.optimizer.1.0.mu")} == {True}
     assert all(line["rollout/logprob_gap_max"] < 1e-9 for line in found)
     for name, value in lines(undisturbed)[0].items():  # fresh adapters change nothing
         if name.startswith("rollout/") and name != "rollout/tokens_per_s":

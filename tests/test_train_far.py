@@ -89,7 +89,7 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path
     out = tmp_path / "out"
     assert f"is in {out}" in launched("jaxspec.export", "--checkpoint", str(tmp_path / "text"), "--out", str(out))
     arrays, weights = final_arrays(tmp_path / "text"), load_file(out / "model.safetensors")
-    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], arrays["0.policy.network.embedding.value"])
+    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], arrays["0.learner.policy.network.embedding.value"])
     folders = {"model.path": out, "rollout.draft.path": out / "draft", "grpo.learning_rate": 1e-30}
     said = run("again", 2, folders, "--rollout.no_enable_thinking")
     assert "warning: the draft agrees with the policy in" in said  # neither has learnt anything

@@ -21,7 +21,7 @@ from jaxspec.program import Job, make_job, reported
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.runner import Called, Comparison, Runner
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
-from jaxspec.train import Loop, Position, close
+from jaxspec.train import Loop, Pending, RunState, close
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
 
 NAN = float("nan")
@@ -42,17 +42,17 @@ def state(job: Job) -> TrainState:
 
 def spoiled(job: Job, state: TrainState, name: str, how: str) -> TrainState:
     """A state whose policy or draft has skipped its last update, or has one weight or one moment that is not finite, on some device."""
-    learner = getattr(state, name)
+    trained = getattr(state.learner, name)
     if how == "skipped":
-        learner = learner.replace(skipped_in_row=jnp.int32(1))
+        trained = trained.replace(skipped_in_row=jnp.int32(1))
     elif how == "weight":
-        query = (learner.network.layers if name == "policy" else learner.network.first).query[...]
-        learner = learner.replace(network=with_weights(learner.network, query=query.at[0, -1, -1, -1].set(jnp.inf)))
+        query = (trained.network.layers if name == "policy" else trained.network.first).query[...]
+        trained = trained.replace(network=with_weights(trained.network, query=query.at[0, -1, -1, -1].set(jnp.inf)))
     else:
-        learner = learner.replace(
-            optimizer=jax.tree.map(lambda leaf: leaf.at[(-1,) * leaf.ndim].set(NAN) if leaf.ndim > 2 else leaf, learner.optimizer)
+        trained = trained.replace(
+            optimizer=jax.tree.map(lambda leaf: leaf.at[(-1,) * leaf.ndim].set(NAN) if leaf.ndim > 2 else leaf, trained.optimizer)
         )
-    return jax.device_put(state.replace(**{name: learner}), job.step.state_shardings())
+    return jax.device_put(state.replace(learner=state.learner.replace(**{name: trained})), job.step.state_shardings())
 
 
 class Asked(Interrupt):
@@ -64,15 +64,15 @@ class Asked(Interrupt):
 
 
 def loop_of(job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None) -> Loop:
-    writer, progress, runner = MetricsWriter(folder, 0), Progress("rl", job.config.steps), Runner(call, ())
+    writer, progress, runner = MetricsWriter(folder, 0), Progress("rl", job.config.steps), Runner(call, {})
     profiler = Profiler(range(0), folder / "trace", (), print)
     batches = batches or Batches(job, *load_problems(job.config.data, job.tokenizer))
     return Loop(job, Asked(asked), batches, Checkpoints(folder / "checkpoints"), writer, progress, runner, profiler)
 
 
-def position_of(job: Job, state: TrainState, batch: int) -> Position:
+def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     line = {"step": batch - 1, "reward/mean": NAN, "eval/exact_match": 0.5}
-    return Position(state=state, finished=job.step.nothing_finished(16), batch=batch, line=line)
+    return RunState(state=state, finished=job.step.nothing_finished(16), batch=batch, pending=Pending(line, []))
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
 def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(job: Job, state: TrainState, tmp_path: Path) -> None:
     loop = loop_of(job, tmp_path)
     loop.save(position_of(job, state, 1))
-    saved = state, position_of(job, state, 1).finished
+    saved = state, position_of(job, state, 1).finished.replace(plan=None)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved)
     _, host = loop.checkpoints.restore(2, like)
-    assert np.isnan(host["line"]["reward/mean"])
+    assert np.isnan(host["pending"]["line"]["reward/mean"])
     loop.checkpoints.close()
 
 

@@ -146,9 +146,9 @@ def digits(count: int, length: int, seed: int) -> list[str]:
     return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]
 
 
-def load(options: GenerateOptions, group: int = 1) -> Loaded:
-    """Reads policy and draft."""
-    config = config_of(options, group, print)
+def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Config] = lambda config: config) -> Loaded:
+    """Reads policy and draft, for the config that `change` makes of the options'."""
+    config = change(config_of(options, group, print))
     mesh, tokenizer = mesh_for(options, config), load_tokenizer(config.data.tokenizer)
     step = build_step(config, mesh, (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout

@@ -1,34 +1,41 @@
 """One GRPO step of a checkpoint: generate, score, learn, as one program; and the seconds of its phases."""
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+from rich import box
+from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.architecture import Count, Natural
 from jaxspec.bench.generate import Loaded, check_logprob, digits, load
-from jaxspec.bench.measure import Budget, check_model, common, process_seconds, timed
+from jaxspec.bench.measure import Budget, Timed, check_model, common, process_seconds, timed
+from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
 from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
-from jaxspec.config import DraftKind, GroupSize, Seed, VerifyRule, numbers_of
+from jaxspec.config import Config, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
+from jaxspec.metrics import Screen
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
 from jaxspec.rl.train_batch import planned
-from jaxspec.runner import Runner, abstract, put, staged_step, whole_step
-from jaxspec.state import EOS, LENGTH, Finished, Rollout
+from jaxspec.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
+from jaxspec.state import EOS, LENGTH, Finished, Rollout, TrainState
+from jaxspec.step import Step
 
 ABOUT = """Answers prompts of random digits in groups, end tokens off, rewards the share of digits in each answer, and updates all weights
 with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after two to warm up; steps that
-others on the machine disturbed do not count. The phases are those of the same step compiled phase by phase. The last line of the output is
-one JSON object."""
+others on the machine disturbed do not count. The phases are those of the same step compiled phase by phase; `logprob pass` is a forward
+pass over the rollout, which a step with one update does not need. With --draft the same step by plain decoding is timed as well. The last
+line of the output is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,10 @@ class StepOptions(Checked, prefix="--"):
     """Lossless rule."""
     threads: Natural = 0
     """CPU cores to use; 0: all."""
+    remat: bool = False
+    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is compared with."""
+    micro_batch: Natural = 0
+    """Positions that each data shard learns from at once (learner.tokens); 0: as a run chooses."""
     repeats: Count = 5
     """Timed steps wanted."""
     budget: Budget = 15.0
@@ -73,6 +84,11 @@ class StepOptions(Checked, prefix="--"):
         require(whole, f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every prompt has all its answers")
         require(self.beta == 0, f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured")
 
+    def learning(self, config: Config) -> Config:
+        """A run's config that learns as is asked for."""
+        model, learner = dataclasses.replace(config.model, remat=self.remat), dataclasses.replace(config.learner, tokens=self.micro_batch)
+        return dataclasses.replace(config, model=model, learner=learner)
+
     def workload(self) -> GenerateOptions:
         """The generation of such a step."""
         shared = ("model", "batch", "prompt", "new", "dtype", "draft", "draft_path", "draft_length", "verify", "threads")
@@ -83,27 +99,33 @@ class StepOptions(Checked, prefix="--"):
 class Stepper:
     """Steps one after the other, each from the weights that the one before it left."""
 
-    def __init__(self, loaded: Loaded, runner: Runner, numbers: range = range(0)) -> None:
+    def __init__(self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)) -> None:
         """Traces the calls of `numbers`."""
-        step, options, prompts = loaded.job.step, loaded.options, loaded.job.config.grpo.prompts
+        options, prompts = loaded.options, loaded.job.config.grpo.prompts
         self._loaded, self._runner = loaded, runner
-        self.profiler = Profiler(numbers, Path("trace-step.json.gz"), runner.programs, print)
-        self._texts = digits(prompts, options.prompt, options.seed)
+        self.profiler = Profiler(numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print)
+        self.texts = digits(prompts, options.prompt, options.seed)
         self._like = abstract(step, prompts)[1]
-        self._finished = put(step.nothing_finished(options.batch), self._like)
+        self.finished = put(step.nothing_finished(options.batch), self._like)
         # Whoever steps gives its state away, and another one may still want these weights.
-        weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, loaded.network))
+        network = loaded.network if step.generator.draft else None
+        weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(*weights)
-        self._state, self._learner = with_pace(step, state, loaded.prompts(self._texts, 0)), step.learner
+        self.state, self._learner = with_pace(step, state, loaded.prompts(self.texts, 0)), step.learner
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
         self.generated: dict[str, float] = {}
         """What the last rollout was like."""
+        self.learnt: dict[str, float] = {}
+        """What the last learning was like."""
 
     def __call__(self, number: int) -> None:
         """Learns from the rollout of the call before, generates the next, and scores it."""
+        began = time.perf_counter()
+        prompts = self._loaded.prompts(self.texts, number)
+        data = {"time/data": time.perf_counter() - began}
         with self.profiler.call(number):
-            called = self._runner(self._state, self._finished, self._loaded.prompts(self._texts, number), lambda: False)
+            called = self._runner(self.state, self.finished, prompts, lambda: False)
         assert called.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
@@ -111,12 +133,12 @@ class Stepper:
         read = np.where(ended, np.asarray(called.rollout.lengths) - 1, 0).astype(np.int32)
         plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
         valid, plan, learn = put((ended, plan, True), (self._like.valid, self._like.plan, self._like.learn))
-        self._state = called.state
-        self._finished = Finished(rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
+        self.state = called.state
+        self.finished = Finished(rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         score = {"time/score": time.perf_counter() - began}
         phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
-        self.seconds.append(phases | called.seconds | score)
-        self.generated = called.generated
+        self.seconds.append(phases | called.seconds | score | data)
+        self.generated, self.learnt = called.generated, called.learnt
 
     def _rewards(self, rollout: Rollout) -> np.ndarray:
         """The share of digits in each answer's text."""
@@ -129,10 +151,49 @@ def phases_of(stepper: Stepper) -> dict[str, float]:
     """Median seconds of each phase over the steps after the two that warm up."""
     seconds = stepper.seconds[2:]
 
-    def median(*names: str) -> float:
-        return float(np.median([sum(each[f"time/{name}"] for name in names) for each in seconds]))
+    def median(name: str) -> float:
+        return float(np.median([each[f"time/{name}"] for each in seconds]))
 
-    return {"generate": median("prepare", "generate"), "score": median("score"), "ref": 0.0, "train": median("train")}
+    return {name: median(name) for name in ("data", "prepare", "generate", "score", "train")}
+
+
+def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
+    """Median seconds of a forward pass over the last rollout, which others make to have the old logprobs and jaxspec does not."""
+    learner = dataclasses.replace(step.learner, objective=None)
+
+    def forward(state: TrainState, finished: Finished) -> Any:
+        return learner.evaluate(state.learner.policy.network, step.batch_of(finished))
+
+    program, _ = ahead(forward, stepper.state, stepper.finished)
+    taken = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(program(stepper.state, stepper.finished))
+        taken.append(time.perf_counter() - began)
+    return float(np.median(taken[1:]))
+
+
+def learning_work(model: ModelConfig, rows: int, length: int) -> float:
+    """Floating-point operations of a forward and a backward pass over rows of `length` positions, head and causal attention included."""
+    one = work_of(model, 1, 0.0, 4).flops  # a position that attends to itself alone
+    attention = 4 * model.layers * model.heads * model.head_size * (length - 1) / 2
+    return 3 * rows * length * (one + attention)
+
+
+def speculation(loaded: Loaded, whole: Stepper, plain: Timed, taken: Timed, logprob: float) -> dict[str, float]:
+    """What speculation is worth: of generation, of the step, and of a step with a logprob pass; and what its rounds cost, both ways."""
+    step, prompts = loaded.job.step, loaded.prompts(whole.texts, 0)
+    made = compare(step, whole.state, prompts)
+    generation = made.plain_seconds / made.spec_seconds
+    kept = whole.generated["rollout/acceptance_length"]
+    return {
+        "plain_step_s": plain.seconds,
+        "speedup_generation": generation,
+        "speedup_step": plain.seconds / taken.seconds,
+        "speedup_step_with_logprob": (plain.seconds + logprob) / (taken.seconds + logprob),
+        "round_cost": made.round_cost,
+        "round_cost_of_the_paper": kept / generation,
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,27 +202,68 @@ def main(argv: Sequence[str]) -> int:
     check_model(options.model, "step")
     seconds = {"import": process_seconds()}
     began = time.perf_counter()
-    loaded = load(options.workload(), options.group)
+    loaded = load(options.workload(), options.group, options.learning)
     step, prompts = loaded.job.step, loaded.job.config.grpo.prompts
     agreed = check_logprob(loaded)
     seconds["load"] = time.perf_counter() - began
     began = time.perf_counter()
-    whole = Stepper(loaded, whole_step(step, prompts), numbers_of("--profile", options.profile))
+    whole = Stepper(loaded, step, whole_step(step, prompts), numbers_of("--profile", options.profile))
     compile_seconds = time.perf_counter() - began
     with contextlib.closing(whole.profiler):
         taken = timed(whole, options.repeats, options.budget)
-    staged = Stepper(loaded, staged_step(step, prompts))
+    runner = staged_step(step, prompts)
+    staged = Stepper(loaded, step, runner)
     for number in range(2 + options.repeats):
         staged(number)
+    phases, logprob = phases_of(staged), logprob_seconds(staged, step, options.repeats)
+    told: dict[str, float] = {}
+    if options.draft != "none":
+        alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
+        alone = dataclasses.replace(alone, learner=dataclasses.replace(step.learner, objective=None, taps=()))
+        plain = timed(Stepper(loaded, alone, whole_step(alone, prompts)), options.repeats, options.budget)
+        told = speculation(loaded, whole, plain, taken, logprob)
+    model, positions = loaded.job.config.model, options.prompt + options.new - 1
+    work, best = learning_work(model, options.batch, positions), remembered(options.dtype)
+    rate, memory = work / phases["train"], runner.programs["train"].memory_analysis()
     line = {
         **common("grpo_step", options, taken, options.batch * options.new),
         "group": options.group,
         "beta": options.beta,
-        "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases_of(staged)},
+        "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases, "ref": 0.0, "logprob_not_needed": logprob},
+        "generation_share": phases["generate"] / sum(phases.values()),
+        "packing": staged.learnt["learner/packing"],
+        "micro_batch": step.learner.tokens,
+        "learning_flops_per_s": rate,
+        "learning_roofline_share": rate / best.flops_per_s if best else None,
+        "learning_temporary_bytes": memory.temp_size_in_bytes if memory else None,
+        **told,
         "compile_s": compile_seconds,
         "check_logprob": agreed,
         "acceptance_length": whole.generated["rollout/acceptance_length"],
         "machine": meshes.machine(loaded.job.mesh),
     }
+    Screen().print(_table(line))
     print(json.dumps(line))
     return 0
+
+
+def _table(line: dict[str, Any]) -> Table:
+    """What a step takes, for rich to print."""
+    table = Table(box=box.SIMPLE, show_header=False, title=f"one step of {line['model']}", title_justify="left", padding=0, show_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    phases = line["phases_s"]
+    table.add_row("step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}")
+    table.add_row("phases", ", ".join(f"{name} {phases[name]:.3f}" for name in ("data", "prepare", "generate", "score", "train")))
+    table.add_row("generation", f"{line['generation_share']:.0%} of the phases")
+    share = line["learning_roofline_share"]
+    of_best = f", {share:.0%} of what this machine's products reach" if share else " (run bench roofline for its share)"
+    packing = f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
+    table.add_row("learning", f"{line['learning_flops_per_s'] / 1e9:,.0f} GFLOP/s{of_best}; {packing}")
+    table.add_row("logprob pass", f"{phases['logprob_not_needed']:.3f} s, not made: the pass that learns has them")
+    if "plain_step_s" in line:
+        gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"
+        table.add_row("speculation", f"{gains}, with a logprob pass {line['speedup_step_with_logprob']:.2f} times as fast")
+        cost = f"{line['round_cost']:.2f} (a round's seconds over a plain step's), {line['round_cost_of_the_paper']:.2f} (acceptance length"
+        table.add_row("round cost", f"{cost} {line['acceptance_length']:.2f} over generation's speed-up)")
+    return table

@@ -120,6 +120,10 @@ class Learner:
             metrics |= more
         return LearnerState(policy=policy, draft=trained, online=state.online, version=state.version + 1), metrics
 
+    def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
+        """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and `gap` are those of `learn`."""
+        return dataclasses.replace(self, objective=None)._pass(policy, None, jnp.zeros((), bool), batch, learning=False)[1]
+
     def compare(self, policy: Decoder, network: PyTree, batch: TrainBatch) -> Compared:
         """What the draft is worth on a batch, by depth: means over the labels that each depth predicts. Nothing learns."""
         _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
@@ -304,14 +308,13 @@ def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:
     return _gathered(leaf, spec, dtype, leaf.dtype.name, wide) if floating else leaf
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gathered(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> Array:
-    return _gathered_forward(leaf, spec, dtype, master, wide)[0]
+def _gather(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> Array:
+    value = _between_shards(partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True), leaf.astype(dtype), spec)
+    return value.astype(master) if wide else value
 
 
 def _gathered_forward(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> tuple[Array, None]:
-    value = _between_shards(partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True), leaf.astype(dtype), spec)
-    return value.astype(master) if wide else value, None
+    return _gather(leaf, spec, dtype, master, wide), None
 
 
 def _gathered_backward(spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array) -> tuple[Array]:
@@ -319,6 +322,7 @@ def _gathered_backward(spec: P, dtype: str, master: str, wide: bool, _: None, gr
     return (_between_shards(scatter, gradient.astype(master), spec),)
 
 
+_gathered = jax.custom_vjp(_gather, nondiff_argnums=(1, 2, 3, 4))
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 

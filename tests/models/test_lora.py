@@ -17,7 +17,7 @@ from jaxspec.config import ConfigError, LoraConfig, ModelConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, adapter_config, adapter_tensors, merge_adapters, merged
+from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, adapter_config, adapter_tensors, applied, merge_adapters, merged
 from jaxspec.rl import optimizers
 from jaxspec.runner import abstract
 from jaxspec.state import TrainState
@@ -78,6 +78,15 @@ def test_the_merged_decoder_is_the_sum_in_numpy() -> None:
         change = 4.0 / 3 * changed[name] if name in changed else 0
         np.testing.assert_allclose(weight, wide[f"base.{name}"] + change, rtol=0, atol=1e-14, err_msg=name)
     assert {name for name in wide if name.startswith("adapters")} == {f"adapters.{name}_{part}" for name in network.names for part in "ab"}
+
+
+@pytest.mark.parametrize("targets", [(), ("o_proj", "gate_proj")])
+def test_adapters_beside_the_weights_give_what_the_merged_decoder_gives(targets: tuple[str, ...]) -> None:
+    network = adapted(targets=targets)
+    np.testing.assert_allclose(logits(applied(network)), logits(merged(network)), rtol=0, atol=1e-12)
+    assert np.abs(logits(applied(network)) - logits(network.base)).max() > 0.1
+    base = tiny_network(Decoder, MODEL, 1)
+    assert applied(base) is base
 
 
 def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else() -> None:

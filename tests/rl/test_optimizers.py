@@ -57,9 +57,11 @@ def test_clip_then_adamw(decay: float) -> None:
 @pytest.mark.parametrize("jitted", [True, False])
 def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) -> None:
     optimizer = optimizers.adamw(optimizers.warmup(0.1, 3), 1.0)
-    update = (jax.jit if jitted else lambda function: function)(
-        lambda learner, slope, loss: optimizers.update(learner, slope, loss, optimizer)
-    )
+
+    def apply(learner: Trained, slope: Any, loss: Any) -> Any:
+        return optimizers.update(learner, slope, loss, optimizer)
+
+    update = jax.jit(apply) if jitted else apply
     learner, _ = update(optimizers.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0))
     before = jax.tree.map(np.asarray, learner)
     assert (int(learner.skipped), int(learner.skipped_in_row)) == (0, 0)

@@ -1,5 +1,7 @@
 """The plan of a batch: every row once, no pack too full, shards balanced; and what a shard gathers by it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.rl.train_batch import Pack, exchanged, filler, packed, planned, read_lengths, texts_to_learn, whole_rows
+from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, packed, planned, read_lengths, texts_to_learn, whole_rows
 from jaxspec.state import Plan
 from tests.conftest import small_mesh
 
@@ -71,18 +73,19 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
     batch = texts_to_learn(text, chosen, mesh, tokens)
     _, there = stands(jax.tree.map(np.asarray, batch.plan), read, shards, tokens)
 
-    def gather(batch, number):
+    def gather(batch: TrainBatch, number: Any) -> Any:
         batch = exchanged(batch, shards)
-        return packed(batch, 0, number, tokens, filler(batch))[0]
+        return tuple(packed(batch, 0, number, tokens, filler(batch))[0])
 
     plan = batch.plan.replace(order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P())
     specs = jax.tree.map(lambda _: P("data"), batch).replace(plan=plan)
-    outputs = Pack(*[P("data")] * 5)
+    outputs: Any = tuple([P("data")] * 5)
     run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=(specs, P()), out_specs=outputs, axis_names={"data"}, check_vma=False))
     for micro in range(int(batch.plan.used[0])):
-        pack = jax.tree.map(np.asarray, run(batch, jnp.int32(micro)))
+        arrays: list[Any] = [np.asarray(part) for part in run(batch, jnp.int32(micro))]
+        pack = Pack(*arrays)
         for shard in range(shards):
-            rows, previous = there[shard, micro], -2
+            rows, previous, first = there[shard, micro], -2, 0
             for t, row in enumerate(rows):
                 first = t if row != previous or row < 0 else first
                 previous = row
