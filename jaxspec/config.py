@@ -219,10 +219,12 @@ class GrpoConfig(Checked, prefix="grpo."):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig(Checked, prefix="learner."):
-    """How a batch is read to learn from it; nothing here changes what is learnt, but for rounding."""
+    """How a batch is read to learn from it, and what is kept; nothing here changes what is learnt, but for rounding."""
 
     tokens: Natural = 0
     """Positions that each data shard reads at once (a micro-batch), at least those of the longest row; 0: chosen by what memory allows."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW keeps its moments of policy and draft (float64 models: float64 for float32); bfloat16 halves them."""
 
 
 @dataclass(frozen=True, kw_only=True)

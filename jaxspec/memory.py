@@ -44,7 +44,7 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
     pool = pools * _size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR])
     kept = [
         Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
-        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--lora.rank 16, or more devices"),
+        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--learner.moments bfloat16, --lora.rank 16, or more devices"),
         Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
     ]
     total = sum(part.size for part in kept)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
@@ -168,6 +169,12 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
 def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator: Generator) -> Learner:
     grpo, training = config.grpo, config.draft_training
     objective = Objective(LOSSES[training.loss], training.ttt_steps, training.decay, processing.temperature)
+    rate = optimizers.warmup(grpo.learning_rate, grpo.warmup_steps)
+
+    def kept(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        moments = config.learner.moments
+        return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
+
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
@@ -177,8 +184,8 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         policy_loss=clipped_ratio,
         objective=objective if config.rollout.draft.learned else None,
         taps=generator.taps,
-        policy_optimizer=optimizers.adamw(optimizers.warmup(grpo.learning_rate, grpo.warmup_steps), grpo.grad_clip, grpo.weight_decay),
-        draft_optimizer=optimizers.adamw(training.learning_rate, training.grad_clip),
+        policy_optimizer=kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay)),
+        draft_optimizer=kept(optimizers.adamw(training.learning_rate, training.grad_clip)),
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec import memory
-from jaxspec.config import Config, ConfigError, EngineConfig, LearnerConfig, LoraConfig, MeshConfig
-from jaxspec.runner import Runner, abstract, ahead, put, staged_step
+from jaxspec.config import Config, ConfigError, DraftConfig, EngineConfig, LearnerConfig, LoraConfig, MeshConfig
+from jaxspec.runner import Runner, abstract, ahead, put
 from jaxspec.step import Step, build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -57,10 +57,23 @@ def test_each_remedy_shrinks_its_part() -> None:
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
 
 
+def plain_config(tokens: int) -> Config:
+    """Without a draft, which compiles faster."""
+    config = tiny_config(MODEL, DraftConfig(kind="none"))
+    return dataclasses.replace(config, learner=LearnerConfig(tokens=tokens))
+
+
 @functools.cache
 def runner_of(tokens: int) -> Runner:
-    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=tokens)))
-    return staged_step(step, PROMPTS)
+    """Of learning alone, which is what micro-batches change."""
+    step = step_of(plain_config(tokens))
+    state, finished, _ = abstract(step, PROMPTS)
+    learn, _ = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(step.state_shardings(), None))
+
+    def never(*_: Any) -> Any:
+        pytest.fail("nothing runs here")
+
+    return Runner(never, {"train": learn})
 
 
 def compiled(step: Step) -> Runner:
@@ -68,16 +81,16 @@ def compiled(step: Step) -> Runner:
 
 
 def total_of(tokens: int) -> int:
-    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=tokens)))
+    step = step_of(plain_config(tokens))
     return sum(sizes(step, compiled(step).programs).values())
 
 
 def test_what_programs_take_beside_the_weights_is_their_own_analysis() -> None:
     """The most of any: temporaries, inputs and outputs that are not there anyway."""
-    step = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=200)))
+    step = step_of(plain_config(200))
     programs = compiled(step).programs
     parts = sizes(step, programs)
-    kept = sum(parts[name] for name in ("policy weights", "the policy's optimizer", "the draft and its optimizer"))
+    kept = sum(parts[name] for name in ("policy weights", "the policy's optimizer"))
     found = [program.memory_analysis() for program in programs.values()]
     wanted = max(
         each.temp_size_in_bytes + max(each.argument_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes - kept, 0)
@@ -91,7 +104,7 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(monkeypatch: pytes
     longest = step_of(tiny_config(MODEL)).generator.row_length - 1
     many, fewer, least = (total_of(tokens) for tokens in (400, 200, longest))
     assert many > fewer > least
-    asked = step_of(tiny_config(MODEL, learner=LearnerConfig(tokens=400)))
+    asked = step_of(plain_config(400))
     for limit, tokens in ((many, 400), (many - 1, 200), (least, longest)):
         monkeypatch.setattr(memory, "device_memory", lambda limit=limit: limit)
         fit = memory.fitted(asked, PROMPTS, compiled, may_shrink=True)

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.layers import cast
 from jaxspec.state import PyTree, Trained
 
 PATIENCE = 3
@@ -36,6 +37,20 @@ def require_progress(skipped_in_row: float, name: str, after: str, look: str) ->
 def adamw(learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW (betas 0.9, 0.95)."""
     return optax.chain(optax.clip_by_global_norm(grad_clip), optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay))
+
+
+def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer with its state, but for counts, kept in a narrower type between updates, which compute in the type of the weights."""
+
+    def init(params: PyTree) -> PyTree:
+        return cast(optimizer.init(params), dtype)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        wide = jax.tree.leaves(updates)[0].dtype
+        changes, state = optimizer.update(updates, cast(state, wide), params)
+        return changes, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 def warmup(peak: float, steps: int) -> optax.Schedule:

@@ -67,7 +67,7 @@ def compiled(data: int, tensor: int, tokens: int = 0) -> Any:
     return jax.jit(step.learn).lower(state, finished).compile()
 
 
-MESHES = [(8, 1), (4, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+MESHES = [(8, 1), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(4, 2), (2, 4)])]
 
 
 @pytest.mark.parametrize(("data", "tensor"), MESHES)
@@ -110,6 +110,7 @@ def test_a_layer_is_gathered_once_a_pass_and_its_gradient_scattered_once(data: i
     assert kinds["collective-permute"] <= 5, "tokens, logprobs, mask, advantages and version go round once"
 
 
+@pytest.mark.slow
 def test_temporaries_follow_the_positions_of_a_micro_batch() -> None:
     """Twice the positions take about twice the memory, and what does not follow them (a layer, gradients) comes on top; the number of
     micro-batches is no part of the program."""
@@ -194,13 +195,19 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
 @pytest.mark.parametrize(
     ("kind", "tokens", "data", "tensor"),
     [
-        ("eagle3", 12, 1, 1),  # a row a pack: a micro-batch for each, or nearly
         ("eagle3", 47, 1, 1),  # some texts a pack, the last one not full; layers are not run again in the backward pass
-        ("mtp", 47, 2, 1),
-        ("model", 30, 2, 2),
+        ("mtp", 30, 2, 1),
         *(
             pytest.param(*shape, marks=pytest.mark.slow)
-            for shape in [("eagle3", 200, 1, 1), ("mtp", 12, 1, 1), ("eagle3", 30, 4, 2), ("eagle3", 47, 2, 4), ("mtp", 30, 8, 1)]
+            for shape in (
+                ("eagle3", 12, 1, 1),  # a row a pack: a micro-batch for each, or nearly
+                ("model", 30, 2, 2),
+                ("eagle3", 200, 1, 1),
+                ("mtp", 12, 1, 1),
+                ("eagle3", 30, 4, 2),
+                ("eagle3", 47, 2, 4),
+                ("mtp", 30, 8, 1),
+            )
         ),
     ],
 )

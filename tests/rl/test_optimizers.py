@@ -159,3 +159,19 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
         weights = [leaf + np.asarray(change) for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)]
     for ours, theirs in zip(jax.tree.leaves(optimizers.parameters(placed.network)), weights, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+
+
+def test_moments_kept_in_bfloat16_are_those_rounded_and_weights_stay_as_wide() -> None:
+    """Two updates beside those of plain AdamW: the first is the same, the second differs by what rounding the moments does."""
+    plain = optimizers.adamw(0.1, 1.0)
+    narrow = optimizers.kept_in("bfloat16", plain)
+    learners = [optimizers.start(as_jax(WEIGHTS), optimizer) for optimizer in (plain, narrow)]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)} == {"bfloat16", "int32"}
+    for scale in (1.0, 0.3):
+        slope, loss = as_jax(gradients(scale)), jnp.asarray(1.0)
+        learners = [optimizers.update(each, slope, loss, made)[0] for each, made in zip(learners, (plain, narrow), strict=True)]
+        for name in WEIGHTS:
+            exact, rounded = (np.asarray(each.network[name]) for each in learners)
+            assert rounded.dtype == exact.dtype
+            np.testing.assert_allclose(rounded, exact, rtol=0, atol=0 if scale == 1.0 else 0.1 * 2**-7)
+    assert any(np.any(np.asarray(learners[0].network[name]) != np.asarray(learners[1].network[name])) for name in WEIGHTS)
