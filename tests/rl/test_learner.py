@@ -38,7 +38,7 @@ from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_net
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-PROMPTS, GROUP, WIDTH, NEW = 24, 2, 7, 6
+PROMPTS, GROUP, WIDTH, NEW = 104, 2, 7, 6
 ROWS, SIZE = PROMPTS * GROUP, WIDTH + NEW
 MODEL = tiny_model(vocab=40, heads=8, kv_heads=4, embed=32, ffn=72)
 
@@ -61,7 +61,7 @@ def config_of(model: Any = MODEL, draft: DraftConfig | None = None, tokens: int 
 
 
 @functools.cache
-def compiled(data: int, tensor: int, tokens: int = 0) -> Any:
+def compiled(data: int, tensor: int, tokens: int = 100) -> Any:
     step = build_step(config_of(tokens=tokens), small_mesh(data, tensor), (1,), MODEL.vocab)
     state, finished, _ = abstract(step, PROMPTS)
     return jax.jit(step.learn).lower(state, finished).compile()
