@@ -50,6 +50,7 @@ from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
 from jaxspec.models.hf import policy_rows  # noqa: E402
 from jaxspec.models.hf_config import config_json  # noqa: E402
 from jaxspec.pretrained import tensors_of  # noqa: E402
+from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
 from jaxspec.tensor_files import write_tensors  # noqa: E402
 
@@ -181,6 +182,17 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
 def eagle3(model: ModelConfig, key: Any, vocab: int = 0, ffn: int = 0, sizes: dict[str, Any] | None = None, **flags: Any) -> Eagle3:
     """An EAGLE-3 head that is made for a policy, with some `sizes` of its own and flags of `HeadConfig`."""
     return Eagle3(dataclasses.replace(llama_head(model, ffn), **(sizes or {})), HeadConfig(**flags), model, key, vocab)
+
+
+def value_and_grad(loss_of: Callable[[Any], Any], network: Any, has_aux: bool = False) -> tuple[Any, Any]:
+    """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as `optimizers.update` takes it."""
+    read = functools.partial(optimizers.with_parameters, network)
+    return jax.value_and_grad(lambda weights: loss_of(read(weights)), has_aux=has_aux)(optimizers.parameters(network))
+
+
+def positions_of(tokens: jax.Array) -> jax.Array:
+    """0, 1, 2, ... for every row."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def with_weights(network: Any, **changes: Any) -> Any:

@@ -31,6 +31,7 @@ from tests.conftest import (
     tiny_config,
     tiny_model,
     tiny_network,
+    value_and_grad,
     with_weights,
 )
 
@@ -56,7 +57,7 @@ def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     objective, optimizer = Objective(cross_entropy, 2, 1.0, 1.0), optimizers.adamw(8e-3, 1.0)
 
     def update(_: Any, learner: Any) -> Any:
-        loss, slope = optimizers.value_and_grad(lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network)
+        loss, slope = value_and_grad(lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network)
         return optimizers.update(learner, slope, loss, optimizer)[0]
 
     return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(optimizers.start(network, optimizer)).network

@@ -227,6 +227,31 @@ DAMAGES: list[tuple[str, Callable[[str], str], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked", "checkpoints", "found"),
+    [
+        (87, 0, (2,), 87),  # chosen when the run began
+        (87, 58, (2,), 58),  # who asks gets it
+        (87, 0, (), None),  # nothing is saved to go on from: it is chosen anew
+        (3, 0, (2,), None),  # no row of this length would fit
+        ("many", 0, (2,), None),
+    ],
+)
+def test_the_micro_batch_that_a_run_chose_is_taken_again(
+    job: Job, tmp_path: Path, saved: Any, asked: int, checkpoints: tuple[int, ...], found: int | None
+) -> None:
+    learner = dataclasses.replace(job.config.learner, tokens=asked)
+    resumed = job_of(job, tmp_path, learner=learner)
+    begun(tmp_path, resumed.config, 1, checkpoints)
+    written = to_json(resumed.config)
+    written["learner"]["tokens"] = saved
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    taken = workdir.as_begun(resumed, tmp_path)
+    assert taken.config.learner.tokens == (found or 0)
+    if found and not asked:
+        assert taken.step.learner.tokens == found
+
+
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)
 def test_damaged_files_are_named(job: Job, tmp_path: Path, name: str, damage: Callable[[str], str], words: str) -> None:
     here = job_of(job, tmp_path)

@@ -135,7 +135,8 @@ class Loaded(NamedTuple):
         """The same on fewer devices."""
         mesh = meshes.make_mesh(shards, 1)
         step = self.job.step
-        job = replace(self.job, mesh=mesh, step=replace(step, generator=replace(step.generator, mesh=mesh)))
+        step = replace(step, generator=replace(step.generator, mesh=mesh), learner=replace(step.learner, mesh=mesh))
+        job = replace(self.job, mesh=mesh, step=step)
         policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
         return Loaded(job, policy, network, self.options, {})
 

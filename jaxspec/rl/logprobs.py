@@ -37,11 +37,6 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
     return jax.tree.map(join, mapped)
 
 
-def positions_of(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """0, 1, 2, ... for every row."""
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-
-
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
     """True at response tokens."""
     positions = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)

@@ -1,6 +1,5 @@
 """Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,11 +89,6 @@ def condition(learner: Trained) -> Int[Array, ""]:
     floats = [leaf for leaf in jax.tree.leaves(learner) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
     return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(jnp.int32)
-
-
-def value_and_grad(loss_of: Callable[[Any], Any], network: PyTree, has_aux: bool = False) -> tuple[Any, PyTree]:
-    """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as `update` takes it."""
-    return jax.value_and_grad(lambda weights: loss_of(with_parameters(network, weights)), has_aux=has_aux)(parameters(network))
 
 
 def update(

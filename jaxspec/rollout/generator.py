@@ -57,13 +57,18 @@ class Generator:
         """The same for another number of `prompts` a call, each answered `group_size` times, with another draft, or with other settings.
 
         A variant is one more program to compile.
+
+        Raises:
+          ValueError: another group size without the number of prompts, on which the number of slots depends.
         """
         changed = self.settings._replace(**settings)
+        if group_size and not prompts:
+            raise ValueError(f"groups of {group_size} rows: say how many prompts there are, too")
         if prompts:
-            rows = prompts * (group_size or changed.group_size) // self.mesh.shape[DATA]
-            slots = min(self.slots, rows)
+            group = group_size or changed.group_size
+            slots = min(self.slots, prompts * group // self.mesh.shape[DATA])
             tail = tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL) if self.tail else ()
-            changed = changed._replace(group_size=group_size or changed.group_size, slots=slots, tail=settings.get("tail", tail))
+            changed = changed._replace(group_size=group, slots=slots, tail=settings.get("tail", tail))
         return dataclasses.replace(self, settings=changed, draft=draft or self.draft)
 
     def plain(self) -> "Generator":

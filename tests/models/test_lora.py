@@ -22,7 +22,7 @@ from jaxspec.rl import optimizers
 from jaxspec.runner import abstract
 from jaxspec.state import TrainState
 from jaxspec.step import build_step
-from tests.conftest import numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network, trimmed, weight_name
+from tests.conftest import numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network, trimmed, value_and_grad, weight_name
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -100,7 +100,7 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
     @jax.jit
     def both(network: Adapted) -> Any:
         learner = optimizers.start(network, optimizer)
-        loss, gradients = optimizers.value_and_grad(lambda trained: plain(merged(trained)), network)
+        loss, gradients = value_and_grad(lambda trained: plain(merged(trained)), network)
         return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(merged(network))
 
     learner, slopes = both(network)

@@ -14,9 +14,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import rope_of
 from jaxspec.models.rope import frequencies
 from jaxspec.rl import optimizers
-from jaxspec.rl.logprobs import positions_of
 from jaxspec.state import Trained
-from tests.conftest import tiny_model
+from tests.conftest import positions_of, tiny_model, value_and_grad
 
 QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA31 = {
@@ -81,7 +80,7 @@ def trained(policy: Decoder, batches: tuple[np.ndarray, np.ndarray], learning_ra
     optimizer = optimizers.adamw(optimizers.warmup(learning_rate, 30), grad_clip=1.0)
 
     def step(learnt: Trained, batch: tuple[jax.Array, jax.Array]) -> tuple[Trained, None]:
-        value, gradients = optimizers.value_and_grad(lambda network: loss(network, *batch), learnt.network)
+        value, gradients = value_and_grad(lambda network: loss(network, *batch), learnt.network)
         return optimizers.update(learnt, gradients, value, optimizer)[0], None
 
     return jax.jit(lambda learnt, batches: jax.lax.scan(step, learnt, batches)[0])(optimizers.start(policy, optimizer), batches).network

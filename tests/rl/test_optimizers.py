@@ -15,7 +15,7 @@ from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained
-from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed
+from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -112,7 +112,7 @@ def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
         return sum((jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(network)), jnp.zeros(()))
 
     def ours(policy: Decoder) -> Decoder:
-        loss, slope = optimizers.value_and_grad(loss_of, policy)
+        loss, slope = value_and_grad(loss_of, policy)
         return optimizers.update(optimizers.start(policy, optimizer), slope, loss, optimizer)[0].network
 
     def plain(policy: Decoder) -> Any:
@@ -132,7 +132,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
         return optimizers.start(mapped(), optimizer)
 
     def step(learner: Trained) -> tuple[Trained, jax.Array]:
-        (loss, half), slope = optimizers.value_and_grad(size_of, learner.network, has_aux=True)
+        (loss, half), slope = value_and_grad(size_of, learner.network, has_aux=True)
         return optimizers.update(learner, slope, loss, optimizer)[0], loss / half
 
     learner = fresh()

@@ -15,13 +15,13 @@ import pytest
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.model import external
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprobs import label_logprobs, positions_of
+from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout
-from tests.conftest import chi_square, numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import chi_square, numpy_decoder, positions_of, tiny_model, tiny_network, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     NEW,
