@@ -15,7 +15,7 @@ from jaxspec.architecture import Count, Natural
 from jaxspec.bench.measure import PeakMemory, check_model, versions
 from jaxspec.checked import Checked, called, require
 from jaxspec.cli import override
-from jaxspec.config import MeshConfig, ModelConfig
+from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.pretrained import policy_checkpoint, policy_config
@@ -55,7 +55,7 @@ def load(argv: Sequence[str]) -> int:
     require(whole, f"--tensor {options.tensor} does not divide {there} devices; give one that does, or --data to use fewer")
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
-    layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES, MeshConfig().shard_above)
+    layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
     checkpoint = policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
     with PeakMemory() as memory:
         began = time.perf_counter()
