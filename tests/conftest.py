@@ -190,11 +190,6 @@ def value_and_grad(loss_of: Callable[[Any], Any], network: Any, has_aux: bool = 
     return jax.value_and_grad(lambda weights: loss_of(read(weights)), has_aux=has_aux)(optimizers.parameters(network))
 
 
-def positions_of(tokens: jax.Array) -> jax.Array:
-    """0, 1, 2, ... for every row."""
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-
-
 def with_weights(network: Any, **changes: Any) -> Any:
     """The network with some weights, by attribute name, replaced by arrays or filled with numbers."""
 
@@ -247,20 +242,6 @@ def numpy_weights(network: Any) -> dict[str, np.ndarray]:
         ".".join(name[:-1] if name[-1] == "value" else name): np.asarray(leaf, np.float64)
         for name, (_, leaf) in zip(names, leaves, strict=True)
     }
-
-
-def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention [B T N H] of each query over the slots that the mask [B T S] leaves it, with all scores at once."""
-    rows, length, heads, size = query.shape
-    grouped = query.reshape(rows, length, keys.shape[2], -1, size)
-    scores = jnp.einsum("BTMRH,BSMH->BMRTS", grouped, keys) * size**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("BMRTS,BSMH->BTMRH", weights, values).reshape(rows, length, heads, size)
-
-
-def up_to_position(positions: jax.Array, slots: int) -> jax.Array:
-    """True where slot <= position: causal inside a block, and blind to stale slots above it; [B T S]."""
-    return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]
 
 
 def numpy_rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -17,8 +17,8 @@ from jaxspec import checkpoint
 from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, DraftTrainingConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.metrics import Progress, Screen, closing_table
 from jaxspec.program import make_job, reported, sources
+from jaxspec.run_state import random_draft
 from jaxspec.tokenizer import character_tokenizer
-from jaxspec.train import random_draft
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 

@@ -19,9 +19,10 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.profile import Profiler
 from jaxspec.program import Job, make_job, reported
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.run_state import Pending, RunState
 from jaxspec.runner import Called, Comparison, Runner
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
-from jaxspec.train import Loop, Pending, RunState, close
+from jaxspec.train import Loop, close
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
 
 NAN = float("nan")

@@ -142,7 +142,7 @@ class Eagle3(nnx.Module):
 
     def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Logits over the draft's own vocabulary in at least float32, of what the last layer gives; `target` lends nothing here."""
-        logits = jnp.einsum("BTD,DW->BTW", hidden if self.form.norm_output else self._final(hidden), self.head[...])
+        logits = jnp.einsum("BTD,DW->BTW", hidden if self.form.norm_output else self._final(hidden), self.head[...].astype(hidden.dtype))
         return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -152,52 +152,27 @@ def _norm_forward(x: Array, weight: Array, eps: float) -> tuple[Array, tuple[Arr
 
 
 def _norm_backward(eps: float, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    # Axes stay apart: one that is split over devices would be gathered to be merged with another.
     x, weight = kept
-    wide, width = np.promote_types(x.dtype, np.float32), x.shape[-1]
-    rows = x.astype(wide).reshape(-1, width)
+    rows = x.astype(np.promote_types(x.dtype, np.float32))
     rate = jax.lax.rsqrt(_row_means(rows * rows) + eps)
     unit = rows * rate
-    incoming = (gradient * weight).astype(wide).reshape(-1, width)
+    incoming = (gradient * weight).astype(rows.dtype)
     of_x = rate * (incoming - unit * _row_means(incoming * unit))
-    by_row = (gradient.astype(wide).reshape(-1, width) * unit).reshape(-1, weight.size)
-    of_weight = jnp.matmul(jnp.ones((len(by_row),), wide), by_row, precision="highest")
-    return of_x.astype(x.dtype).reshape(x.shape), of_weight.astype(weight.dtype).reshape(weight.shape)
+    by_row = gradient.astype(rows.dtype) * unit
+    lead = by_row.shape[: by_row.ndim - weight.ndim]
+    of_weight = jnp.tensordot(jnp.ones(lead, rows.dtype), by_row, axes=len(lead), precision="highest")
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
-def _row_means(rows: Float[Array, "R D"]) -> Float[Array, "R 1"]:
-    return jnp.matmul(rows, jnp.full((rows.shape[1], 1), 1 / rows.shape[1], rows.dtype), precision="highest")
+def _row_means(rows: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    return jnp.matmul(rows, jnp.full((rows.shape[-1], 1), 1 / rows.shape[-1], rows.dtype), precision="highest")
 
 
 _rms_norm = jax.custom_vjp(_norm, nondiff_argnums=(2,))
 _rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
-@jax.custom_vjp
-def gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """silu(gate) * up.
-
-    In its gradient a barrier keeps XLA for CPU from computing the exponential anew in the transposed copies that the weights' gradients
-    are made of, where it is several times slower.
-    """
-    return jax.nn.silu(gate) * up
-
-
-def _gated_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
-    return jax.nn.silu(gate) * up, (gate, up)
-
-
-def _gated_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    gate, up = kept
-    open_share = jax.nn.sigmoid(gate)
-    opened = gate * open_share
-    found = gradient * up * (open_share + opened * (1 - open_share)), gradient * opened
-    flat = jax.lax.optimization_barrier(tuple(part.reshape(-1) for part in found))  # flat, as a barrier passes layouts on
-    return flat[0].reshape(gate.shape), flat[1].reshape(gate.shape)
-
-
-gated.defvjp(_gated_forward, _gated_backward)
-
-
 def swiglu(x: Float[Array, "B T D"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "B T D"]:
     """Gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
-    return product(gated(product(x, gate), product(x, up)), down)
+    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)

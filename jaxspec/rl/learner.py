@@ -278,7 +278,7 @@ class Learner:
         self, draft: PyTree, splits: PyTree, online: Bool[Array, ""], target: Decoder, forward: Forward, pack: Pack, depths: int
     ) -> tuple[PyTree, Float[Array, "1 T A D"]]:
         """The draft's weights, whole, and what its head reads; zeros where it does not learn."""
-        network = jax.tree.map(partial(_whole, dtype=self.dtype), draft, splits)
+        network = self._whole(draft, splits)
         detached = lax.stop_gradient((target, forward))
 
         def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
@@ -291,14 +291,22 @@ class Learner:
         """The decoder with its embedding, norm and head whole, and what makes a layer whole when it is run."""
         whole = jax.tree.map(lambda leaf: leaf, network)
         for name in ("embedding", "norm", "head"):
-            # Kept in the master type, so that the parts of their gradients that chunks of positions give are added up in it.
-            entered = jax.tree.map(partial(_whole, dtype=self.dtype, wide=name != "norm"), getattr(network, name), getattr(splits, name))
-            setattr(whole, name, entered)
+            outer = {name: getattr(network, name)}, {name: getattr(splits, name)}
+            setattr(whole, name, self._whole(*outer)[name])
 
         def enter(layer: Layers) -> Layers:
             return jax.tree.map(lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, splits.layers)
 
         return whole, enter
+
+    def _whole(self, network: PyTree, splits: PyTree) -> PyTree:
+        """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of positions add up their gradients."""
+
+        def one(path: Any, leaf: Array, spec: P) -> Array:
+            names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
+            return _whole(leaf, spec, self.dtype, wide=bool(names & {"embedding", "head"}))
+
+        return jax.tree_util.tree_map_with_path(one, network, splits)
 
 
 def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:

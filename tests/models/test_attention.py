@@ -11,7 +11,7 @@ from jaxspec.kernels.sight import Sight, causal
 from jaxspec.models import attention, kv
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.kv import KVCache, empty_cache, extend
-from tests.conftest import attend, up_to_position
+from tests.dense import attend, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 

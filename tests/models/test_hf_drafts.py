@@ -23,7 +23,8 @@ from jaxspec.models.hf_drafts import (
     vocabulary_ids,
 )
 from jaxspec.models.mtp import Mtp
-from tests.conftest import attend, eagle3, numpy_weights, tiny_model, tiny_network, up_to_position
+from tests.conftest import eagle3, numpy_weights, tiny_model, tiny_network
+from tests.dense import attend, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 

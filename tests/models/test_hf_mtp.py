@@ -16,7 +16,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_drafts import draft_tensors
 from jaxspec.models.mtp import Mtp
 from jaxspec.resolve import read_draft, resolved
-from tests.conftest import attend, numpy_weights, small_mesh, tiny_model, tiny_network, up_to_position
+from tests.conftest import numpy_weights, small_mesh, tiny_model, tiny_network
+from tests.dense import attend, up_to_position
 from tests.hf_checkpoints import edit_config, load, logits, make, tokens_of, whole
 
 pytest.importorskip("transformers")

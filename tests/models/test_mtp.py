@@ -13,7 +13,8 @@ from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
-from tests.conftest import attend, numpy_mtp_slot, numpy_weights, small_mesh, tiny_model, tiny_network, trimmed, up_to_position
+from tests.conftest import numpy_mtp_slot, numpy_weights, small_mesh, tiny_model, tiny_network, trimmed
+from tests.dense import attend, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -15,7 +15,8 @@ from jaxspec.models.hf_config import rope_of
 from jaxspec.models.rope import frequencies
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained
-from tests.conftest import positions_of, tiny_model, value_and_grad
+from tests.conftest import tiny_model, value_and_grad
+from tests.dense import positions_of
 
 QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA31 = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -25,9 +26,10 @@ from jaxspec.config import (
     RolloutConfig,
 )
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import cast
 from jaxspec.models.lora import Adapted, merged
 from jaxspec.models.mtp import Mtp
-from jaxspec.rl import optimizers
+from jaxspec.rl import logprobs, optimizers
 from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
@@ -110,6 +112,18 @@ def test_a_layer_is_gathered_once_a_pass_and_its_gradient_scattered_once(data: i
     assert kinds["collective-permute"] <= 5, "tokens, logprobs, mask, advantages and version go round once"
 
 
+@pytest.mark.parametrize(("data", "tensor"), MESHES[1:])
+def test_between_tensor_peers_activations_are_summed_and_never_gathered(data: int, tensor: int) -> None:
+    """What peers gather is a number a position and peer, for the likeliest of tokens that are split between them."""
+    tokens, gathers = 100, []
+    for line in compiled(data, tensor).as_text().splitlines():
+        found = re.search(r"= \w\d+\[([\d,]+)\]\S* (all-gather|all-to-all|collective-permute)(-start)?\(", line)
+        if found and re.search(r"replica_groups=(\[\d+,\d+\]<=\[8\],|mesh\[)", line):
+            gathers.append(math.prod(int(size) for size in found[1].split(",")))
+    assert gathers, "the draft's comparison has some"
+    assert max(gathers) <= tokens * tensor, gathers
+
+
 @pytest.mark.slow
 def test_temporaries_follow_the_positions_of_a_micro_batch() -> None:
     """Twice the positions take about twice the memory, and what does not follow them (a layer, gradients) comes on top; the number of
@@ -128,9 +142,9 @@ KINDS = {
 }
 
 
-def step_of(kind: str, tokens: int, data: int = 1, tensor: int = 1, **parts: Any) -> Step:
+def step_of(kind: str, tokens: int, data: int = 1, tensor: int = 1, dtype: Any = "float64", **parts: Any) -> Step:
     """Plain gradient descent at rate 1: what weights lose is the gradient."""
-    model = dataclasses.replace(MODEL, remat=tokens % 2 == 0)
+    model = dataclasses.replace(MODEL, remat=tokens % 2 == 0, dtype=dtype)
     step = build_step(config_of(model, KINDS[kind][0], tokens, **parts), small_mesh(data, tensor), (1,), MODEL.vocab)
     descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
     return dataclasses.replace(step, learner=dataclasses.replace(step.learner, policy_loss=negative_log_likelihood, **descent))
@@ -151,13 +165,14 @@ def networks(kind: str) -> tuple[Decoder, Any]:
     return tiny_network(Decoder, MODEL, 1), tiny_network(build, model, 2)
 
 
-def learnt(step: Step, kind: str) -> tuple[Any, dict[str, float]]:
-    """The gradients of policy and draft, and the metrics."""
-    policy, draft = networks(kind)
+def learnt(step: Step, kind: str, rows: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[Any, dict[str, float]]:
+    """The gradients of policy and draft, and the metrics; of other rows than `texts`, where they are given."""
     learner = step.learner
+    masters = "float64" if learner.dtype == "float64" else "float32"
+    policy, draft = cast(networks(kind), masters)
     state = learner.start(policy, draft, online=True)
     state = jax.device_put(state, learner.layout(state))
-    batch = texts_to_learn(*texts(), step.mesh, learner.tokens)
+    batch = texts_to_learn(*(rows or texts()), step.mesh, learner.tokens)
     after, metrics = jax.jit(learner.learn)(state, batch)
     assert after.draft is not None
     before = jax.tree.map(np.asarray, (policy, draft))
@@ -272,3 +287,19 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
         jax.eval_shape(step.batch_of, finished),
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
+def test_chunks_of_positions_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """In bfloat16, a position a chunk: 128 times the same text give the gradient of one, which sums in bfloat16 miss by far.
+
+    128 is a power of 2, so that each part of the sum is exactly as many times smaller.
+    """
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
+    text, chosen = np.arange(2, SIZE + 2, dtype=np.int32)[None], np.arange(SIZE)[None] >= 3
+    one, many = (
+        learnt(step_of(kind, 128 * SIZE, dtype="bfloat16"), kind, (np.repeat(text, copies, 0), np.repeat(chosen, copies, 0)))[0]
+        for copies in (1, 128)
+    )
+    for found, wanted in ((many[0].head[...], one[0].head[...]), (many[1].head[...], one[1].head[...])):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

@@ -21,7 +21,8 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout
-from tests.conftest import chi_square, numpy_decoder, positions_of, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import chi_square, numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.dense import positions_of
 from tests.rollout.harness import (
     GROUP,
     NEW,
