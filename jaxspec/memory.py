@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxspec.config import ConfigError
 from jaxspec.mesh import DATA, TENSOR
@@ -83,7 +85,7 @@ def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may_shr
     Raises:
       ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
     """
-    limit, longest = device_memory(), step.generator.row_length - 1
+    limit, longest = least_of_processes(device_memory()), step.generator.row_length - 1
     while True:
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
@@ -127,6 +129,13 @@ def device_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
+def least_of_processes(size: int) -> int:
+    """The least of a number of bytes that each process has, in whole MiB where there are several: all must choose alike."""
+    if jax.process_count() == 1:
+        return size
+    return int(np.min(multihost_utils.process_allgather(np.int32(size // 2**20)))) * 2**20
+
+
 def _listed(kept: list[Part]) -> str:
     return "; ".join(f"{part.name} {_gib(part.size)} (less with {part.remedy})" for part in sorted(kept, key=lambda part: -part.size))
 
@@ -136,7 +145,7 @@ def _total(found: list[Part]) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _bytes(shape: tuple[int, ...], leaf: Any) -> int:

@@ -76,8 +76,10 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             if run.batch >= config.steps and run.pending is None:
                 job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
                 return close(job, batches, run, workdir)
-            if runner is None:  # the checkpoint of its end was damaged
+            if runner is None:  # the checkpoint of its end was damaged; the one before has a batch to plan for these programs
                 job, runner = compiled(job, stack)
+                batches = Batches(job, *problems)
+                run = resume(job, checkpoints, batches) or run
             job.say(f"batch {run.batch} of {config.steps} is next")
             workdirs.claim(job, workdir, this_start)
         return loop_to_the_end(job, interrupt, workdir, batches, checkpoints, runner, run)

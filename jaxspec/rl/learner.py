@@ -23,7 +23,7 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
 from jaxspec.rl.losses import LossInputs, PolicyLoss
-from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, packed, read_lengths
+from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, learnt_before, packed, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
@@ -74,6 +74,11 @@ class Learner:
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
+
+    @property
+    def wide(self) -> np.dtype:
+        """Type of losses and of what is added up."""
+        return np.promote_types(self.dtype, np.float32)
 
     def layout(self, tree: PyTree) -> PyTree:
         """Shardings of networks and optimizer states: split over all axes of the mesh (ZeRO-3), but small ones over `tensor` alone."""
@@ -220,7 +225,7 @@ class Learner:
         depths = 0 if self.objective is None else depths_of(draft, self.objective)
         here = batch.chosen[:, 1:] & (batch.plan.micro[0] >= 0)[:, None]
         positions = jnp.broadcast_to(jnp.arange(here.shape[1], dtype=jnp.int32), here.shape)
-        wide = np.promote_types(self.dtype, np.float32)
+        wide = self.wide
         by_depth = jnp.sum(predicts(draft, here, positions, depths), axis=(0, 1), dtype=wide) if depths else jnp.zeros((0,), wide)
         read = jnp.sum(jnp.where(batch.plan.micro[0] >= 0, read_lengths(batch.chosen), 0), dtype=wide)
         return lax.psum(Counts(jnp.sum(here, dtype=wide), by_depth, read), DATA)
@@ -243,9 +248,8 @@ class Learner:
         target, enter = self._entered(applied(policy), applied(splits[0]))
         forward = target(pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=enter)
         following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
-        sampled = batch.sampled_logprobs[row, following].astype(np.promote_types(self.dtype, np.float32))
-        produced = jnp.cumsum(batch.chosen, axis=1, dtype=jnp.int32)[row, pack.positions]
-        wide = np.promote_types(self.dtype, np.float32)
+        wide = self.wide
+        sampled, produced = batch.sampled_logprobs[row, following].astype(wide), learnt_before(pack)
         depths = 0 if self.objective is None else depths_of(draft, self.objective)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.objective is not None:
@@ -260,7 +264,7 @@ class Learner:
             run = partial(compared, network, lax.stop_gradient(target), objective=self.objective)
             return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, lax.stop_gradient(logits), hidden)
 
-        elements = pack.tokens.size // pack.tokens.shape[1] * target.config.vocab * (1 + depths)
+        elements = len(pack.tokens) * target.config.vocab * (1 + depths)
         logprobs, entropy, found = in_chunks(chunk, elements, forward.hidden, hidden, pack.labels, produced)
 
         def total(values: Float[Array, "1 T"]) -> Float[Array, ""]:

@@ -174,6 +174,12 @@ def packed(batch: TrainBatch, update: int, micro: Int[Array, ""], tokens: int, f
     return jax.tree.map(lambda leaf: leaf[None], pack), row[None]
 
 
+def learnt_before(pack: Pack) -> Int[Array, "B T"]:
+    """Labels to learn that stand before each label in its own text: of a rollout, tokens of the response so far."""
+    before = jnp.cumsum(pack.chosen, axis=1, dtype=jnp.int32) - pack.chosen.astype(jnp.int32)
+    return before - jnp.take_along_axis(before, pack.first, axis=1)
+
+
 def whole_rows(tokens: Int[Array, "B S"], chosen: Bool[Array, "B S"]) -> Pack:
     """Padded rows as sequences of one text each."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

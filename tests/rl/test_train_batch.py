@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, packed, planned, read_lengths, texts_to_learn, whole_rows
+from jaxspec.rl.train_batch import (
+    Pack,
+    TrainBatch,
+    exchanged,
+    filler,
+    learnt_before,
+    packed,
+    planned,
+    read_lengths,
+    texts_to_learn,
+    whole_rows,
+)
 from jaxspec.state import Plan
 from tests.conftest import small_mesh
 
@@ -104,3 +115,10 @@ def test_whole_rows_are_texts_of_their_own() -> None:
     tokens, chosen = jnp.array([[5, 6, 7]], jnp.int32), jnp.array([[True, False, True]])
     found = whole_rows(tokens, chosen)
     assert [np.asarray(part).tolist() for part in found] == [[[5, 6, 7]], [[6, 7, 0]], [[False, True, False]], [[0, 1, 2]], [[0, 0, 0]]]
+
+
+def test_labels_before_are_counted_within_each_text() -> None:
+    """Two texts side by side and a position beyond them."""
+    chosen, first = jnp.array([[False, True, True, False, True, True, False]]), jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32)
+    pack = Pack(tokens=first, labels=first, chosen=chosen, positions=first, first=first)
+    assert np.asarray(learnt_before(pack)).tolist() == [[0, 0, 1, 2, 0, 1, 0]]
