@@ -72,7 +72,7 @@ def put(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like)
 
 
-def numbers(metrics: dict[str, Array]) -> dict[str, float]:
+def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
     """Metrics on the host."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool
 
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
@@ -20,6 +21,7 @@ from jaxspec.models.arrangement import Arrangement, best
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.kv import CHUNK
 from jaxspec.models.lora import Adapted
+from jaxspec.order import after, computed, needed_on
 from jaxspec.rl import optimizers
 from jaxspec.rl.advantages import group_advantages
 from jaxspec.rl.draft_objective import LOSSES, Objective
@@ -82,12 +84,21 @@ class Step:
             generator = self.generator.observed(state.generator, finished.rollout.statistics)
             return TrainState(learner=learner, generator=generator), metrics
 
-        return jax.lax.cond(finished.learn, learn, lambda state: (state, _nothing(learn, state)), state)
+        def turn(carry: tuple[Bool[Array, ""], TrainState, Metrics]) -> tuple[Bool[Array, ""], TrainState, Metrics]:
+            return jnp.zeros((), bool), *learn(carry[1])
+
+        # A loop of at most one turn changes the state in place; a conditional would have a second copy of it.
+        _, state, metrics = jax.lax.while_loop(lambda carry: carry[0], turn, (finished.learn, state, _nothing(learn, state)))
+        return state, metrics
 
     def load(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
         draft = state.learner.draft.network if state.learner.draft else None
-        return self.generator.load(state.learner.policy.network, draft, state.generator, state.learner.version)
+        policy, version = state.learner.policy.network, state.learner.version
+        if needed_on(self.mesh):  # also what no update changes goes between devices after the update
+            tied = jax.tree.map(lambda leaf: after(leaf, [computed(version)]), policy)
+            policy = jax.lax.with_sharding_constraint(tied, self.learner.layout(policy))
+        return self.generator.load(policy, draft, state.generator, version)
 
     def batch_of(self, finished: Finished) -> TrainBatch:
         """What the learner reads of a rollout: the responses that have a reward."""

@@ -1,5 +1,6 @@
 """What the generation loop of the compiled step may not do: talk beyond its tensor peers, or copy the cache."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +9,16 @@ import numpy as np
 import pytest
 
 from jaxspec import step
+from jaxspec.config import LoraConfig
 from jaxspec.models import kv
-from tests.test_step import LENGTH, MODEL, NEW, ROWS, WIDTH, nothing_finished, program, prompts_of, start
+from jaxspec.runner import whole_step
+from tests.conftest import small_mesh
+from tests.test_step import LENGTH, MODEL, NEW, PROMPTS, ROWS, STOP, WIDTH, config_of, nothing_finished, program, prompts_of, start
 
 pytestmark = pytest.mark.usefixtures("x64")
+
+
+TALKS = re.compile(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(")
 
 
 class Hlo:
@@ -19,6 +26,7 @@ class Hlo:
 
     def __init__(self, text: str):
         self.lines: dict[str, list[str]] = {}
+        self.known: dict[str, bool] = {}
         name = ""
         for line in text.splitlines():
             head = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -38,6 +46,34 @@ class Hlo:
                 seen.add(name)
                 waiting += [called for line in self.lines[name] for called in self._called(line)]
         return [line for name in sorted(seen) for line in self.lines[name]]
+
+    def side_by_side(self) -> list[tuple[str, str]]:
+        """Pairs of instructions that talk, neither of which needs the other's result, and one of which has a computation of its own."""
+        return [pair for lines in self.lines.values() for pair in self._side_by_side(lines)]
+
+    def _side_by_side(self, lines: list[str]) -> list[tuple[str, str]]:
+        before: dict[str, set[str]] = {}
+        talking: list[tuple[str, str]] = []
+        found = []
+        for line in lines:
+            made = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+            if made is None:
+                continue
+            needed = {name for name in re.findall(r"%([\w.\-]+)", line[made.end() :]) if name in before}
+            before[made[1]] = needed.union(*(before[name] for name in needed))
+            nested = any(self.talks(name) for name in self._called(line))
+            if nested or TALKS.search(line):
+                beside = [other for name, other in talking if name not in before[made[1]]]
+                found += [(other, line) for other in beside if nested or not TALKS.search(other)]
+                talking.append((made[1], line))
+        return found
+
+    def talks(self, computation: str) -> bool:
+        """Whether a computation, or one that it calls, has a collective."""
+        if computation not in self.known:
+            lines = self.lines[computation]
+            self.known[computation] = any(TALKS.search(line) or any(map(self.talks, self._called(line))) for line in lines)
+        return self.known[computation]
 
     def _called(self, line: str) -> list[str]:
         return [name for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0]) if name in self.lines]
@@ -69,7 +105,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     hlo = compiled(data, tensor, shard_above=0, verify=verify)
     loop = hlo.reached_from(is_loop)
     peers = {tuple(range(first, first + tensor)) for first in range(0, data * tensor, tensor)}
-    collectives = [line for line in loop if re.search(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(", line)]
+    collectives = [line for line in loop if TALKS.search(line)]
     assert collectives, "tensor shards must talk"
     for line in collectives:
         assert "collective-permute" not in line, line
@@ -85,6 +121,25 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step, "CHUNK", 4)
     monkeypatch.setattr(kv, "CHUNKED", 0)
     assert_stays(compiled(8, 1).reached_from(is_loop), ROWS // 8, MODEL.kv_heads, -(-(WIDTH + NEW + LENGTH) // 4) * 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "kind", "rank"),
+    [
+        (4, 2, "eagle3", 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(8, 1, "eagle3", 0), (4, 2, "mtp", 0), (4, 2, "model", 0), (4, 2, "eagle3", 2)]
+        ),
+    ],
+)
+def test_no_loop_that_talks_runs_beside_another_that_talks(data: int, tensor: int, kind: str, rank: int) -> None:
+    """A CPU's devices would then do both in different orders, and wait for each other until XLA ends the process."""
+    config = dataclasses.replace(config_of(kind=kind, shard_above=0), lora=LoraConfig(rank=rank))
+    made = step.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
+    hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
+    assert any(map(hlo.talks, hlo.lines))
+    assert not hlo.side_by_side()
 
 
 def compiled(data: int, tensor: int, **options: Any) -> Hlo:

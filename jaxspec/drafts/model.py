@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.kv import KVCache
+from jaxspec.order import after, computed
 from jaxspec.state import Prompts, Tree, pytree
 
 
@@ -51,7 +52,8 @@ def external(longest: int) -> Draft:
 
         # What rounds without drafts committed.
         start = jnp.minimum(state.read, first)
-        _, cache = lax.while_loop(lambda carry: jnp.any(carry[0] < first), read_on, (start, cache))
+        start, cache = lax.while_loop(lambda carry: jnp.any(carry[0] < first), read_on, (start, cache))
+        first = after(first, [computed(start)])
         forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)

@@ -1,7 +1,7 @@
 """The learner: one pass over packed micro-batches gives the gradients of policy and draft, each with an optimizer of its own."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jaxspec.mesh import DATA, TENSOR
 from jaxspec.models.decoder import Decoder, Forward, Layers
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, Adapted, applied
+from jaxspec.order import after, computed, needed_on, sequence
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
@@ -28,6 +29,11 @@ from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
 Metrics = dict[str, Num[Array, ""]]
+Pair = tuple[PyTree, PyTree]
+"""Something of the policy, and the same of the draft."""
+
+OUTSIDE = ("embedding", "norm", "head")
+"""A decoder's weights outside its layers."""
 
 
 class Sums(NamedTuple):
@@ -140,11 +146,7 @@ class Learner:
         """The draft after its update where it is `online`; where it is frozen, as it was, with NaN for metrics."""
         loss = self._draft_loss(sums.draft.loss, counts)
         loss = jnp.where(counts.tokens > 0, loss, jnp.nan)
-
-        def update(draft: Trained) -> tuple[Trained, Float[Array, ""]]:
-            return optimizers.update(draft, gradients, loss, self.draft_optimizer)
-
-        draft, norm = lax.cond(online, update, lambda draft: (draft, jnp.full_like(loss, jnp.nan)), draft)
+        draft, norm = optimizers.update(draft, gradients, loss, self.draft_optimizer, online)
         acceptance = sums.draft.acceptance / jnp.maximum(counts.by_depth, 1)
         measured = {"loss/draft": loss, "grad_norm/draft": norm}
         measured |= {f"draft/expected_acceptance_{depth}": value for depth, value in enumerate(acceptance, start=1)}
@@ -173,15 +175,14 @@ class Learner:
         by_row = jax.tree.map(lambda leaf: P(DATA), batch)
         plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
         inputs = (*specs, P(), by_row.replace(plan=plan))
-        trained = optimizers.parameters(specs[0]), optimizers.parameters(specs[1])
         run = partial(self._on_a_shard, splits=splits, learning=learning)
-        outputs = (self._learning(trained) if learning else (None, None), P(), P())
+        outputs = (self._trained(specs) if learning else (None, None), P(), P())
         mapped = jax.shard_map(run, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names={DATA}, check_vma=False)
         return mapped(policy, draft, online, batch)
 
-    def _learning(self, pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """Of something for the policy and something for the draft, what belongs to those that learn."""
-        policy, draft = pair
+    def _trained(self, networks: Pair) -> Pair:
+        """What is trained of policy and draft; None for one that is only read."""
+        policy, draft = map(optimizers.parameters, networks)
         return None if self.policy_loss is None else policy, None if self.objective is None else draft
 
     def _on_a_shard(
@@ -190,13 +191,16 @@ class Learner:
         """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
         batch = exchanged(batch, self.mesh.shape[DATA])
         counts, spare = self._count(batch, draft), filler(batch)
-        weights = self._learning((optimizers.parameters(policy), optimizers.parameters(draft)))
+        # The compiler moves gathering of what no micro-batch changes out of the loop.
+        policy, draft = self._tied((policy, draft), splits, [computed(spare)])
+        weights, own = self._trained((policy, draft)), self._trained(splits)
 
-        def loss_of(weights: tuple[PyTree, PyTree], pack: Pack, row: Int[Array, "1 T"]) -> tuple[Float[Array, ""], Sums]:
-            networks = zip((policy, draft), weights, strict=True)
-            given = (network if own is None else optimizers.with_parameters(network, own) for network, own in networks)
-            read_policy, read_draft = given
-            sums = self._sums(read_policy, read_draft, splits, online, pack, row, batch)
+        def whole(weights: Pair) -> tuple[Pair, Pair]:
+            networks = self._outside_whole(*_filled((policy, draft), weights), splits)
+            return self._trained(networks), networks
+
+        def loss_of(weights: Pair, networks: Pair, pack: Pack, row: Int[Array, "1 T"]) -> tuple[Float[Array, ""], Sums]:
+            sums = self._sums(*_filled(networks, weights), splits, online, pack, row, batch)
             loss = jnp.zeros((), sums.policy_loss.dtype)
             if self.policy_loss is not None:
                 loss = loss + sums.policy_loss / jnp.maximum(counts.tokens, 1)
@@ -206,9 +210,13 @@ class Learner:
 
         def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
             pack, row = packed(batch, 0, number, self.tokens, spare)
+            gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
+            pack = pack._replace(tokens=after(pack.tokens, self._gathering(networks, splits)))
             if not learning:
-                return before[0], before[1].plus(loss_of(weights, pack, row)[1])
-            (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, pack, row)
+                return before[0], before[1].plus(loss_of(gathered, networks, pack, row)[1])
+            (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(gathered, networks, pack, row)
+            signs = [computed(leaf, spec) for leaf, spec, inside in _leaves(gradients, own) if inside]
+            (gradients,) = split(self._tied(gradients, own, signs))
             return jax.tree.map(jnp.add, before[0], gradients), before[1].plus(sums)
 
         nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
@@ -216,7 +224,6 @@ class Learner:
         largest = lax.pmax(sums.largest_gap, DATA)
         sums = lax.psum(sums, DATA)._replace(largest_gap=largest)
         if learning:  # of what is split, every micro-batch has added up the shards' parts already
-            own = self._learning((optimizers.parameters(splits[0]), optimizers.parameters(splits[1])))
             gradients = jax.tree.map(lambda leaf, spec: leaf if _split_axis(spec) >= 0 else lax.psum(leaf, DATA), gradients, own)
         return gradients, sums, counts
 
@@ -245,7 +252,11 @@ class Learner:
         batch: TrainBatch,
     ) -> Sums:
         """One micro-batch: the policy's forward pass, and from the same logits its own loss and the draft's."""
-        target, enter = self._entered(applied(policy), applied(splits[0]))
+        target, split_layers = applied(policy), applied(splits[0]).layers
+
+        def enter(layer: Layers) -> Layers:
+            return jax.tree.map(lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, split_layers)
+
         forward = target(pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=enter)
         following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
         wide = self.wide
@@ -253,7 +264,12 @@ class Learner:
         depths = 0 if self.objective is None else depths_of(draft, self.objective)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.objective is not None:
-            network, hidden = self._drafted(draft, splits[1], online, target, forward, pack, depths)
+            last, network = self._draft_first(forward.hidden, draft, splits[1])
+            forward = forward._replace(hidden=last)
+            hidden = self._drafted(network, online, target, forward, pack, depths)
+            if self._on_cpu:
+                (hidden,), last = sequence((hidden,), last)
+                forward = forward._replace(hidden=last)
 
         def chunk(hidden_target: Any, hidden: Any, labels: Any, produced: Any) -> tuple[Any, Any, Compared]:
             logits = target.logits(hidden_target)
@@ -261,6 +277,8 @@ class Learner:
             nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
             if self.objective is None:
                 return logprobs, entropy, nothing
+            if self._on_cpu:
+                (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
             run = partial(compared, network, lax.stop_gradient(target), objective=self.objective)
             return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, lax.stop_gradient(logits), hidden)
 
@@ -279,38 +297,92 @@ class Learner:
         return Sums(loss, total(lax.stop_gradient(entropy)), total(gap), jnp.max(jnp.where(pack.chosen, gap, 0)), draft_sums)
 
     def _drafted(
-        self, draft: PyTree, splits: PyTree, online: Bool[Array, ""], target: Decoder, forward: Forward, pack: Pack, depths: int
-    ) -> tuple[PyTree, Float[Array, "1 T A D"]]:
-        """The draft's weights, whole, and what its head reads; zeros where it does not learn."""
-        network = self._whole(draft, splits)
+        self, network: PyTree, online: Bool[Array, ""], target: Decoder, forward: Forward, pack: Pack, depths: int
+    ) -> Float[Array, "1 T A D"]:
+        """What the draft's head reads; zeros where it does not learn."""
         detached = lax.stop_gradient((target, forward))
+        if self._on_cpu:
+            pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
 
         def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
             return drafted(network, *detached, pack, depths)
 
         shape = jax.eval_shape(unroll, network)
-        return network, lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)
+        return lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)
 
-    def _entered(self, network: Decoder, splits: Decoder) -> tuple[Decoder, Callable[[Layers], Layers]]:
-        """The decoder with its embedding, norm and head whole, and what makes a layer whole when it is run."""
-        whole = jax.tree.map(lambda leaf: leaf, network)
-        for name in ("embedding", "norm", "head"):
-            outer = {name: getattr(network, name)}, {name: getattr(splits, name)}
-            setattr(whole, name, self._whole(*outer)[name])
+    # ---- weights made whole, and the order of what goes between shards
 
-        def enter(layer: Layers) -> Layers:
-            return jax.tree.map(lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, splits.layers)
+    def _outside_whole(self, policy: Decoder | Adapted, draft: PyTree, splits: Pair) -> Pair:
+        """Policy and draft with everything whole over `data` but the policy's layers, which are made whole one by one as they run."""
+        policy, split = (jax.tree.map(lambda leaf: leaf, network) for network in (policy, splits[0]))
+        decoder, by = (network if isinstance(network, Decoder) else network.base for network in (policy, split))
+        for name in OUTSIDE:
+            setattr(decoder, name, self._whole({name: getattr(decoder, name)}, {name: getattr(by, name)})[name])
+        return policy, self._whole(draft, splits[1])
 
-        return whole, enter
+    def _gathering(self, networks: Pair, splits: Pair) -> list[Bool[Array, ""]]:
+        """On CPUs, signs that everything outside the policy's layers has been gathered."""
+        outside = [(leaf, spec) for leaf, spec, inside in _leaves(networks, splits) if not inside and _split_axis(spec) >= 0]
+        return [computed(leaf, spec) for leaf, spec in outside] if self._on_cpu else []
+
+    def _tied(self, pair: Pair, splits: Pair, signs: list[Bool[Array, ""]]) -> Pair:
+        """The same, of which on CPUs what goes between shards outside the policy's layers comes after all of what `signs` are of."""
+        if not self._on_cpu:
+            return pair
+        leaves = _leaves(pair, splits)
+        tied = [leaf if inside or _split_axis(spec) < 0 else after(leaf, signs) for leaf, spec, inside in leaves]
+        return jax.tree.unflatten(jax.tree.structure(pair), tied)
+
+    def _draft_first(self, hidden: Float[Array, "1 T D"], draft: PyTree, splits: PyTree) -> tuple[Float[Array, "1 T D"], PyTree]:
+        """The policy's last hidden states and the draft as they are; in the backward pass the policy's layers come after the draft's, of
+        which then nothing is kept any more."""
+
+        def backward(_: None, cotangents: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            above, gradients = cotangents
+            leaves, structure = jax.tree.flatten(gradients)
+            weights = [number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+            if self._on_cpu:
+                specs = jax.tree.leaves(splits)
+                return after(above, [computed(leaves[number], specs[number]) for number in weights]), gradients
+            above, done = lax.optimization_barrier((above, [leaves[number] for number in weights]))
+            for number, leaf in zip(weights, done, strict=True):
+                leaves[number] = leaf
+            return above, jax.tree.unflatten(structure, leaves)
+
+        join = jax.custom_vjp(lambda hidden, draft: (hidden, draft))
+        join.defvjp(lambda hidden, draft: ((hidden, draft), None), backward)
+        return join(hidden, draft)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return needed_on(self.mesh)
 
     def _whole(self, network: PyTree, splits: PyTree) -> PyTree:
         """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of positions add up their gradients."""
 
         def one(path: Any, leaf: Array, spec: P) -> Array:
-            names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
-            return _whole(leaf, spec, self.dtype, wide=bool(names & {"embedding", "head"}))
+            return _whole(leaf, spec, self.dtype, wide=bool(_names(path) & {"embedding", "head"}))
 
         return jax.tree_util.tree_map_with_path(one, network, splits)
+
+
+def _filled(networks: Pair, weights: Pair) -> Pair:
+    """Networks with what is trained of them from `weights`."""
+    policy, draft = (
+        network if own is None else optimizers.with_parameters(network, own) for network, own in zip(networks, weights, strict=True)
+    )
+    return policy, draft
+
+
+def _leaves(pair: Pair, splits: Pair) -> Iterator[tuple[Array, P, bool]]:
+    """The leaves of policy and draft, with how each is split, and whether it is in the policy's layers."""
+    specs = jax.tree.leaves(splits)
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(pair), specs, strict=True):
+        yield leaf, spec, path[0].idx == 0 and not _names(path) & set(OUTSIDE)
+
+
+def _names(path: Any) -> set[Any]:
+    return {getattr(key, "name", getattr(key, "key", None)) for key in path}
 
 
 def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layers import cast
 from jaxspec.state import PyTree, Trained
@@ -92,19 +92,24 @@ def condition(learner: Trained) -> Int[Array, ""]:
 
 
 def update(
-    learner: Trained, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
+    learner: Trained,
+    gradients: PyTree,
+    loss: Float[Array, ""],
+    optimizer: optax.GradientTransformation,
+    wanted: Bool[Array, ""] | bool = True,
 ) -> tuple[Trained, Float[Array, ""]]:
-    """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates."""
+    """Applies one update where it is `wanted` and returns the gradient's norm; a non-finite loss or gradient changes only the count of
+    skipped updates.
+
+    Old and new numbers are chosen between one by one, so that no second copy of the state is needed.
+    """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-
-    def apply(learner: Trained) -> Trained:
-        weights = parameters(learner.network)
-        changes, state = optimizer.update(gradients, learner.optimizer, weights)
-        network = with_parameters(learner.network, optax.apply_updates(weights, changes))
-        return learner.replace(network=network, optimizer=state, skipped_in_row=jnp.zeros((), jnp.int32))
-
-    def skip(learner: Trained) -> Trained:
-        return learner.replace(skipped=learner.skipped + 1, skipped_in_row=learner.skipped_in_row + 1)
-
-    return jax.lax.cond(finite, apply, skip, learner), norm
+    weights = parameters(learner.network)
+    changes, state = optimizer.update(gradients, learner.optimizer, weights)
+    new, old = (optax.apply_updates(weights, changes), state), (weights, learner.optimizer)
+    weights, state = jax.tree.map(lambda new, old: jnp.where(finite & wanted, new, old), new, old)
+    skipped = (wanted & ~finite).astype(jnp.int32)
+    in_row = jnp.where(wanted, (learner.skipped_in_row + 1) * skipped, learner.skipped_in_row)
+    network = with_parameters(learner.network, weights)
+    return learner.replace(network=network, optimizer=state, skipped=learner.skipped + skipped, skipped_in_row=in_row), norm
