@@ -290,7 +290,10 @@ def test_a_step_and_a_generation_are_measured_and_traced(
     step = line_of("step", "--batch", "8", "--group", "4", "--draft", "eagle3", "--profile", "2:3")
     assert step.keys() >= {*needed, "group", "beta", "versions", "compile_s", "check_logprob"}
     assert (step["peer"], step["kind"], step["tokens"]) == ("jaxspec/eagle3", "grpo_step", 8 * 16)
-    assert step["phases_s"].keys() == {"import", "load", "first_call", "generate", "score", "ref", "train"}
+    phases = {"import", "load", "first_call", "data", "prepare", "generate", "score", "ref", "train"}
+    assert step["phases_s"].keys() == phases
+    assert 0 < step["generation_share"] < 1
+    assert 0 < step["packing"] <= 1
     assert step["tokens_per_s"] == pytest.approx(8 * 16 / step["wall_s"])
     assert 1 <= step["acceptance_length"] <= 4
     made = line_of("generate", "--batch", "4", "--draft", "eagle3", "--draft_length", "2", "--live", "1", "--profile", "1:2")
