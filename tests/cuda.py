@@ -96,11 +96,12 @@ def mesh_of(card: Card, data: int = 1, tensor: int = 1) -> Mesh:
 def compiled(function: Callable, mesh: Mesh, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
     """The program for the mesh's GPUs, of arrays that are only described.
 
-    What asks the default device for its kind, as kernels do, is told that it is one of these. A fresh wrapper: traces are kept by
-    function.
+    What asks the default device for its kind, as kernels do, is told that it is one of these. The function is wrapped anew because
+    traces are kept by function. The assembler's optimisations, a third of the time, change no memory and no kernel's name.
     """
     with jax.default_device(mesh.devices.flat[0]), jax.numpy_dtype_promotion("standard"):
-        return jax.jit(lambda *given: function(*given), donate_argnums=donate).lower(*arguments).compile()
+        lowered = jax.jit(lambda *given: function(*given), donate_argnums=donate).lower(*arguments)
+        return lowered.compile(compiler_options={"xla_gpu_disable_gpuasm_optimizations": True})
 
 
 def temporaries(program: Any) -> int:

@@ -33,7 +33,7 @@ class _Tokamax(NamedTuple):
 
 @functools.cache
 def _tokamax() -> _Tokamax | None:
-    """None where it is not installed. It is imported when first wanted: that takes a second, and on a CPU nobody needs it."""
+    """None where it is not installed. It is imported when first wanted: that takes seconds, and on a CPU nobody needs it."""
     try:
         from tokamax._src.ops.attention.api import IMPLEMENTATIONS  # pyright: ignore[reportMissingImports]
         from tokamax._src.ops.attention.base import Mask  # pyright: ignore[reportMissingImports]
