@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.kernels import tokamax_attention
+
 BLOCK = 48
 """Queries and keys of a block.
 
@@ -42,6 +44,30 @@ class _Tiles(NamedTuple):
     """The first block of keys that a query of this block sees."""
     stop: Int[Array, " C"]
     """The block after the last such one; not above `start` if the queries see nothing."""
+
+
+def attend_segments(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T M H"],
+    value: Float[Array, "B T M H"],
+    first: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """Computes causal softmax attention inside the texts of packed rows.
+
+    By GPU kernels where the mesh in scope has devices that they are written for, and elsewhere by `attend_visible`, which see.
+    Memory is linear in T but for a mask of all pairs on some cards, whose size is bounded (`tokamax_attention`).
+
+    Args:
+      query: of N = M * R heads.
+      key: finite everywhere.
+      value: one for each key, finite too.
+      first: the first position that each query sees, where its text starts; it does not fall along T and is not beyond the query's own.
+    """
+    implementation = tokamax_attention.available(query, key)
+    if implementation is not None:
+        return tokamax_attention.attend_causal(query, key, value, first, implementation)
+    own = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=first.dtype), first.shape)
+    return attend_visible(query, key, value, first, own)[0]
 
 
 def attend_visible(

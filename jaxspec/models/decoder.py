@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config import ModelConfig
-from jaxspec.kernels.segment_attention import attend_visible
+from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.sight import causal
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
@@ -186,14 +186,13 @@ class Decoder(nnx.Module):
         x = self.embedding[...][tokens].astype(self.norm.dtype)
         table = rotary_table(positions, config, x.dtype)
         starts = jnp.zeros_like(tokens) if first is None else first
-        places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
         def layer(x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page) -> tuple[Any, Any]:
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
             if cache is None:
-                attended, _ = attend_visible(query, key, value, starts, places)
+                attended = attend_segments(query, key, value, starts)
             else:
                 cache = extend(cache, index, positions, key, value)
                 attended = attend_cache(query, cache, index, causal(positions))

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Some tests with what is newest: Python, the JAX that pyproject.toml allows for it, tokamax, and JAX's CUDA plugin, which compiles for GPUs
+# without one. Set-up of .venv-newest included: bash launch/newest.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+base=none
+for minor in 14 13 12; do
+  # What is on the path may be a stand-in that only says how to get a Python; pyenv keeps those that it has beside it.
+  for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor."*/bin/python; do
+    if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+      base=$candidate
+      break 2
+    fi
+  done
+done
+if [[ $base == none ]]; then
+  echo "no Python 3.12 or newer here, which tokamax and the newest JAX need: nothing is tested with them" >&2
+  exit 0
+fi
+
+python=.venv-newest/bin/python
+if [[ $("$python" --version 2>/dev/null) != $("$base" --version) ]]; then "$base" -m venv --clear .venv-newest; fi
+install=("$python" -m pip install --quiet --disable-pip-version-check)
+"${install[@]}" --constraint launch/constraints.txt --editable '.[test]' tokamax
+jax=$("$python" -c 'import jaxlib; print(jaxlib.__version__)')
+# The compiler alone: what runs programs on a GPU is some gigabytes more.
+"${install[@]}" --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37
+echo "$("$python" --version), jax $jax" >&2
+
+tests=("$@")
+if (($# == 0)); then
+  tests=(
+    tests/test_cuda.py
+    tests/kernels
+    tests/rl/test_learner.py::test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows
+    tests/rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding
+  )
+fi
+exec "$python" -m pytest -m "not slow" -n 2 --dist loadfile "${tests[@]}"
