@@ -120,23 +120,23 @@ class LookupConfig(Checked, prefix="rollout.lookup."):
 class EngineConfig(Checked, prefix="rollout.engine."):
     """Memory and loops of generation; nothing here changes a token's law, and in coupled mode no token."""
 
-    slots: Count = 256
-    """Rows that a data shard generates at once; further ones wait until a slot is free."""
-    page_size: Natural = 0
+    slots: Count | Literal["auto"] = "auto"
+    """Rows that a data shard generates at once; further ones wait until a slot is free. `auto`: 256, on an accelerator fewer where its
+    memory holds fewer."""
+    page_size: Natural | Literal["auto"] = "auto"
     """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the rows of a group share their prompt, at
-    the price of gathering them."""
+    the price of gathering them. `auto`: 64 on an accelerator, 0 on a CPU."""
     pages: Natural = 0
-    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need. With fewer, a row may lose its pages for a while,
-    and reads its text again later."""
+    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need, on an accelerator as far as its memory holds them.
+    With fewer, a row may lose its pages for a while, and reads its text again later."""
     tail: bool = True
     """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the slots."""
 
     def check(self) -> None:
         remedy = "give a page size too, 64 for example, or leave pages 0"
-        require(
-            self.page_size > 0 or self.pages == 0,
-            f"rollout.engine.pages is {self.pages}, but page_size 0 makes a page of every row; {remedy}",
-        )
+        given = f"rollout.engine.pages is {self.pages}"
+        require(self.pages == 0 or self.page_size != 0, f"{given}, but page_size 0 makes a page of every row; {remedy}")
+        require(self.pages == 0 or self.page_size != "auto", f"{given}, and of what size is left to page_size auto; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,10 +91,15 @@ def smallest_pool(prompts: int, prompt: int, response: int, draft_length: int, p
     return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
 
 
+def whole_pool(prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int) -> int:
+    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
+    return prompts * -(-prompt // page_size) + slots * -(-(prompt + response + draft_length) // page_size)
+
+
 def _check_pool(config: Config, prompts: int) -> None:
     """Whether the pages of a data shard with so many prompts are enough for one row."""
     engine, length = config.rollout.engine, config.rollout.draft.longest if config.rollout.draft.kind != "none" else 0
-    if not engine.pages:
+    if not engine.pages or not isinstance(engine.page_size, int):
         return
     prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
     least = smallest_pool(prompts, prompt, response, length, engine.page_size)

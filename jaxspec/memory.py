@@ -1,7 +1,6 @@
 """What a run takes of a device's memory, as its compiled programs say: told at its start, and refused with numbers where it cannot fit."""
 
 import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +11,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.config import ConfigError
-from jaxspec.mesh import DATA, TENSOR
-from jaxspec.runner import Runner, abstract
+from jaxspec.consistency import smallest_pool, whole_pool
+from jaxspec.mesh import DATA, TENSOR, accelerated
+from jaxspec.runner import Runner, abstract, generation_alone
 from jaxspec.state import PyTree
-from jaxspec.step import Step
+from jaxspec.step import Automatic, Sizes, Step
 
 GIB = 2**30
 
@@ -30,40 +30,85 @@ class Part(NamedTuple):
     """What shrinks it."""
 
 
+class _Bytes(NamedTuple):
+    """Bytes on each device, as shapes say them."""
+
+    kept: list[Part]
+    """What training keeps all the time."""
+    weights: int
+    """As generation reads them."""
+    pool: int
+    """Of keys and values."""
+    pools: int
+    """How many there are at once, at most."""
+
+    @property
+    def total(self) -> int:
+        """Of what is kept."""
+        return sum(part.size for part in self.kept)
+
+
+def _bytes_of(step: Step, prompts: int) -> _Bytes:
+    state, _, asked = abstract(step, prompts)
+    ready = jax.eval_shape(step.load, state)
+    running = jax.eval_shape(step.generator.begin, ready, asked)
+    read = None if running.queue is None else running.queue.prompts.caches
+    learner, mesh = state.learner, step.mesh.shape
+    kept = [
+        Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
+        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--learner.moments bfloat16, --lora.rank 16, or more devices"),
+        Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
+    ]
+    return _Bytes(
+        kept=kept,
+        weights=_size((ready.target, ready.drafter.network)) // mesh[TENSOR],
+        pool=_size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR]),
+        pools=2 if step.generator.settings.lengths else 1,  # what rounds of each length cost is measured on a pool that stays as it is
+    )
+
+
 def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
     """What a run takes on each device, by owner: what it keeps, and what its compiled `programs` take beside that while they run.
 
     Programs do not run at the same time, so the one that takes most counts. What that is for is told where shapes say it: weights as
     generation reads them, and the pool of keys and values; the rest are mostly the activations of a micro-batch.
     """
-    state, _, asked = abstract(step, prompts)
-    ready = jax.eval_shape(step.load, state)
-    running = jax.eval_shape(step.generator.begin, ready, asked)
-    read = None if running.queue is None else running.queue.prompts.caches
-    learner, mesh = state.learner, step.mesh.shape
-    weights = _size((ready.target, ready.drafter.network)) // mesh[TENSOR]
-    pools = 2 if step.generator.settings.lengths else 1  # what rounds of each length cost is measured on a pool that stays as it is
-    pool = pools * _size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR])
-    kept = [
-        Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
-        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--learner.moments bfloat16, --lora.rank 16, or more devices"),
-        Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
-    ]
-    total = sum(part.size for part in kept)
-    most = max((_beside(program, total) for program in programs.values()), default=0)
-    fewer_rows = "--rollout.engine.slots, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, or shorter answers"
+    found = _bytes_of(step, prompts)
+    most = _most(programs, found.total)
+    pool = found.pools * found.pool
     longest = step.generator.row_length - 1
     micro = f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or more --mesh.tensor"
-    kept += [
-        Part("weights as generation reads them", weights, "--model.dtype bfloat16, or --mesh.tensor"),
-        Part("the pool of keys and values", pool, fewer_rows),
-        Part("what learning and generation take beside that while they run", max(most - weights - pool, 0), micro),
+    listed = [
+        *found.kept,
+        Part("weights as generation reads them", found.weights, "--model.dtype bfloat16, or --mesh.tensor"),
+        Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
+        Part("what learning and generation take beside that while they run", max(most - found.weights - pool, 0), micro),
     ]
-    return [part for part in kept if part.size]
+    return [part for part in listed if part.size]
+
+
+def _smaller_pool(step: Step, prompts: int) -> str:
+    """What shrinks the pool."""
+    settings, shorter = step.generator.settings, "or shorter answers"
+    if not settings.page_size:
+        return f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, {shorter}"
+    now, least = settings.pages or _all_pages(step, prompts), _fewest_pages(step, prompts, 1)
+    return f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now {settings.slots}, {shorter}"
+
+
+_LEARNS = ("step", "train")
+"""Programs in which the learner runs."""
+_OWNS_STATE = (*_LEARNS, "prepare")
+"""Programs that get the state: what they take in beside it are their other arguments. The rest run while it lies there."""
+
+
+def _most(programs: Mapping[str, Any], kept: int) -> int:
+    """Bytes that the program which takes most takes beside the `kept` ones of the state."""
+    return max((_beside(program, kept if name in _OWNS_STATE else 0) for name, program in programs.items()), default=0)
 
 
 def _beside(program: Any, kept: int) -> int:
-    """Bytes that a compiled program takes on each device beside `kept`, which lies there all the time."""
+    """Bytes that a compiled program takes on each device beside `kept` ones among its arguments."""
     found = program.memory_analysis()
     if found is None:  # a backend that does not say
         return 0
@@ -79,29 +124,118 @@ class Fitted(NamedTuple):
     parts: list[Part]
 
 
-def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may_shrink: bool) -> Fitted:
-    """Compiles a step, with smaller and smaller micro-batches until it fits where `may_shrink`, before any weights are loaded.
+FEW = 4
+"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at least."""
+MORE = 10
+"""By one in so many bytes a whole step must take more than its generation alone for learning to be the reason."""
+SPARE = 50
+"""One in so many bytes stays free where the pool is sized: programs put together take a little more than each by itself."""
+
+
+def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Automatic) -> Fitted:
+    """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open, before any weights are loaded.
+
+    What takes most gives way: learning reads micro-batches of half the tokens; generation's pool gets the pages that are left beside its
+    weights and temporaries, and as many slots as these hold. A step that is one program says only what both take at most, so where that
+    does not fit, generation is compiled by itself to tell.
 
     Raises:
       ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
     """
-    limit, longest = least_of_processes(device_memory()), step.generator.row_length - 1
+    limit = least_of_processes(device_memory())
+    if may.pages:
+        step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
     while True:
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
         if sum(part.size for part in found) <= limit:
             return Fitted(step, runner, found)
-        tokens = max(longest, step.learner.tokens // 2)
-        if not may_shrink or tokens == step.learner.tokens:
-            raise ConfigError(f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}")
-        step = dataclasses.replace(step, learner=dataclasses.replace(step.learner, tokens=tokens))
+        sizes = _smaller(step, prompts, runner, may, limit)
+        if sizes == step.sizes:
+            told = f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}"
+            raise ConfigError(told + _enough(step, prompts, runner, may, limit))
+        step = step.resized(prompts, sizes)
+
+
+def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> str:
+    """The least change of what was asked of an accelerator's engine that makes it fit, in words; nothing where that would not help."""
+    paged = step.sizes.page_size > 0
+    asked = Automatic(tokens=False, slots=not paged and not may.slots, pages=paged and not may.pages)
+    if not accelerated(step.mesh) or not (asked.slots or asked.pages):
+        return ""
+    sizes = _smaller(step, prompts, runner, asked, limit)
+    changed = [f"--rollout.engine.{name} {new}" for name, new in sizes._asdict().items() if new != getattr(step.sizes, name)]
+    return f"; {changed[0]} should fit" if changed else ""
+
+
+def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> Sizes:
+    """Smaller sizes of a step that does not fit; the same where none may give way, or none is left that would help."""
+    half = max(step.generator.row_length - 1, step.learner.tokens // 2)
+    fewer = step.sizes._replace(tokens=half) if may.tokens else step.sizes
+    if not (may.slots or may.pages):
+        return fewer
+    found = _bytes_of(step, prompts)
+    learning = {name: program for name, program in runner.programs.items() if name in _LEARNS}
+    generating = {name: program for name, program in runner.programs.items() if name not in _LEARNS}
+    generating = generating or {"generate": generation_alone(step, prompts)}
+    taken = _most(generating, found.total)
+    learns = _most(learning, found.total)
+    if learns > taken + taken // MORE:
+        sizes = fewer if found.total + learns > limit else step.sizes
+    else:
+        sizes, taken = step.sizes, max(taken, learns)
+    usable = limit - limit // SPARE - found.total
+    room = min((usable - found.weights) // found.pools, usable - taken + found.pool)
+    return _with_room(step, prompts, sizes, may, found.pool, room) if room < found.pool else sizes
+
+
+def _with_room(step: Step, prompts: int, sizes: Sizes, may: Automatic, pool: int, room: int) -> Sizes:
+    """Sizes whose pool takes at most `room` bytes instead of `pool`; fewer slots alone, and their temporaries, where none such is left."""
+    slots = step.generator.settings.slots
+    if not sizes.page_size:
+        return sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots) if may.slots else sizes
+    if may.pages:
+        pages = sizes.pages * max(room, 0) // pool
+        if pages >= _fewest_pages(step, prompts, min(FEW, slots)):
+            return sizes._replace(pages=pages, slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots)
+    fewer = max(min(FEW, slots), slots // 4)
+    if not may.slots or fewer == slots:
+        return sizes
+    sizes = sizes._replace(slots=fewer)
+    return sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts)) if may.pages else sizes
+
+
+def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
+    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft, and positions of a page."""
+    generator = step.generator
+    settings, shards = generator.settings, generator.mesh.shape[DATA]
+    return prompts // shards, generator.prompt_length, settings.max_new_tokens, generator.draft_length, settings.page_size
+
+
+def _all_pages(step: Step, prompts: int) -> int:
+    return whole_pool(*_shape(step, prompts), slots=step.generator.settings.slots)
+
+
+def _fewest_pages(step: Step, prompts: int, rows: int) -> int:
+    """Pages with which so many of the longest rows can be generated at once."""
+    _, prompt, response, draft, size = shape = _shape(step, prompts)
+    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
+
+
+def _slots_in(step: Step, prompts: int, pages: int) -> int:
+    """Rows that some pages hold halfway through their longest answers, each with the pages of its prompt that others write to as well."""
+    count, prompt, response, draft, size = _shape(step, prompts)
+    own = -(-(response // 2 + draft + 1) // size) + 1
+    return max(FEW, (pages - count * -(-prompt // size)) // own)
 
 
 def told(step: Step, found: list[Part]) -> str:
     """The bytes of a device by owner, in a line."""
     owners = ", ".join(f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size))
-    micro = f"micro-batches of {step.learner.tokens} tokens a data shard"
-    return f"each device takes {_total(found)} of {_gib(device_memory())}: {owners} ({micro})"
+    settings = step.generator.settings
+    pool = f"{settings.pages or 'all'} pages of {settings.page_size} positions" if settings.page_size else "a page a row"
+    chosen = f"micro-batches of {step.learner.tokens} tokens a data shard; {settings.slots} slots, {pool}"
+    return f"each device takes {_total(found)} of {_gib(device_memory())}: {owners} ({chosen})"
 
 
 @contextlib.contextmanager

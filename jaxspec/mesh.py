@@ -96,9 +96,14 @@ def count_devices() -> int:
         raise ConfigError(f"{which}{said}; unset JAX_PLATFORMS, or install JAX for that device (bash launch/venv.sh)") from error
 
 
+def accelerated(mesh: Mesh) -> bool:
+    """Whether its devices are accelerators."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def lone_cpu(mesh: Mesh) -> bool:
     """Whether every data shard is one device, a CPU: there, weights and caches are laid out for XLA's kernels."""
-    return mesh.devices.flat[0].platform == "cpu" and mesh.shape[TENSOR] == 1
+    return not accelerated(mesh) and mesh.shape[TENSOR] == 1
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:

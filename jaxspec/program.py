@@ -45,11 +45,12 @@ class Job:
     mesh: Mesh
     step: Step
 
-    def with_tokens(self, tokens: int) -> "Job":
-        """The same with micro-batches of so many tokens a data shard."""
-        config = dataclasses.replace(self.config, learner=dataclasses.replace(self.config.learner, tokens=tokens))
-        step = dataclasses.replace(self.step, learner=dataclasses.replace(self.step.learner, tokens=tokens))
-        return dataclasses.replace(self, config=config, step=step)
+    def with_sizes(self, **sizes: int) -> "Job":
+        """The same with some of `step.Sizes` set, in the config too."""
+        config, step = self.config, self.step.resized(self.config.grpo.prompts, self.step.sizes._replace(**sizes))
+        learner = dataclasses.replace(config.learner, tokens=sizes.pop("tokens", config.learner.tokens))
+        rollout = dataclasses.replace(config.rollout, engine=dataclasses.replace(config.rollout.engine, **sizes))
+        return dataclasses.replace(self, config=dataclasses.replace(config, learner=learner, rollout=rollout), step=step)
 
     def say(self, message: str) -> None:
         """Prints a line, once for all processes."""
@@ -190,10 +191,16 @@ def on_this_process(job: Job) -> Job:
     """The same job on a mesh of this process's devices only, for work that one process does for all; a lone process keeps its mesh."""
     if jax.process_count() == 1:
         return job
-    config = dataclasses.replace(job.config, mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1))
+    config = dataclasses.replace(with_whole_pool(job.config), mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1))
     data, _ = check(config, jax.local_device_count())
     devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1)
     return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
+
+
+def with_whole_pool(config: Config) -> Config:
+    """The same with all pages that can be needed: those that a config has are for the prompts of its own data shards."""
+    engine = dataclasses.replace(config.rollout.engine, pages=0)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
 
 
 def process_0_first(work: Callable[[], _T]) -> _T:

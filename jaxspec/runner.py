@@ -177,6 +177,13 @@ def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rou
     return generate, {"prefill": begin, "slice": advance, "unfinished": unfinished}
 
 
+def generation_alone(step: Step, prompts: int) -> Any:
+    """The program of generation by itself, for what it takes of memory."""
+    state, _, wanted = abstract(step, prompts)
+    _, ready = ahead(step.load, state)
+    return _in_one_piece(step, ready, wanted)[1]["generate"]
+
+
 class Timed(NamedTuple):
     """A rollout against the clock."""
 

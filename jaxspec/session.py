@@ -20,7 +20,7 @@ from jaxspec.config_json import from_json
 from jaxspec.consistency import check
 from jaxspec.data import Problem, pad_prompts
 from jaxspec.files import expanded
-from jaxspec.program import Job, make_job, start_jax
+from jaxspec.program import Job, make_job, start_jax, with_whole_pool
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.slots import DecodeState
@@ -80,7 +80,7 @@ def open_here(config: Config) -> Job:
     """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
     start_jax(config, config.mesh.tensor)
     tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
-    config = replace(config, mesh=MeshConfig(data=1, tensor=tensor))
+    config = replace(with_whole_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
     check(config, devices=tensor)
     return make_job(config, meshes.make_mesh(1, tensor))
 

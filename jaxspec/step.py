@@ -6,7 +6,7 @@ into the generator, then generates the next rollout. There are no callbacks and 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,19 @@ def at_once(phase: str, function: Callable, *arguments: Any) -> Any:
         return function(*arguments)
 
 
+class Sizes(NamedTuple):
+    """What a step takes memory by, on each data shard: where it runs and how fast follows from these, not what it computes."""
+
+    tokens: int
+    """Of a micro-batch."""
+    slots: int
+    """Rows that are generated at once, at most."""
+    page_size: int
+    """Positions of a page; 0: a page is as long as a row."""
+    pages: int
+    """Of the pool; 0: as many as can be needed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The two sides of a run on one mesh."""
@@ -66,6 +79,18 @@ class Step:
     def mesh(self) -> Mesh:
         """Of both sides."""
         return self.generator.mesh
+
+    @property
+    def sizes(self) -> "Sizes":
+        """What it takes memory by."""
+        settings = self.generator.settings
+        return Sizes(self.learner.tokens, self.generator.slots, settings.page_size, settings.pages)
+
+    def resized(self, prompts: int, sizes: "Sizes") -> "Step":
+        """The same for so many prompts a call with other sizes."""
+        generator = dataclasses.replace(self.generator, slots=sizes.slots)
+        generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
+        return dataclasses.replace(self, learner=dataclasses.replace(self.learner, tokens=sizes.tokens), generator=generator)
 
     # ---- phases
 
@@ -210,8 +235,39 @@ def tokens_of(config: Config, mesh: Mesh) -> int:
     """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard has."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
     rows = config.grpo.prompts * config.grpo.group_size // mesh.shape[meshes.DATA]
-    wanted = MICRO_BATCH_CPU if mesh.devices.flat[0].platform == "cpu" else MICRO_BATCH
+    wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
     return longest * min(max(1, round(wanted / longest)), max(rows, 1))
+
+
+PAGE, SLOTS = 64, 256
+"""Positions of a page on an accelerator, whose kernel reads such pages, and rows that are generated at once at most, where nothing is said:
+with a few drafts each, more rows than that are no longer bound by the reading of weights."""
+
+
+class Automatic(NamedTuple):
+    """What is chosen by what the devices' memory allows, because the config leaves it open."""
+
+    tokens: bool
+    slots: bool = False
+    pages: bool = False
+    """Of a pool of small pages."""
+
+
+def automatic(config: Config, mesh: Mesh) -> Automatic:
+    """What is left open; the engine's sizes follow memory on accelerators only: a CPU has room for what it is fast enough for."""
+    engine, follows = config.rollout.engine, meshes.accelerated(mesh)
+    return Automatic(
+        tokens=config.learner.tokens == 0,
+        slots=follows and engine.slots == "auto",
+        pages=follows and engine.pages == 0 and _page_size(config, mesh) > 0,
+    )
+
+
+def _page_size(config: Config, mesh: Mesh) -> int:
+    size = config.rollout.engine.page_size
+    if size == "auto":
+        return PAGE if meshes.accelerated(mesh) else 0
+    return size
 
 
 def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Generator:
@@ -222,7 +278,7 @@ def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Gene
         processing=processing,
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
-        page_size=rollout.engine.page_size,
+        page_size=_page_size(config, mesh),
         chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
         lengths=rollout.draft.lengths if rollout.draft.kind != "none" else (),
@@ -243,7 +299,7 @@ def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Gene
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,
         past=rollout.past,
-        slots=rollout.engine.slots,
+        slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
         tail=rollout.engine.tail,
         arrange=arrange,
         about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),

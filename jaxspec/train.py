@@ -36,7 +36,7 @@ from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, r
 from jaxspec.run_state import Pending, RunState, offline_text, random_draft, resume, start
 from jaxspec.runner import Runner, compare, staged_step, whole_step
 from jaxspec.state import TrainState
-from jaxspec.step import Step
+from jaxspec.step import Step, automatic
 
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
@@ -109,7 +109,7 @@ def loop_to_the_end(
 
 
 def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
-    """The step's programs, and the job with the micro-batches that fit the devices; from then on, memory that runs out is explained.
+    """The step's programs, and the job with the sizes that fit the devices; from then on, memory that runs out is explained.
 
     Raises:
       ConfigError: it does not fit.
@@ -123,10 +123,10 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
         # In slices, so that a signal need not wait for the end of generation.
         return staged_step(step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(step, prompts)
 
-    fit = memory.fitted(job.step, prompts, runner_of, may_shrink=not config.learner.tokens)
+    fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh))
     job.say(f"compiled in {time.perf_counter() - began:.1f} s; {memory.told(fit.step, fit.parts)}")
     stack.enter_context(memory.explained(fit.parts))
-    return job.with_tokens(fit.step.learner.tokens), fit.runner
+    return job.with_sizes(**fit.step.sizes._asdict()), fit.runner
 
 
 class Loop:

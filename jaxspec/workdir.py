@@ -19,13 +19,15 @@ from jax.experimental import multihost_utils
 
 from jaxspec.checked import INT32
 from jaxspec.config import Config, ConfigError, require
-from jaxspec.config_json import differing_keys, to_json
+from jaxspec.config_json import differing_keys, flat, to_json
+from jaxspec.consistency import smallest_pool
 from jaxspec.files import digest, expanded, locked, write_whole, writing
 from jaxspec.json_keys import parse_json
-from jaxspec.mesh import machine
+from jaxspec.mesh import DATA, machine
 from jaxspec.metrics import read
 from jaxspec.pretrained import fingerprint
 from jaxspec.program import Job, sources
+from jaxspec.step import Sizes
 from jaxspec.tokenizer import FILES
 from jaxspec.version import version
 
@@ -185,15 +187,35 @@ def _require_own(job: Job, folder: Path) -> None:
 
 def as_begun(job: Job, folder: Path) -> Job:
     """The job with what its run chose by itself when it began, where it is to choose again: a resumed run adds up in the same order."""
-    chosen = np.zeros((), np.int32)
+    saved = np.full((len(Sizes._fields),), -1, np.int32)
     if jax.process_index() == 0 and steps(folder):
-        learner = saved_config(folder).get("learner")
-        number = learner.get("tokens") if isinstance(learner, dict) else 0
-        chosen = np.asarray(number if isinstance(number, int) and 0 <= number <= INT32 else 0, np.int32)
+        values = flat(saved_config(folder))
+        names = ("learner.tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
+        found = (values.get(name) for name in names)
+        saved[:] = [number if type(number) is int and 0 <= number <= INT32 else -1 for number in found]
     if jax.process_count() > 1:
-        chosen = multihost_utils.broadcast_one_to_all(chosen)
-    longest = job.step.generator.row_length - 1
-    return job if job.config.learner.tokens or int(chosen) < longest else job.with_tokens(int(chosen))
+        saved = multihost_utils.broadcast_one_to_all(saved)
+    taken = _to_take(job, Sizes(*np.asarray(saved).tolist()))
+    return job.with_sizes(**taken) if taken else job
+
+
+def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
+    """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and that do here."""
+    config, generator = job.config, job.step.generator
+    engine, prompts = config.rollout.engine, config.grpo.prompts // job.mesh.shape[DATA]
+    taken: dict[str, int] = {}
+    if config.learner.tokens == 0 and saved.tokens >= generator.row_length - 1:
+        taken["tokens"] = saved.tokens
+    if engine.slots == "auto" and saved.slots > 0:
+        taken["slots"] = saved.slots
+    if engine.page_size == "auto" and saved.page_size >= 0:
+        taken["page_size"] = saved.page_size
+    size = taken.get("page_size", job.step.sizes.page_size)
+    if engine.pages == 0 and size == saved.page_size > 0:
+        row = config.data.max_prompt_length, config.rollout.max_new_tokens, generator.draft_length
+        if saved.pages >= smallest_pool(prompts, *row, size):  # those of other shards can be too few for the prompts of these
+            taken["pages"] = saved.pages
+    return taken
 
 
 def steps(folder: Path) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxspec import workdir
-from jaxspec.config import Config, ConfigError, DataConfig
+from jaxspec.config import Config, ConfigError, DataConfig, EngineConfig
 from jaxspec.config_json import to_json
 from jaxspec.program import Job, make_job
 from jaxspec.tokenizer import character_tokenizer
@@ -250,6 +250,38 @@ def test_the_micro_batch_that_a_run_chose_is_taken_again(
     assert taken.config.learner.tokens == (found or 0)
     if found and not asked:
         assert taken.step.learner.tokens == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "found"),
+    [
+        ({}, (77, 4, 60), (77, 4, 60)),
+        ({}, (77, 0, 0), (77, 0, 0)),
+        ({"slots": 5}, (77, 4, 60), (5, 4, 60)),  # who asks gets it
+        ({"page_size": 2}, (77, 4, 60), (77, 2, 0)),  # those were pages of another size
+        ({"page_size": 4, "pages": 90}, (77, 4, 60), (77, 4, 90)),
+        ({}, (77, 4, 3), (77, 4, 0)),  # too few for the prompts of a shard here
+        ({}, (0, -1, "many"), (256, 0, 0)),
+    ],
+)
+def test_the_engine_that_a_run_chose_is_taken_again(
+    job: Job, tmp_path: Path, asked: dict[str, Any], saved: tuple[Any, ...], found: tuple[int, ...]
+) -> None:
+    rollout = dataclasses.replace(job.config.rollout, engine=EngineConfig(**asked))
+    resumed = job_of(job, tmp_path, rollout=rollout)
+    resumed = dataclasses.replace(resumed, step=make_job(resumed.config, resumed.mesh).step)
+    begun(tmp_path, resumed.config, 1, (2,))
+    written = to_json(resumed.config)
+    written["rollout"]["engine"] |= dict(zip(("slots", "page_size", "pages"), saved, strict=True))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with workdir.held(resumed):  # it is the same run whatever its engine's sizes
+        taken = workdir.as_begun(resumed, tmp_path)
+    assert taken.step.sizes[1:] == found
+    engine = taken.config.rollout.engine
+    for name, size in zip(("slots", "page_size", "pages"), found, strict=True):
+        assert getattr(engine, name) in (size, asked.get(name, "auto"))
+    taken_again = dataclasses.replace(taken, step=make_job(taken.config, taken.mesh).step)
+    assert taken_again.step.sizes[1:] == found, "the config says what the step does"
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)

@@ -69,8 +69,8 @@ class GenerateOptions(Checked, prefix="--"):
     """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
     live: tuple[Count, ...] = ()
     """Numbers of rows of the table of rounds; empty: no table."""
-    page_size: Natural = 0
-    """Positions of a page of keys and values; 0: a page is as long as a row."""
+    page_size: Natural | Literal["auto"] = "auto"
+    """Positions of a page of keys and values; 0: a page is as long as a row. `auto`: 64 on an accelerator, 0 on a CPU."""
     threads: Natural = 0
     """Cores of a CPU that may be used; 0: all."""
     repeats: Count = 5

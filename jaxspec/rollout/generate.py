@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec import sampling
-from jaxspec.consistency import smallest_pool
+from jaxspec.consistency import smallest_pool, whole_pool
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
 from jaxspec.models import kv
@@ -99,9 +99,10 @@ def _with_queue(
     if not size:
         caches = read.map(lambda cache: kv.empty_rows(cache, chosen, longest, settings.chunk))
     else:
-        stretches, of_prompt = -(-longest // size), -(-prompts.tokens.shape[1] // size)
-        number = settings.pages or count * of_prompt + chosen * stretches
-        least = smallest_pool(count, prompts.tokens.shape[1], 0, longest - prompts.tokens.shape[1], size)
+        width = prompts.tokens.shape[1]
+        stretches, of_prompt = -(-longest // size), -(-width // size)
+        number = settings.pages or whole_pool(count, width, longest - width, 0, size, chosen)
+        least = smallest_pool(count, width, longest - width, 0, size)
         if number < least:
             raise ValueError(f"{number} pages of {size} positions for {count} prompts and rows of {longest}; {least} are the fewest")
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)

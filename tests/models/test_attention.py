@@ -158,3 +158,23 @@ def test_narrow_types_are_summed_in_float32(dtype: Any, tolerance: float, togeth
     query, keys, values = (jnp.asarray(part.astype(np.float64)) for part in (query, keys, values))
     wanted = attend(query, keys, values, jnp.asarray(SIGHTS[0].mask()))
     np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("page", [-3, 0, 5], ids=["chunks", "whole rows", "pages"])
+@pytest.mark.parametrize("together", [5, 512])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_long_block_is_attended_to_in_pieces(queries: int, together: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees as if it were whole, and a slot that is not finite harms the queries that see it alone."""
+    for name, size in (("STRETCH", together), ("TOGETHER", 1), ("FEWEST", queries)):
+        monkeypatch.setattr(attention, name, size)
+    query, keys, values = made()
+    cache = cache_of(keys, values, page, False)
+    for seen in SIGHTS:
+        found = attend_cache(jnp.asarray(query), cache, 1, seen.sight)
+        wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(seen.mask()))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
+    keys[1, 4] = np.nan
+    found = attend_cache(jnp.asarray(query), cache_of(keys, values, page, False), 1, causal(jnp.asarray(POSITIONS)))
+    harmed = np.zeros((ROWS, BLOCK), bool)
+    harmed[1, 1:] = True
+    np.testing.assert_array_equal(np.isnan(found).any(axis=(2, 3)), harmed)
