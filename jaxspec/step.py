@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool
 
 from jaxspec import mesh as meshes
 from jaxspec.config import Config
@@ -104,17 +103,10 @@ class Step:
     def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
 
-        def learn(state: TrainState) -> tuple[TrainState, Metrics]:
-            learner, metrics = self.learner.learn(state.learner, self.batch_of(finished))
-            generator = self.generator.observed(state.generator, finished.rollout.statistics)
-            return TrainState(learner=learner, generator=generator), metrics
-
-        def turn(carry: tuple[Bool[Array, ""], TrainState, Metrics]) -> tuple[Bool[Array, ""], TrainState, Metrics]:
-            return jnp.zeros((), bool), *learn(carry[1])
-
-        # A loop of at most one turn changes the state in place; a conditional would have a second copy of it.
-        _, state, metrics = jax.lax.while_loop(lambda carry: carry[0], turn, (finished.learn, state, _nothing(learn, state)))
-        return state, metrics
+        learner, metrics = self.learner.learn(state.learner, self.batch_of(finished), finished.learn)
+        observed = self.generator.observed(state.generator, finished.rollout.statistics)
+        generator = jax.tree.map(lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator)
+        return TrainState(learner=learner, generator=generator), metrics
 
     def load(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
@@ -164,14 +156,6 @@ class Step:
         rollout, off = self.generator.no_rollout(rows), jnp.zeros((rows,), bool)
         rewards = jnp.zeros((rows,), jnp.float32)
         return Finished(rollout=rollout, rewards=rewards, valid=off, plan=no_plan(rows), learn=jnp.zeros((), bool))
-
-
-def _nothing(function: Callable, *arguments: Any) -> Metrics:
-    """Metrics of a branch that did not run: NaN, and 0 for counts."""
-    shapes = jax.eval_shape(function, *arguments)[1]
-    return {
-        name: jnp.full(leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype) for name, leaf in shapes.items()
-    }
 
 
 # ---- from the config

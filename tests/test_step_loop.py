@@ -133,7 +133,7 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_no_loop_that_talks_runs_beside_another_that_talks(data: int, tensor: int, kind: str, rank: int) -> None:
+def test_no_loop_that_talks_runs_beside_another_that_talks(data: int, tensor: int, kind: Any, rank: int) -> None:
     """A CPU's devices would then do both in different orders, and wait for each other until XLA ends the process."""
     config = dataclasses.replace(config_of(kind=kind, shard_above=0), lora=LoraConfig(rank=rank))
     made = step.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)

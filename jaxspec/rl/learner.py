@@ -99,18 +99,22 @@ class Learner:
             version=jnp.zeros((), jnp.int32),
         )
 
-    def learn(self, state: LearnerState, batch: TrainBatch) -> tuple[LearnerState, Metrics]:
+    def learn(self, state: LearnerState, batch: TrainBatch, wanted: Bool[Array, ""] | bool = True) -> tuple[LearnerState, Metrics]:
         """One update of the policy, and of the draft where it learns, both on the weights that `state` has.
 
-        A loss or a gradient that is not finite skips the update and counts it; so does a batch without a label to learn.
+        A loss or a gradient that is not finite skips the update and counts it; so does a batch without a label to learn. Where it is not
+        `wanted` no micro-batch is read, nothing changes, and metrics are NaN, or 0 for counts: without a branch, which would hold the
+        state twice.
         """
+        wanted = jnp.asarray(wanted)
+        batch = batch.replace(plan=batch.plan.replace(used=jnp.where(wanted, batch.plan.used, 0)))
         draft = None if state.draft is None else state.draft.network
         gradients, sums, counts = self._pass(state.policy.network, draft, state.online, batch, learning=True)
         metrics: Metrics = {}
         policy = state.policy
         if self.policy_loss is not None:
             loss = jnp.where(counts.tokens > 0, sums.policy_loss / counts.tokens, jnp.nan)
-            policy, norm = optimizers.update(state.policy, gradients[0], loss, self.policy_optimizer)
+            policy, norm = optimizers.update(state.policy, gradients[0], loss, self.policy_optimizer, wanted)
             positions = self.mesh.shape[DATA] * self.tokens * batch.plan.used[0]
             least = jnp.maximum(counts.tokens, 1)
             metrics |= {
@@ -127,9 +131,15 @@ class Learner:
             }
         trained = state.draft
         if trained is not None and self.objective is not None:
-            trained, more = self._draft_update(trained, gradients[1], state.online, sums, counts)
+            trained, more = self._draft_update(trained, gradients[1], state.online & wanted, sums, counts)
             metrics |= more
-        return LearnerState(policy=policy, draft=trained, online=state.online, version=state.version + 1), metrics
+        policy, trained = self._kept_split(policy), None if trained is None else self._kept_split(trained)
+        nothing = {name: jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0 for name, value in metrics.items()}
+        metrics = {name: jnp.where(wanted, value, jnp.asarray(nothing[name], value.dtype)) for name, value in metrics.items()}
+        version = state.version + wanted.astype(jnp.int32)
+        if self._on_cpu:  # what goes on with this version comes after all that was added up for these numbers
+            version = after(version, [computed(value) for value in metrics.values()])
+        return LearnerState(policy=policy, draft=trained, online=state.online, version=version), metrics
 
     def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and `gap` are those of `learn`."""
@@ -139,6 +149,10 @@ class Learner:
         """What the draft is worth on a batch, by depth: means over the labels that each depth predicts. Nothing learns."""
         _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
         return Compared(*(part / jnp.maximum(counts.by_depth, 1) for part in sums.draft))
+
+    def _kept_split(self, trained: Trained) -> Trained:
+        """The same: old and new weights are chosen between where they are, before they go anywhere else."""
+        return trained.replace(network=lax.with_sharding_constraint(trained.network, self.layout(trained.network)))
 
     def _draft_update(
         self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts
