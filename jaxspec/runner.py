@@ -104,7 +104,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     """The same phases compiled one by one: honest seconds for each, and generation in slices of so many rounds (0: in one piece)."""
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
-    learn, (_, learn_metrics) = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole))
+    learn, (_, learn_metrics) = ahead(step.learning, state, finished, donate_argnums=0, out_shardings=(layout, whole))
     load, ready = ahead(step.load, state)
     generating = _in_slices(step, ready, wanted, finished.rollout, slice_rounds) if slice_rounds else _in_one_piece(step, ready, wanted)
     generate, slices = generating

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.config import Config
+from jaxspec.config import Config, require
 from jaxspec.drafts.build import build_draft, build_network, check_fits, draft_model
 from jaxspec.models.arrangement import Arrangement, best
 from jaxspec.models.decoder import Decoder
@@ -35,6 +35,8 @@ from jaxspec.sampling import Processing
 from jaxspec.state import Finished, Prompts, PyTree, Ready, TrainState
 from jaxspec.streams import Stream, stream_key
 
+HOST = "pinned_host"
+"""JAX's name for memory of the host from which a device reads by itself."""
 Do = Callable[..., Any]
 """(phase, function, *arguments) -> what the function gives: how a phase is run."""
 
@@ -94,7 +96,7 @@ class Step:
 
     def train_step(self, state: TrainState, finished: Finished, prompts: Prompts, do: Do = at_once) -> tuple[Any, Any, Any, Any]:
         """Learns from `finished`, syncs, generates the next rollout; returns state and rollout with the metrics of both batches."""
-        state, learnt = do("train", self.learn, state, finished)
+        state, learnt = do("train", self.learning, state, finished)
         ready = do("prepare", self.load, state)
         rollout = do("generate", self.generator.generate, ready, prompts)
         return state, rollout, learnt, do("measure", self.generator.measure, rollout, ready)
@@ -108,6 +110,38 @@ class Step:
             return TrainState(learner=learner, generator=generator), metrics
 
         return jax.lax.cond(finished.learn, learn, lambda state: (state, _nothing(learn, state)), state)
+
+    @property
+    def learning(self) -> Callable[[TrainState, Finished], tuple[TrainState, Metrics]]:
+        """`learn`, or where moments lie in host memory `learn_without_branch`."""
+        return self.learn_without_branch if self.offloaded else self.learn
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the policy's moments lie in host memory between updates."""
+        return isinstance(self.learner.policy_optimizer, optimizers.Offloaded)
+
+    def learn_without_branch(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
+        """`learn` where XLA must move moments from and to the host, which it cannot in a branch.
+
+        With nothing to learn the pass has no micro-batch and the loss is no number, so that the policy's update is skipped; what is counted
+        all the same is undone.
+        """
+        used = jnp.where(finished.learn, finished.plan.used, 0)
+        finished = finished.replace(plan=finished.plan.replace(used=used), valid=finished.valid & finished.learn)
+        learner, metrics = self.learner.learn(state.learner, self.batch_of(finished))
+        generator = self.generator.observed(state.generator, finished.rollout.statistics)
+
+        def chosen(new: PyTree, old: PyTree) -> PyTree:
+            return jax.tree.map(lambda new, old: jnp.where(finished.learn, new, old), new, old)
+
+        before, policy = state.learner, learner.policy
+        counts = ("skipped", "skipped_in_row")
+        policy = policy.replace(**{name: chosen(getattr(policy, name), getattr(before.policy, name)) for name in counts})
+        rest = chosen((learner.replace(policy=None), generator), (before.replace(policy=None), state.generator))
+        nothing = {name: jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0 for name, value in metrics.items()}
+        metrics = {name: jnp.where(finished.learn, value, jnp.asarray(nothing[name], value.dtype)) for name, value in metrics.items()}
+        return TrainState(learner=rest[0].replace(policy=policy), generator=rest[1]), metrics
 
     def load(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
@@ -146,7 +180,15 @@ class Step:
 
     def state_shardings(self) -> TrainState:
         """The train layout of everything in the state."""
-        return self.learner.layout(jax.eval_shape(self.fresh))
+        shapes = jax.eval_shape(self.fresh)
+        layout = self.learner.layout(shapes)
+        if not self.offloaded:
+            return layout
+        policy = layout.learner.policy
+        there = jax.tree.map(
+            lambda to, leaf: to.with_memory_kind(HOST) if leaf.ndim else to, policy.optimizer, shapes.learner.policy.optimizer
+        )
+        return layout.replace(learner=layout.learner.replace(policy=policy.replace(optimizer=there)))
 
     def nothing_finished(self, rows: int) -> Finished:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
@@ -200,6 +242,10 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         moments = config.learner.moments
         return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
 
+    policy = kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay))
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if config.learner.offload else [HOST]
+    none = f"learner.offload keeps moments in memory of kind {HOST}, and JAX has none for these devices, only {', '.join(kinds)}"
+    require(HOST in kinds, f"{none}; leave it out, and see --learner.moments and --lora.rank for less of them")
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
@@ -209,7 +255,7 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         policy_loss=clipped_ratio,
         objective=objective if config.rollout.draft.learned else None,
         taps=generator.taps,
-        policy_optimizer=kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay)),
+        policy_optimizer=optimizers.Offloaded(*policy) if config.learner.offload else policy,
         draft_optimizer=kept(optimizers.adamw(training.learning_rate, training.grad_clip)),
     )
 

@@ -52,6 +52,20 @@ def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
+class Offloaded(optax.GradientTransformation):
+    """An optimizer whose state lies in host memory between updates; scalars stay where they are."""
+
+
+def to_device(state: PyTree) -> PyTree:
+    """An optimizer's state on the device, inside a program."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, state)
+
+
+def to_host(state: PyTree) -> PyTree:
+    """It back in host memory."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, state)
+
+
 def warmup(peak: float, steps: int) -> optax.Schedule:
     """Linear warm-up to `peak`, constant from then on."""
     return lambda count: peak * jnp.minimum(1.0, (count + 1) / max(steps, 1))
@@ -86,7 +100,7 @@ def start(network: PyTree, optimizer: optax.GradientTransformation) -> Trained:
 
 def condition(learner: Trained) -> Int[Array, ""]:
     """Whether to go on from a learner later, by its weights, its optimizer's state and its last update."""
-    floats = [leaf for leaf in jax.tree.leaves(learner) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [leaf for leaf in jax.tree.leaves(to_device(learner)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
     return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(jnp.int32)
 
@@ -94,7 +108,10 @@ def condition(learner: Trained) -> Int[Array, ""]:
 def update(
     learner: Trained, gradients: PyTree, loss: Float[Array, ""], optimizer: optax.GradientTransformation
 ) -> tuple[Trained, Float[Array, ""]]:
-    """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates."""
+    """Applies one update and returns the gradient's norm; a non-finite loss or gradient changes only the count of skipped updates.
+
+    What is `Offloaded` is fetched when the gradient is there, and skipped number by number: XLA moves nothing to the host in a branch.
+    """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -107,4 +124,8 @@ def update(
     def skip(learner: Trained) -> Trained:
         return learner.replace(skipped=learner.skipped + 1, skipped_in_row=learner.skipped_in_row + 1)
 
+    if isinstance(optimizer, Offloaded):
+        fetched = learner.replace(optimizer=to_device(learner.optimizer))
+        chosen = jax.tree.map(lambda new, old: jnp.where(finite, new, old), apply(fetched), skip(fetched))
+        return chosen.replace(optimizer=to_host(chosen.optimizer)), norm
     return jax.lax.cond(finite, apply, skip, learner), norm

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import DataConfig, DraftConfig, EngineConfig, GrpoConfig
+from jaxspec.config import DataConfig, DraftConfig, DraftKind, EngineConfig, GrpoConfig
 from jaxspec.models import attention
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.round import Settings
@@ -44,7 +44,7 @@ def test_prompts_that_are_read_in_pieces_leave_the_same(kind: str, fewest: int, 
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: str = "none") -> Any:
+def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: DraftKind = "none") -> Any:
     """The compiled program that reads so many prompts of this length."""
     model = tiny_model(dtype="float32", heads=16, kv_heads=4)
     config = tiny_config(model, DraftConfig(kind=kind), grpo=GrpoConfig(prompts=prompts, group_size=2))
@@ -57,7 +57,7 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: str 
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_memory_is_linear_in_the_length_of_prompts(kind: str) -> None:
+def test_memory_is_linear_in_the_length_of_prompts(kind: DraftKind) -> None:
     short, long = (prefill(width, 2, kind=kind).memory_analysis().temp_size_in_bytes for width in (2048, 4096))
     assert long < 2.3 * short
     scores = 2 * 4096 * 16 * attention.STRETCH * 4
