@@ -225,6 +225,8 @@ class LearnerConfig(Checked, prefix="learner."):
     """Positions that each data shard reads at once (a micro-batch), at least those of the longest row; 0: chosen by what memory allows."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW keeps its moments of policy and draft (float64 models: float64 for float32); bfloat16 halves them."""
+    offload: bool = False
+    """Whether the policy's moments lie in the host's memory but for its update; every call moves them there and back."""
 
 
 @dataclass(frozen=True, kw_only=True)

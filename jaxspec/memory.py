@@ -15,7 +15,7 @@ from jaxspec.consistency import smallest_pool, whole_pool
 from jaxspec.mesh import DATA, TENSOR, accelerated
 from jaxspec.runner import Runner, abstract, generation_alone
 from jaxspec.state import PyTree
-from jaxspec.step import Automatic, Sizes, Step
+from jaxspec.step import HOST, Automatic, Sizes, Step
 
 GIB = 2**30
 
@@ -56,7 +56,11 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     learner, mesh = state.learner, step.mesh.shape
     kept = [
         Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
-        Part("the policy's optimizer", _placed(learner.policy.optimizer), "--learner.moments bfloat16, --lora.rank 16, or more devices"),
+        Part(
+            "the policy's optimizer",
+            _placed(learner.policy.optimizer),
+            "--learner.moments bfloat16, --learner.offload, --lora.rank 16, or more devices",
+        ),
         Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
     ]
     return _Bytes(
@@ -287,7 +291,9 @@ def _bytes(shape: tuple[int, ...], leaf: Any) -> int:
 
 
 def _placed(tree: PyTree) -> int:
-    return sum(_bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in jax.tree.leaves(tree))
+    """Bytes on a device; what lies in host memory is none of them."""
+    there = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST]
+    return sum(_bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in there)
 
 
 def _size(tree: PyTree) -> int:

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.config import Config
+from jaxspec.config import Config, require
 from jaxspec.drafts.build import build_draft, build_network, check_fits, draft_model
 from jaxspec.models.arrangement import Arrangement, best
 from jaxspec.models.decoder import Decoder
@@ -36,6 +36,8 @@ from jaxspec.sampling import Processing
 from jaxspec.state import Finished, Prompts, PyTree, Ready, TrainState
 from jaxspec.streams import Stream, stream_key
 
+HOST = "pinned_host"
+"""JAX's name for memory of the host from which a device reads by itself."""
 Do = Callable[..., Any]
 """(phase, function, *arguments) -> what the function gives: how a phase is run."""
 
@@ -91,6 +93,11 @@ class Step:
         generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
         return dataclasses.replace(self, learner=dataclasses.replace(self.learner, tokens=sizes.tokens), generator=generator)
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether the policy's moments lie in host memory between updates."""
+        return isinstance(self.learner.policy_optimizer, optimizers.Offloaded)
+
     # ---- phases
 
     def train_step(self, state: TrainState, finished: Finished, prompts: Prompts, do: Do = at_once) -> tuple[Any, Any, Any, Any]:
@@ -102,7 +109,6 @@ class Step:
 
     def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
-
         learner, metrics = self.learner.learn(state.learner, self.batch_of(finished), finished.learn)
         observed = self.generator.observed(state.generator, finished.rollout.statistics)
         generator = jax.tree.map(lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator)
@@ -149,7 +155,15 @@ class Step:
 
     def state_shardings(self) -> TrainState:
         """The train layout of everything in the state."""
-        return self.learner.layout(jax.eval_shape(self.fresh))
+        shapes = jax.eval_shape(self.fresh)
+        layout = self.learner.layout(shapes)
+        if not self.offloaded:
+            return layout
+        policy = layout.learner.policy
+        there = jax.tree.map(
+            lambda to, leaf: to.with_memory_kind(HOST) if leaf.ndim else to, policy.optimizer, shapes.learner.policy.optimizer
+        )
+        return layout.replace(learner=layout.learner.replace(policy=policy.replace(optimizer=there)))
 
     def nothing_finished(self, rows: int) -> Finished:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
@@ -195,6 +209,10 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         moments = config.learner.moments
         return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
 
+    policy = kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay))
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if config.learner.offload else [HOST]
+    none = f"learner.offload keeps moments in memory of kind {HOST}, and JAX has none for these devices, only {', '.join(kinds)}"
+    require(HOST in kinds, f"{none}; leave it out, and see --learner.moments and --lora.rank for less of them")
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
@@ -204,7 +222,7 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         policy_loss=clipped_ratio,
         objective=objective if config.rollout.draft.learned else None,
         taps=generator.taps,
-        policy_optimizer=kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay)),
+        policy_optimizer=optimizers.Offloaded(*policy) if config.learner.offload else policy,
         draft_optimizer=kept(optimizers.adamw(training.learning_rate, training.grad_clip)),
     )
 

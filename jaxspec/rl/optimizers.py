@@ -52,6 +52,20 @@ def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
+class Offloaded(optax.GradientTransformation):
+    """An optimizer whose state lies in host memory between updates; scalars stay where they are."""
+
+
+def to_device(state: PyTree) -> PyTree:
+    """An optimizer's state on the device, inside a program."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, state)
+
+
+def to_host(state: PyTree) -> PyTree:
+    """It back in host memory."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, state)
+
+
 def warmup(peak: float, steps: int) -> optax.Schedule:
     """Linear warm-up to `peak`, constant from then on."""
     return lambda count: peak * jnp.minimum(1.0, (count + 1) / max(steps, 1))
@@ -86,7 +100,7 @@ def start(network: PyTree, optimizer: optax.GradientTransformation) -> Trained:
 
 def condition(learner: Trained) -> Int[Array, ""]:
     """Whether to go on from a learner later, by its weights, its optimizer's state and its last update."""
-    floats = [leaf for leaf in jax.tree.leaves(learner) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [leaf for leaf in jax.tree.leaves(to_device(learner)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
     return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(jnp.int32)
 
@@ -101,14 +115,19 @@ def update(
     """Applies one update where it is `wanted` and returns the gradient's norm; a non-finite loss or gradient changes only the count of
     skipped updates.
 
-    Old and new numbers are chosen between one by one, so that no second copy of the state is needed.
+    Old and new numbers are chosen between one by one: in a branch they would be held twice, and XLA moves nothing to the host in one. A
+    state that is `Offloaded` is fetched when the gradient is there.
     """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    weights = parameters(learner.network)
-    changes, state = optimizer.update(gradients, learner.optimizer, weights)
-    new, old = (optax.apply_updates(weights, changes), state), (weights, learner.optimizer)
+    weights, before = parameters(learner.network), learner.optimizer
+    if isinstance(optimizer, Offloaded):
+        before = to_device(before)
+    changes, state = optimizer.update(gradients, before, weights)
+    new, old = (optax.apply_updates(weights, changes), state), (weights, before)
     weights, state = jax.tree.map(lambda new, old: jnp.where(finite & wanted, new, old), new, old)
+    if isinstance(optimizer, Offloaded):
+        state = to_host(state)
     skipped = (wanted & ~finite).astype(jnp.int32)
     in_row = jnp.where(wanted, (learner.skipped_in_row + 1) * skipped, learner.skipped_in_row)
     network = with_parameters(learner.network, weights)
