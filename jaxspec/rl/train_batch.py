@@ -105,7 +105,7 @@ def texts_to_learn(tokens: Int[np.ndarray, "B S"], chosen: Bool[np.ndarray, "B S
 def plan_layout(mesh: Mesh) -> Any:
     """Shardings of a plan."""
     rows, by_update = rows_sharding(mesh), by_update_sharding(mesh)
-    return no_plan(1).replace(order=rows, micro=by_update, start=by_update, used=replicated(mesh))
+    return jax.eval_shape(lambda: no_plan(1)).replace(order=rows, micro=by_update, start=by_update, used=replicated(mesh))
 
 
 def no_plan(rows: int, updates: int = 1) -> Plan:
