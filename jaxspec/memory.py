@@ -54,13 +54,11 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     running = jax.eval_shape(step.generator.begin, ready, asked)
     read = None if running.queue is None else running.queue.prompts.caches
     learner, mesh = state.learner, step.mesh.shape
+    offload = "" if step.offloaded else "--learner.offload, "
+    fewer_moments = f"--learner.moments bfloat16, {offload}--lora.rank 16, or more devices"
     kept = [
         Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
-        Part(
-            "the policy's optimizer",
-            _placed(learner.policy.optimizer),
-            "--learner.moments bfloat16, --learner.offload, --lora.rank 16, or more devices",
-        ),
+        Part("the policy's optimizer", _placed(learner.policy.optimizer), fewer_moments),
         Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
     ]
     return _Bytes(
@@ -101,21 +99,22 @@ def _smaller_pool(step: Step, prompts: int) -> str:
 
 
 _LEARNS = ("step", "train")
-"""Programs in which the learner runs."""
-_OWNS_STATE = (*_LEARNS, "prepare")
-"""Programs that get the state: what they take in beside it are their other arguments. The rest run while it lies there."""
+"""Programs in which the learner runs: they get the whole state."""
+_LOADS = "prepare"
+"""The program that gets nothing but the part of the state that it reads. The rest run while the state lies there."""
 
 
 def _most(programs: Mapping[str, Any], kept: int) -> int:
     """Bytes that the program which takes most takes beside the `kept` ones of the state."""
-    return max((_beside(program, kept if name in _OWNS_STATE else 0) for name, program in programs.items()), default=0)
+    return max((_beside(name, program, kept) for name, program in programs.items()), default=0)
 
 
-def _beside(program: Any, kept: int) -> int:
-    """Bytes that a compiled program takes on each device beside `kept` ones among its arguments."""
+def _beside(name: str, program: Any, state: int) -> int:
+    """Bytes that a compiled program takes on each device beside those of the state."""
     found = program.memory_analysis()
     if found is None:  # a backend that does not say
         return 0
+    kept = state if name in _LEARNS else found.argument_size_in_bytes if name == _LOADS else 0
     inputs = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return found.temp_size_in_bytes + max(inputs - kept, 0)
 
@@ -126,6 +125,8 @@ class Fitted(NamedTuple):
     step: Step
     runner: Runner
     parts: list[Part]
+    limit: int
+    """Bytes of the device that has least."""
 
 
 FEW = 4
@@ -153,7 +154,7 @@ def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Au
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
         if sum(part.size for part in found) <= limit:
-            return Fitted(step, runner, found)
+            return Fitted(step, runner, found, limit)
         sizes = _smaller(step, prompts, runner, may, limit)
         if sizes == step.sizes:
             told = f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}"
@@ -233,13 +234,13 @@ def _slots_in(step: Step, prompts: int, pages: int) -> int:
     return max(FEW, (pages - count * -(-prompt // size)) // own)
 
 
-def told(step: Step, found: list[Part]) -> str:
-    """The bytes of a device by owner, in a line."""
+def told(step: Step, found: list[Part], limit: int) -> str:
+    """The bytes of a device by owner, in a line; `limit` is what it has."""
     owners = ", ".join(f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size))
     settings = step.generator.settings
     pool = f"{settings.pages or 'all'} pages of {settings.page_size} positions" if settings.page_size else "a page a row"
     chosen = f"micro-batches of {step.learner.tokens} tokens a data shard; {settings.slots} slots, {pool}"
-    return f"each device takes {_total(found)} of {_gib(device_memory())}: {owners} ({chosen})"
+    return f"each device takes {_total(found)} of {_gib(limit)}: {owners} ({chosen})"
 
 
 @contextlib.contextmanager

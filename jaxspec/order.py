@@ -26,7 +26,7 @@ def needed_on(mesh: Mesh) -> bool:
 
 
 def computed(leaf: Array, spec: P = WHOLE) -> Sign:
-    """A sign of `leaf`, split as `spec` says over `tensor`, inside a `shard_map` that is manual over `data`."""
+    """A sign of `leaf`; where `spec` splits it over `tensor`, inside a `shard_map` that is manual over `data`."""
 
     def here(part: Array) -> Sign:
         value = part[(0,) * part.ndim].astype(np.float32)  # of an integer the compiler knows that it equals itself

@@ -37,8 +37,8 @@ class Runner(NamedTuple):
     """Makes steps: learn, sync, generate."""
 
     call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
-    """Consumes state and finished (their buffers are donated); the last argument is asked between slices of generation, where there are
-    any, whether to stop."""
+    """Consumes the state and, as one program, what is finished: their buffers are donated. The last argument is asked between slices of
+    generation, where there are any, whether to stop."""
     programs: Mapping[str, Any]
     """What it has compiled, by phase."""
 

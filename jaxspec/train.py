@@ -78,8 +78,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 return close(job, batches, run, workdir)
             if runner is None:  # the checkpoint of its end was damaged; the one before has a batch to plan for these programs
                 job, runner = compiled(job, stack)
-                batches = Batches(job, *problems)
-                run = resume(job, checkpoints, batches) or run
+                history, batches = batches.history, Batches(job, *problems)
+                batches.history, run.finished = history, batches.replanned(run.finished)
             job.say(f"batch {run.batch} of {config.steps} is next")
             workdirs.claim(job, workdir, this_start)
         return loop_to_the_end(job, interrupt, workdir, batches, checkpoints, runner, run)
@@ -124,7 +124,7 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
         return staged_step(step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(step, prompts)
 
     fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh))
-    job.say(f"compiled in {time.perf_counter() - began:.1f} s; {memory.told(fit.step, fit.parts)}")
+    job.say(f"compiled in {time.perf_counter() - began:.1f} s; {memory.told(fit.step, fit.parts, fit.limit)}")
     stack.enter_context(memory.explained(fit.parts))
     return job.with_sizes(**fit.step.sizes._asdict()), fit.runner
 

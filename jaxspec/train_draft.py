@@ -175,8 +175,9 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
     assert objective is not None, "only a draft with weights is measured"
     learner = dataclasses.replace(job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job))
     compare = jax.jit(learner.compare)
-    by_batch = [jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens)).acceptance) for batch in held_out]
-    return np.average(by_batch, axis=0, weights=[batch.mask.sum() for batch in held_out]).tolist()
+    found = [jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens))) for batch in held_out]
+    sums, counts = (np.sum(part, axis=0) for part in zip(*((sums.acceptance, counts) for sums, counts in found), strict=True))
+    return (sums / np.maximum(counts, 1)).tolist()
 
 
 def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, folder: Path) -> None:

@@ -119,7 +119,7 @@ BY_DRAFT = (
 )
 """What is left to a program that goes through the kinds of draft by itself."""
 
-OF_POLICY = "seed model. data. mesh. sft. grpo.prompts rollout.max_new_tokens"
+OF_POLICY = "seed model. data. mesh. sft. grpo.prompts rollout.max_new_tokens learner.tokens"
 """Settings that `train_sft` has a use for; prompts count for the mesh."""
 _FORM_OF_DRAFT = " ".join(f"rollout.draft.{item.name}" for item in fields(DraftConfig) if item.name not in ("sampling", "temperature"))
 _LAW = "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p rollout.enable_thinking rollout.engine."

@@ -186,9 +186,12 @@ def _require_own(job: Job, folder: Path) -> None:
 
 
 def as_begun(job: Job, folder: Path) -> Job:
-    """The job with what its run chose by itself when it began, where it is to choose again: a resumed run adds up in the same order."""
+    """The job with what its run chose by itself when it began, where it is to choose again: a resumed run adds up in the same order.
+
+    On another kind of device it would not, so there all is chosen anew.
+    """
     saved = np.full((len(Sizes._fields),), -1, np.int32)
-    if jax.process_index() == 0 and steps(folder):
+    if jax.process_index() == 0 and steps(folder) and _last_backend(folder) == jax.default_backend():
         values = flat(saved_config(folder))
         names = ("learner.tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
         found = (values.get(name) for name in names)
@@ -197,6 +200,13 @@ def as_begun(job: Job, folder: Path) -> Job:
         saved = multihost_utils.broadcast_one_to_all(saved)
     taken = _to_take(job, Sizes(*np.asarray(saved).tolist()))
     return job.with_sizes(**taken) if taken else job
+
+
+def _last_backend(folder: Path) -> Any:
+    """The kind of device that a run had when it was started last."""
+    starts = read_starts(folder)
+    found = starts[-1].get("machine") if starts else None
+    return found.get("backend") if isinstance(found, dict) else None
 
 
 def _to_take(job: Job, saved: Sizes) -> dict[str, int]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Some tests with what is newest: Python, the JAX that pyproject.toml allows for it, tokamax, and JAX's CUDA plugin, which compiles for GPUs
-# without one. Set-up of .venv-newest included: bash launch/newest.sh [pytest arguments]
+# Some tests with the newest Python here, the newest JAX that launch/constraints.txt names, tokamax, and JAX's CUDA plugin, which compiles for
+# GPUs without one. Set-up of .venv-newest included: bash launch/newest.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

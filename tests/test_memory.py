@@ -111,7 +111,7 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(monkeypatch: pytes
         monkeypatch.setattr(memory, "device_memory", lambda limit=limit: limit)
         fit = memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=True))
         assert fit.step.learner.tokens == tokens
-        assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts)
+        assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts, fit.limit)
     monkeypatch.setattr(memory, "device_memory", lambda: least - 1)
     words = rf"training takes \d.*on each device, which has.*--learner.tokens, now {longest} and at least {longest}.*--lora.rank"
     with pytest.raises(ConfigError, match=words):
@@ -228,7 +228,7 @@ class TestFittingTheEngine:
         fit = machine.fit(monkeypatch, config, machine.total(config))
         assert fit.step.sizes == engine_step(config).sizes._replace(pages=GROUPS * 2 + 128 * 16)
         assert machine.alone == 0
-        assert "128 slots, 2056 pages of 4 positions" in memory.told(fit.step, fit.parts)
+        assert "128 slots, 2056 pages of 4 positions" in memory.told(fit.step, fit.parts, fit.limit)
 
     def test_the_pool_takes_what_is_left_and_slots_follow_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 1000)

@@ -227,18 +227,24 @@ DAMAGES: list[tuple[str, Callable[[str], str], str]] = [
 ]
 
 
+def started_on(folder: Path, backend: str) -> None:
+    """Writes what a start says of its devices."""
+    (folder / "starts.jsonl").write_text(json.dumps({"time": "then", "data": {}, "machine": {"backend": backend}}) + "\n")
+
+
 @pytest.mark.parametrize(
-    ("saved", "asked", "checkpoints", "found"),
+    ("saved", "asked", "checkpoints", "found", "backend"),
     [
-        (87, 0, (2,), 87),  # chosen when the run began
-        (87, 58, (2,), 58),  # who asks gets it
-        (87, 0, (), None),  # nothing is saved to go on from: it is chosen anew
-        (3, 0, (2,), None),  # no row of this length would fit
-        ("many", 0, (2,), None),
+        (87, 0, (2,), 87, "cpu"),  # chosen when the run began
+        (87, 58, (2,), 58, "cpu"),  # who asks gets it
+        (87, 0, (), None, "cpu"),  # nothing is saved to go on from: it is chosen anew
+        (87, 0, (2,), None, "gpu"),  # that was for other devices
+        (3, 0, (2,), None, "cpu"),  # no row of this length would fit
+        ("many", 0, (2,), None, "cpu"),
     ],
 )
 def test_the_micro_batch_that_a_run_chose_is_taken_again(
-    job: Job, tmp_path: Path, saved: Any, asked: int, checkpoints: tuple[int, ...], found: int | None
+    job: Job, tmp_path: Path, saved: Any, asked: int, checkpoints: tuple[int, ...], found: int | None, backend: str
 ) -> None:
     learner = dataclasses.replace(job.config.learner, tokens=asked)
     resumed = job_of(job, tmp_path, learner=learner)
@@ -246,6 +252,7 @@ def test_the_micro_batch_that_a_run_chose_is_taken_again(
     written = to_json(resumed.config)
     written["learner"]["tokens"] = saved
     (tmp_path / "config.json").write_text(json.dumps(written))
+    started_on(tmp_path, backend)
     taken = workdir.as_begun(resumed, tmp_path)
     assert taken.config.learner.tokens == (found or 0)
     if found and not asked:
@@ -274,6 +281,7 @@ def test_the_engine_that_a_run_chose_is_taken_again(
     written = to_json(resumed.config)
     written["rollout"]["engine"] |= dict(zip(("slots", "page_size", "pages"), saved, strict=True))
     (tmp_path / "config.json").write_text(json.dumps(written))
+    started_on(tmp_path, "cpu")
     with workdir.held(resumed):  # it is the same run whatever its engine's sizes
         taken = workdir.as_begun(resumed, tmp_path)
     assert taken.step.sizes[1:] == found

@@ -159,10 +159,9 @@ def phases_of(stepper: Stepper) -> dict[str, float]:
 
 def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
     """Median seconds of a forward pass over the last rollout, which others make to have the old logprobs and jaxspec does not."""
-    learner = dataclasses.replace(step.learner, objective=None)
 
     def forward(state: TrainState, finished: Finished) -> Any:
-        return learner.evaluate(state.learner.policy.network, step.batch_of(finished))
+        return step.learner.evaluate(state.learner.policy.network, step.batch_of(finished))
 
     program, _ = ahead(forward, stepper.state, stepper.finished)
     taken = []
@@ -224,7 +223,8 @@ def main(argv: Sequence[str]) -> int:
         told = speculation(loaded, whole, plain, taken, logprob)
     model, positions = loaded.job.config.model, options.prompt + options.new - 1
     work, best = learning_work(model, options.batch, positions), remembered(options.dtype)
-    rate, memory = work / phases["train"], runner.programs["train"].memory_analysis()
+    rate = None if step.learner.objective else work / phases["train"]  # the work is the policy's; the seconds are a draft's too
+    memory = runner.programs["train"].memory_analysis()
     line = {
         **common("grpo_step", options, taken, options.batch * options.new),
         "group": options.group,
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         "packing": staged.learnt["learner/packing"],
         "micro_batch": step.learner.tokens,
         "learning_flops_per_s": rate,
-        "learning_roofline_share": rate / best.flops_per_s if best else None,
+        "learning_roofline_share": rate / best.flops_per_s if rate and best else None,
         "learning_temporary_bytes": memory.temp_size_in_bytes if memory else None,
         **told,
         "compile_s": compile_seconds,
@@ -257,10 +257,11 @@ def _table(line: dict[str, Any]) -> Table:
     table.add_row("step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}")
     table.add_row("phases", ", ".join(f"{name} {phases[name]:.3f}" for name in ("data", "prepare", "generate", "score", "train")))
     table.add_row("generation", f"{line['generation_share']:.0%} of the phases")
-    share = line["learning_roofline_share"]
+    rate, share = line["learning_flops_per_s"], line["learning_roofline_share"]
     of_best = f", {share:.0%} of what this machine's products reach" if share else " (run bench roofline for its share)"
+    reached = f"{rate / 1e9:,.0f} GFLOP/s{of_best}; " if rate else ""
     packing = f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
-    table.add_row("learning", f"{line['learning_flops_per_s'] / 1e9:,.0f} GFLOP/s{of_best}; {packing}")
+    table.add_row("learning", f"{reached}{packing}")
     table.add_row("logprob pass", f"{line['logprob_pass_s']:.3f} s, not made: the pass that learns has them")
     if "plain_step_s" in line:
         gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"

@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
 
 
 def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a value is kept for the backward pass: all are but weights that were cast and gathered."""
+    """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights above all."""
     return primitive.name not in ("all_gather", "convert_element_type")
 
 

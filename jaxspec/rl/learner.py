@@ -143,12 +143,15 @@ class Learner:
 
     def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and `gap` are those of `learn`."""
-        return dataclasses.replace(self, objective=None)._pass(policy, None, jnp.zeros((), bool), batch, learning=False)[1]
+        return dataclasses.replace(self, objective=None, taps=())._pass(policy, None, jnp.zeros((), bool), batch, learning=False)[1]
 
-    def compare(self, policy: Decoder, network: PyTree, batch: TrainBatch) -> Compared:
-        """What the draft is worth on a batch, by depth: means over the labels that each depth predicts. Nothing learns."""
+    def compare(self, policy: Decoder, network: PyTree, batch: TrainBatch) -> tuple[Compared, Float[Array, " A"]]:
+        """What the draft is worth on a batch, by depth: sums over the labels that each depth predicts, and how many these are.
+
+        Nothing learns.
+        """
         _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
-        return Compared(*(part / jnp.maximum(counts.by_depth, 1) for part in sums.draft))
+        return sums.draft, counts.by_depth
 
     def _kept_split(self, trained: Trained) -> Trained:
         """The same: old and new weights are chosen between where they are, before they go anywhere else."""
