@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from jaxspec.mesh import TENSOR
+from jaxspec.mesh import TENSOR, accelerated
 
 WHOLE = P()
 Sign = Bool[Array, ""]
@@ -22,7 +22,7 @@ Sign = Bool[Array, ""]
 
 def needed_on(mesh: Mesh) -> bool:
     """Whether a program for this mesh must keep the order by itself."""
-    return mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+    return mesh.size > 1 and not accelerated(mesh)
 
 
 def computed(leaf: Array, spec: P = WHOLE) -> Sign:

@@ -53,7 +53,7 @@ def external(longest: int) -> Draft:
         # What rounds without drafts committed.
         start = jnp.minimum(state.read, first)
         start, cache = lax.while_loop(lambda carry: jnp.any(carry[0] < first), read_on, (start, cache))
-        first = after(first, [computed(start)])
+        first = after(first, [computed(start)])  # what tensor peers say now comes after what they said in that loop (`order.py`)
         forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
