@@ -1,7 +1,6 @@
 """The learner: one pass over packed micro-batches gives the gradients of policy and draft, each with an optimizer of its own."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
-from jaxspec.mesh import DATA, TENSOR
-from jaxspec.models.decoder import Decoder, Forward, Layers
+from jaxspec.mesh import DATA
+from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, Adapted, applied
 from jaxspec.order import after, computed, needed_on, sequence
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
+from jaxspec.rl.fsdp import Pair, Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
 from jaxspec.rl.losses import LossInputs, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, learnt_before, packed, read_lengths
@@ -29,11 +29,6 @@ from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
 Metrics = dict[str, Num[Array, ""]]
-Pair = tuple[PyTree, PyTree]
-"""Something of the policy, and the same of the draft."""
-
-OUTSIDE = ("embedding", "norm", "head")
-"""A decoder's weights outside its layers."""
 
 
 class Sums(NamedTuple):
@@ -137,7 +132,7 @@ class Learner:
         nothing = {name: jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0 for name, value in metrics.items()}
         metrics = {name: jnp.where(wanted, value, jnp.asarray(nothing[name], value.dtype)) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
-        if self._on_cpu:  # what goes on with this version comes after all that was added up for these numbers
+        if self._ordered:  # what goes on with this version comes after all that was added up for these numbers
             version = after(version, [computed(value) for value in metrics.values()])
         return LearnerState(policy=policy, draft=trained, online=state.online, version=version), metrics
 
@@ -152,6 +147,11 @@ class Learner:
         """
         _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
         return sums.draft, counts.by_depth
+
+    @property
+    def _ordered(self) -> bool:
+        """Whether collectives need an order by data, as on several CPU devices."""
+        return needed_on(self.mesh)
 
     def _kept_split(self, trained: Trained) -> Trained:
         """The same: old and new weights are chosen between where they are, before they go anywhere else."""
@@ -186,13 +186,13 @@ class Learner:
         It runs in a `shard_map` that is manual over `data`: a shard has its own rows from the embedding to the loss, and all that goes
         between shards is what is written here.
         """
-        layouts = self.layout(policy), self.layout(draft)
-        splits = jax.tree.map(lambda sharding: sharding.spec, layouts)
+        splits = jax.tree.map(lambda sharding: sharding.spec, (self.layout(policy), self.layout(draft)))
+        shards = Shards(splits, self.dtype, self._ordered)
         specs = jax.tree.map(lambda spec: P(*(DATA if axis == DATA else None for axis in spec)), splits)
         by_row = jax.tree.map(lambda leaf: P(DATA), batch)
         plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
         inputs = (*specs, P(), by_row.replace(plan=plan))
-        run = partial(self._on_a_shard, splits=splits, learning=learning)
+        run = partial(self._on_a_shard, shards=shards, learning=learning)
         outputs = (self._trained(specs) if learning else (None, None), P(), P())
         mapped = jax.shard_map(run, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names={DATA}, check_vma=False)
         return mapped(policy, draft, online, batch)
@@ -203,21 +203,21 @@ class Learner:
         return None if self.policy_loss is None else policy, None if self.objective is None else draft
 
     def _on_a_shard(
-        self, policy: Decoder | Adapted, draft: PyTree, online: Bool[Array, ""], batch: TrainBatch, splits: PyTree, learning: bool
+        self, policy: Decoder | Adapted, draft: PyTree, online: Bool[Array, ""], batch: TrainBatch, shards: Shards, learning: bool
     ) -> tuple[PyTree, Sums, Counts]:
         """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
         batch = exchanged(batch, self.mesh.shape[DATA])
         counts, spare = self._count(batch, draft), filler(batch)
         # The compiler moves gathering of what no micro-batch changes out of the loop.
-        policy, draft = self._tied((policy, draft), splits, [computed(spare)])
-        weights, own = self._trained((policy, draft)), self._trained(splits)
+        policy, draft = shards.tied((policy, draft), [computed(spare)] if self._ordered else [])
+        weights, trained = self._trained((policy, draft)), shards.of(self._trained)
 
         def whole(weights: Pair) -> tuple[Pair, Pair]:
-            networks = self._outside_whole(*_filled((policy, draft), weights), splits)
+            networks = shards.outside_whole(*_filled((policy, draft), weights))
             return self._trained(networks), networks
 
         def loss_of(weights: Pair, networks: Pair, pack: Pack, row: Int[Array, "1 T"]) -> tuple[Float[Array, ""], Sums]:
-            sums = self._sums(*_filled(networks, weights), splits, online, pack, row, batch)
+            sums = self._sums(*_filled(networks, weights), shards, online, pack, row, batch)
             loss = jnp.zeros((), sums.policy_loss.dtype)
             if self.policy_loss is not None:
                 loss = loss + sums.policy_loss / jnp.maximum(counts.tokens, 1)
@@ -228,21 +228,18 @@ class Learner:
         def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
             pack, row = packed(batch, 0, number, self.tokens, spare)
             gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
-            pack = pack._replace(tokens=after(pack.tokens, self._gathering(networks, splits)))
+            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
             if not learning:
                 return before[0], before[1].plus(loss_of(gathered, networks, pack, row)[1])
             (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(gathered, networks, pack, row)
-            signs = [computed(leaf, spec) for leaf, spec, inside in _leaves(gradients, own) if inside]
-            (gradients,) = split(self._tied(gradients, own, signs))
+            (gradients,) = split(trained.tied(gradients, trained.layers_learnt(gradients)))
             return jax.tree.map(jnp.add, before[0], gradients), before[1].plus(sums)
 
         nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
         gradients, sums = lax.fori_loop(0, batch.plan.used[0], read, (nothing, self._no_sums(counts)))
         largest = lax.pmax(sums.largest_gap, DATA)
         sums = lax.psum(sums, DATA)._replace(largest_gap=largest)
-        if learning:  # of what is split, every micro-batch has added up the shards' parts already
-            gradients = jax.tree.map(lambda leaf, spec: leaf if _split_axis(spec) >= 0 else lax.psum(leaf, DATA), gradients, own)
-        return gradients, sums, counts
+        return trained.summed(gradients) if learning else gradients, sums, counts
 
     def _count(self, batch: TrainBatch, draft: PyTree) -> Counts:
         """Counts over all shards."""
@@ -262,29 +259,25 @@ class Learner:
         self,
         policy: Decoder | Adapted,
         draft: PyTree,
-        splits: PyTree,
+        shards: Shards,
         online: Bool[Array, ""],
         pack: Pack,
         row: Int[Array, "1 T"],
         batch: TrainBatch,
     ) -> Sums:
         """One micro-batch: the policy's forward pass, and from the same logits its own loss and the draft's."""
-        target, split_layers = applied(policy), applied(splits[0]).layers
-
-        def enter(layer: Layers) -> Layers:
-            return jax.tree.map(lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, split_layers)
-
-        forward = target(pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=enter)
+        target = applied(policy)
+        forward = target(pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole)
         following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
         wide = self.wide
         sampled, produced = batch.sampled_logprobs[row, following].astype(wide), learnt_before(pack)
         depths = 0 if self.objective is None else depths_of(draft, self.objective)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.objective is not None:
-            last, network = self._draft_first(forward.hidden, draft, splits[1])
+            last, network = shards.draft_first(forward.hidden, draft)
             forward = forward._replace(hidden=last)
             hidden = self._drafted(network, online, target, forward, pack, depths)
-            if self._on_cpu:
+            if self._ordered:
                 (hidden,), last = sequence((hidden,), last)
                 forward = forward._replace(hidden=last)
 
@@ -294,7 +287,7 @@ class Learner:
             nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
             if self.objective is None:
                 return logprobs, entropy, nothing
-            if self._on_cpu:
+            if self._ordered:
                 (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
             run = partial(compared, network, lax.stop_gradient(target), objective=self.objective)
             return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, lax.stop_gradient(logits), hidden)
@@ -318,7 +311,7 @@ class Learner:
     ) -> Float[Array, "1 T A D"]:
         """What the draft's head reads; zeros where it does not learn."""
         detached = lax.stop_gradient((target, forward))
-        if self._on_cpu:
+        if self._ordered:
             pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
 
         def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
@@ -327,61 +320,6 @@ class Learner:
         shape = jax.eval_shape(unroll, network)
         return lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)
 
-    # ---- weights made whole, and the order of what goes between shards
-
-    def _outside_whole(self, policy: Decoder | Adapted, draft: PyTree, splits: Pair) -> Pair:
-        """Policy and draft with everything whole over `data` but the policy's layers, which are made whole one by one as they run."""
-        policy, split = (jax.tree.map(lambda leaf: leaf, network) for network in (policy, splits[0]))
-        decoder, by = (network if isinstance(network, Decoder) else network.base for network in (policy, split))
-        for name in OUTSIDE:
-            setattr(decoder, name, self._whole({name: getattr(decoder, name)}, {name: getattr(by, name)})[name])
-        return policy, self._whole(draft, splits[1])
-
-    def _gathering(self, networks: Pair, splits: Pair) -> list[Bool[Array, ""]]:
-        """On CPUs, signs that everything outside the policy's layers has been gathered."""
-        outside = [(leaf, spec) for leaf, spec, inside in _leaves(networks, splits) if not inside and _split_axis(spec) >= 0]
-        return [computed(leaf, spec) for leaf, spec in outside] if self._on_cpu else []
-
-    def _tied(self, pair: Pair, splits: Pair, signs: list[Bool[Array, ""]]) -> Pair:
-        """The same, of which on CPUs what goes between shards outside the policy's layers comes after all of what `signs` are of."""
-        if not self._on_cpu:
-            return pair
-        leaves = _leaves(pair, splits)
-        tied = [leaf if inside or _split_axis(spec) < 0 else after(leaf, signs) for leaf, spec, inside in leaves]
-        return jax.tree.unflatten(jax.tree.structure(pair), tied)
-
-    def _draft_first(self, hidden: Float[Array, "1 T D"], draft: PyTree, splits: PyTree) -> tuple[Float[Array, "1 T D"], PyTree]:
-        """The policy's last hidden states and the draft as they are; in the backward pass the policy's layers come after the draft's, of
-        which then nothing is kept any more."""
-
-        def backward(_: None, cotangents: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
-            above, gradients = cotangents
-            leaves, structure = jax.tree.flatten(gradients)
-            weights = [number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-            if self._on_cpu:
-                specs = jax.tree.leaves(splits)
-                return after(above, [computed(leaves[number], specs[number]) for number in weights]), gradients
-            above, done = lax.optimization_barrier((above, [leaves[number] for number in weights]))
-            for number, leaf in zip(weights, done, strict=True):
-                leaves[number] = leaf
-            return above, jax.tree.unflatten(structure, leaves)
-
-        join = jax.custom_vjp(lambda hidden, draft: (hidden, draft))
-        join.defvjp(lambda hidden, draft: ((hidden, draft), None), backward)
-        return join(hidden, draft)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return needed_on(self.mesh)
-
-    def _whole(self, network: PyTree, splits: PyTree) -> PyTree:
-        """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of positions add up their gradients."""
-
-        def one(path: Any, leaf: Array, spec: P) -> Array:
-            return _whole(leaf, spec, self.dtype, wide=bool(_names(path) & {"embedding", "head"}))
-
-        return jax.tree_util.tree_map_with_path(one, network, splits)
-
 
 def _filled(networks: Pair, weights: Pair) -> Pair:
     """Networks with what is trained of them from `weights`."""
@@ -389,56 +327,3 @@ def _filled(networks: Pair, weights: Pair) -> Pair:
         network if own is None else optimizers.with_parameters(network, own) for network, own in zip(networks, weights, strict=True)
     )
     return policy, draft
-
-
-def _leaves(pair: Pair, splits: Pair) -> Iterator[tuple[Array, P, bool]]:
-    """The leaves of policy and draft, with how each is split, and whether it is in the policy's layers."""
-    specs = jax.tree.leaves(splits)
-    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(pair), specs, strict=True):
-        yield leaf, spec, path[0].idx == 0 and not _names(path) & set(OUTSIDE)
-
-
-def _names(path: Any) -> set[Any]:
-    return {getattr(key, "name", getattr(key, "key", None)) for key in path}
-
-
-def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:
-    """A weight in the type of products, whole over `data`; its gradient comes out as the weight went in: in the weight's type, added up
-    over the shards and split. `wide`: the value keeps the weight's type after the gathering."""
-    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return _gathered(leaf, spec, dtype, leaf.dtype.name, wide) if floating else leaf
-
-
-def _gather(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> Array:
-    value = _between_shards(partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True), leaf.astype(dtype), spec)
-    return value.astype(master) if wide else value
-
-
-def _gathered_forward(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> tuple[Array, None]:
-    return _gather(leaf, spec, dtype, master, wide), None
-
-
-def _gathered_backward(spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array) -> tuple[Array]:
-    scatter = partial(lax.psum_scatter, axis_name=DATA, scatter_dimension=_split_axis(spec), tiled=True)
-    return (_between_shards(scatter, gradient.astype(master), spec),)
-
-
-_gathered = jax.custom_vjp(_gather, nondiff_argnums=(1, 2, 3, 4))
-_gathered.defvjp(_gathered_forward, _gathered_backward)
-
-
-def _between_shards(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """A collective over `data` on a leaf that is split over it; on each member of `tensor` alone, since left to the compiler such a leaf
-    would be made whole over `tensor` first."""
-    if _split_axis(spec) < 0:
-        return leaf
-    if TENSOR not in tuple(spec):
-        return collective(leaf)
-    peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(collective, mesh=mesh, in_specs=peers, out_specs=peers, axis_names={TENSOR}, check_vma=False)(leaf)
-
-
-def _split_axis(spec: P) -> int:
-    """The axis that is split over `data`; -1: none."""
-    return tuple(spec).index(DATA) if DATA in tuple(spec) else -1
