@@ -19,6 +19,7 @@ import tyro
 
 from jaxspec.checked import Checked, ConfigError, require
 from jaxspec.config import Config, DraftConfig, LookupConfig
+from jaxspec.terminal import silence
 from jaxspec.unused import WITH_ANY_DRAFT, refuse_idle, refuse_unused
 from jaxspec.version import DISTRIBUTION, version
 
@@ -86,7 +87,11 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
       SystemExit: as in `load_config`.
     """
     flat = (tyro.conf.AvoidSubcommands,)
-    return tyro.cli(type(default), prog=prog, description=about, args=argv, default=default, config=flat, use_underscores=True)
+    try:
+        return tyro.cli(type(default), prog=prog, description=about, args=argv, default=default, config=flat, use_underscores=True)
+    except BrokenPipeError:  # `--help | head` has seen enough
+        silence()
+        raise SystemExit(0) from None
 
 
 def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:

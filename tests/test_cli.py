@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -342,6 +345,15 @@ def test_commands_that_are_shown_to_users_are_taken(repository: Path) -> None:
     assert len(commands) >= 12
     for words in commands:
         load(*words)
+
+
+def test_help_whose_reader_has_seen_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jaxspec.train", "--config", "rl_think.py", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=CONFIGS.parent, timeout=120, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("name", NAMES)
