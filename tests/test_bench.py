@@ -296,6 +296,11 @@ def test_a_step_and_a_generation_are_measured_and_traced(
     assert 0 < step["packing"] <= 1
     assert step["tokens_per_s"] == pytest.approx(8 * 16 / step["wall_s"])
     assert 1 <= step["acceptance_length"] <= 4
+    problems = [{"question": f"{number}+{number}=", "answer": str(2 * number)} for number in range(6)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    asked = line_of("step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl")
+    assert 0 < asked["tokens"] < 8 * 16  # a policy of random weights ends some of its answers
+    assert 0 < asked["plain_generation_share"] < 1
     made = line_of("generate", "--batch", "4", "--draft", "eagle3", "--draft_length", "2", "--live", "1", "--profile", "1:2")
     assert made.keys() >= {*needed, "versions", "compile_s", "check_logprob", "rounds"}
     assert made["check_logprob"] == step["check_logprob"]
@@ -316,6 +321,17 @@ def test_a_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path, c
     assert main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert [word for word in ("--draft_vocab 33", "model.vocab 32", "at most that") if word not in error] == []
+
+
+def test_problems_that_cannot_be_asked_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
+    character_tokenizer().save(str(folder))
+    absent, long = tmp_path / "absent.jsonl", tmp_path / "long.jsonl"
+    long.write_text('{"question": "1000000+1=", "answer": "1000001"}\n')
+    for file, words in ((absent, ["--data", "absent.jsonl", "No such file"]), (long, ["--data", "none of 1 prompts fits --prompt = 6"])):
+        assert main(["step", "--model", str(folder), "--prompt", "6", "--data", str(file)]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert [word for word in words if word not in error] == []
 
 
 @pytest.mark.parametrize(

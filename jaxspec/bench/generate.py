@@ -20,10 +20,11 @@ from rich.table import Table
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
-from jaxspec.bench.workload import SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
+from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
+from jaxspec.checked import called
 from jaxspec.cli import override
 from jaxspec.config import AUTO_LENGTHS, Config, numbers_of
-from jaxspec.data import Problem, pad_prompts
+from jaxspec.data import Problem, PromptStream, load_problems, pad_prompts
 from jaxspec.drafts.build import build_draft, build_network
 from jaxspec.models.decoder import Decoder
 from jaxspec.pace import measured_pace
@@ -92,6 +93,8 @@ class Loaded(NamedTuple):
     policy: Decoder
     network: Any
     options: GenerateOptions
+    problems: PromptStream | None
+    """What is asked; None: random digits."""
     shapes: dict[int, Prompts]
     """Of prompts, by their number."""
 
@@ -114,6 +117,12 @@ class Loaded(NamedTuple):
             return ready
         pace = jax.device_put(measured_pace(generator, ready, prompts), meshes.replicated(generator.mesh))
         return ready.replace(drafter=ready.drafter.replace(pace=pace))
+
+    def texts(self, count: int, call: int = 0) -> list[str]:
+        """What a call asks: random digits, the same in every call, or the problems whose turn it is."""
+        if self.problems is None:
+            return digits(count, self.options.prompt, self.options.seed)
+        return [self.problems[call * count + place].prompt for place in range(count)]
 
     def prompts(self, texts: Sequence[str], call: int) -> Prompts:
         """Texts as token ids, cut to the length of the prompts, on the mesh."""
@@ -138,7 +147,7 @@ class Loaded(NamedTuple):
         step = replace(step, generator=replace(step.generator, mesh=mesh), learner=replace(step.learner, mesh=mesh))
         job = replace(self.job, mesh=mesh, step=step)
         policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
-        return Loaded(job, policy, network, self.options, {})
+        return self._replace(job=job, policy=policy, network=network, shapes={})
 
 
 def digits(count: int, length: int, seed: int) -> list[str]:
@@ -148,10 +157,15 @@ def digits(count: int, length: int, seed: int) -> list[str]:
 
 
 def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Config] = lambda config: config) -> Loaded:
-    """Reads policy and draft, for the config that `change` makes of the options'."""
+    """Reads problems, policy and draft, for the config that `change` makes of the options'; answers to problems end where the policy ends
+    them, those to random digits do not."""
     config = change(config_of(options, group, print))
-    mesh, tokenizer = mesh_for(options, config), load_tokenizer(config.data.tokenizer)
-    step = build_step(config, mesh, (), tokenizer.size)
+    tokenizer, problems = load_tokenizer(config.data.tokenizer), None
+    if config.data.path:
+        with called(OPTIONS):
+            problems = PromptStream(load_problems(config.data, tokenizer)[0], options.seed)
+    mesh = mesh_for(options, config)
+    step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout
     abstract = jax.tree.map(placed, shapes, layout(shapes))
     policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
@@ -163,13 +177,13 @@ def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Co
             network = read_draft(config, wanted)
         else:
             network = jax.jit(lambda: build_network(config, key), out_shardings=layout(drawn))()
-    return Loaded(Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step), policy, network, options, {})
+    return Loaded(Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step), policy, network, options, problems, {})
 
 
 def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollout, float]:
     """Calls from text to text; also the last rollout and the seconds of compiling."""
     options = loaded.options
-    texts = digits(options.batch, options.prompt, options.seed)
+    texts = loaded.texts(options.batch)
     generator = loaded.generator(options.batch, options.draft_length if options.draft != "none" else 0)
     ready = loaded.ready(generator, loaded.prompts(texts, 0))
     began = time.perf_counter()
@@ -218,7 +232,7 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     for number, live in enumerate(options.live, start=1):
         devices = loaded.job.mesh.size
         here = loaded.on(max(count for count in range(1, devices + 1) if live % count == 0 and devices % count == 0))
-        texts = digits(live, options.prompt, options.seed)
+        texts = here.texts(live)
         prompts = [here.prompts(texts, repeat) for repeat in range(options.repeats + 1)]
         calls = {}
         for length in lengths:

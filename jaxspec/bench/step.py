@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.architecture import Count, Natural
-from jaxspec.bench.generate import Loaded, check_logprob, digits, load
+from jaxspec.bench.generate import Loaded, check_logprob, load
 from jaxspec.bench.measure import Budget, Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
@@ -28,14 +28,14 @@ from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
 from jaxspec.rl.train_batch import planned
 from jaxspec.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
-from jaxspec.state import EOS, LENGTH, Finished, Rollout, TrainState
+from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
 
-ABOUT = """Answers prompts of random digits in groups, end tokens off, rewards the share of digits in each answer, and updates all weights
-with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after two to warm up; steps that
-others on the machine disturbed do not count. The phases are those of the same step compiled phase by phase; `logprob pass` is a forward
-pass over the rollout, which a step with one update does not need. With --draft the same step by plain decoding is timed as well. The last
-line of the output is one JSON object."""
+ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own (--data), rewards the share of digits in each
+answer, and updates all weights with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after
+two to warm up; steps that others on the machine disturbed do not count. The phases are those of the same step compiled phase by phase;
+`logprob pass` is a forward pass over the rollout, which a step with one update does not need. With --draft the same step by plain decoding
+is measured as well. The last line of the output is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,12 @@ class StepOptions(Checked, prefix="--"):
     beta: Annotated[float, Range(least=0)] = 0.0
     """Weight of a KL term; 0 is what jaxspec's loss has."""
     prompt: PromptLength = 64
-    """Prompt tokens a row."""
+    """Prompt tokens a row; of --data, the most of them."""
     new: Count = 128
-    """New tokens a row."""
+    """New tokens a row; with --data, the most of them."""
+    data: str = ""
+    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where the policy ends them; empty: random
+    digits, and every answer has --new tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values in generation."""
     draft: DraftKind = "none"
@@ -85,9 +88,10 @@ class StepOptions(Checked, prefix="--"):
         require(self.beta == 0, f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured")
 
     def learning(self, config: Config) -> Config:
-        """A run's config that learns as is asked for."""
+        """A run's config that asks and learns as is wanted."""
         model, learner = dataclasses.replace(config.model, remat=self.remat), dataclasses.replace(config.learner, tokens=self.micro_batch)
-        return dataclasses.replace(config, model=model, learner=learner)
+        data = dataclasses.replace(config.data, path=self.data, eval_path=self.data)  # nothing is held out
+        return dataclasses.replace(config, model=model, learner=learner, data=data)
 
     def workload(self) -> GenerateOptions:
         """The generation of such a step."""
@@ -101,36 +105,43 @@ class Stepper:
 
     def __init__(self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)) -> None:
         """Traces the calls of `numbers`."""
-        options, prompts = loaded.options, loaded.job.config.grpo.prompts
+        self._count = loaded.job.config.grpo.prompts
         self._loaded, self._runner = loaded, runner
         self.profiler = Profiler(numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print)
-        self.texts = digits(prompts, options.prompt, options.seed)
-        self._like = abstract(step, prompts)[1]
-        self.finished = put(step.nothing_finished(options.batch), self._like)
+        self._like = abstract(step, self._count)[1]
+        self.finished = put(step.nothing_finished(loaded.options.batch), self._like)
         # Whoever steps gives its state away, and another one may still want these weights.
         network = loaded.network if step.generator.draft else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(*weights)
-        self.state, self._learner = with_pace(step, state, loaded.prompts(self.texts, 0)), step.learner
+        self.state, self._learner = with_pace(step, state, self.prompts(0)), step.learner
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
+        self.read: list[np.ndarray] = []
+        """Positions of each row that its learning reads, by call."""
+        self.tokens: list[int] = []
+        """New ones, by call."""
         self.generated: dict[str, float] = {}
         """What the last rollout was like."""
         self.learnt: dict[str, float] = {}
         """What the last learning was like."""
 
+    def prompts(self, number: int) -> Prompts:
+        """Those of a call."""
+        return self._loaded.prompts(self._loaded.texts(self._count, number), number)
+
     def __call__(self, number: int) -> None:
         """Learns from the rollout of the call before, generates the next, and scores it."""
         began = time.perf_counter()
-        prompts = self._loaded.prompts(self.texts, number)
+        prompts = self.prompts(number)
         data = {"time/data": time.perf_counter() - began}
         with self.profiler.call(number):
             called = self._runner(self.state, self.finished, prompts, lambda: False)
         assert called.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
-        ended = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH))
-        read = np.where(ended, np.asarray(called.rollout.lengths) - 1, 0).astype(np.int32)
+        ended, lengths = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH)), np.asarray(called.rollout.lengths)
+        read = np.where(ended, lengths - 1, 0).astype(np.int32)
         plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
         valid, plan, learn = put((ended, plan, True), (self._like.valid, self._like.plan, self._like.learn))
         self.state = called.state
@@ -139,6 +150,8 @@ class Stepper:
         phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
         self.seconds.append(phases | called.seconds | score | data)
         self.generated, self.learnt = called.generated, called.learnt
+        self.read.append(read)
+        self.tokens.append(int(np.sum(lengths - np.asarray(called.rollout.prompt_lengths))))
 
     def _rewards(self, rollout: Rollout) -> np.ndarray:
         """The share of digits in each answer's text."""
@@ -147,14 +160,22 @@ class Stepper:
         return np.array([sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts], np.float32)
 
 
-def phases_of(stepper: Stepper) -> dict[str, float]:
-    """Median seconds of each phase over the steps after the two that warm up."""
-    seconds = stepper.seconds[2:]
+def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner, dict[str, float]]:
+    """Steps phase by phase, and the median seconds of each phase after the two steps that warm up."""
+    runner = staged_step(step, loaded.job.config.grpo.prompts)
+    stepper = Stepper(loaded, step, runner)
+    for number in range(2 + repeats):
+        stepper(number)
 
     def median(name: str) -> float:
-        return float(np.median([each[f"time/{name}"] for each in seconds]))
+        return float(np.median([each[f"time/{name}"] for each in stepper.seconds[2:]]))
 
-    return {name: median(name) for name in ("data", "prepare", "generate", "score", "train")}
+    return stepper, runner, {name: median(name) for name in ("data", "prepare", "generate", "score", "train")}
+
+
+def share_of_generation(phases: dict[str, float]) -> float:
+    """Of the seconds of all phases."""
+    return phases["generate"] / sum(phases.values())
 
 
 def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
@@ -172,21 +193,27 @@ def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
     return float(np.median(taken[1:]))
 
 
-def learning_work(model: ModelConfig, rows: int, length: int) -> float:
-    """Floating-point operations of a forward and a backward pass over rows of `length` positions, head and causal attention included."""
+def learning_work(model: ModelConfig, read: np.ndarray) -> float:
+    """Floating-point operations of a forward and a backward pass over rows of so many positions, head and causal attention included."""
     one = work_of(model, 1, 0.0, 4).flops  # a position that attends to itself alone
-    attention = 4 * model.layers * model.heads * model.head_size * (length - 1) / 2
-    return 3 * rows * length * (one + attention)
+    attention = 4 * model.layers * model.heads * model.head_size * (read - 1) / 2
+    return float(np.sum(3 * read * (one + attention)))
 
 
-def speculation(loaded: Loaded, whole: Stepper, plain: Timed, taken: Timed, logprob: float) -> dict[str, float]:
-    """What speculation is worth: of generation, of the step, and of a step with a logprob pass; and what its rounds cost, both ways."""
-    step, prompts = loaded.job.step, loaded.prompts(whole.texts, 0)
-    made = compare(step, whole.state, prompts)
+def speculation(loaded: Loaded, options: StepOptions, whole: Stepper, taken: Timed, logprob: float) -> dict[str, float]:
+    """The same step by plain decoding, and what speculation is worth: of generation, of the step, and of a step with a logprob pass; and
+    what its rounds cost, both ways."""
+    step = loaded.job.step
+    alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
+    alone = dataclasses.replace(alone, learner=dataclasses.replace(step.learner, objective=None, taps=()))
+    stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.grpo.prompts))
+    plain = timed(stepper, options.repeats, options.budget)
+    made = compare(step, whole.state, whole.prompts(0))
     generation = made.plain_seconds / made.spec_seconds
     kept = whole.generated["rollout/acceptance_length"]
     return {
         "plain_step_s": plain.seconds,
+        "plain_generation_share": share_of_generation(in_phases(loaded, alone, options.repeats)[2]),
         "speedup_generation": generation,
         "speedup_step": plain.seconds / taken.seconds,
         "speedup_step_with_logprob": (plain.seconds + logprob) / (taken.seconds + logprob),
@@ -210,28 +237,19 @@ def main(argv: Sequence[str]) -> int:
     compile_seconds = time.perf_counter() - began
     with contextlib.closing(whole.profiler):
         taken = timed(whole, options.repeats, options.budget)
-    runner = staged_step(step, prompts)
-    staged = Stepper(loaded, step, runner)
-    for number in range(2 + options.repeats):
-        staged(number)
-    phases, logprob = phases_of(staged), logprob_seconds(staged, step, options.repeats)
-    told: dict[str, float] = {}
-    if options.draft != "none":
-        alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
-        alone = dataclasses.replace(alone, learner=dataclasses.replace(step.learner, objective=None, taps=()))
-        plain = timed(Stepper(loaded, alone, whole_step(alone, prompts)), options.repeats, options.budget)
-        told = speculation(loaded, whole, plain, taken, logprob)
-    model, positions = loaded.job.config.model, options.prompt + options.new - 1
-    work, best = learning_work(model, options.batch, positions), remembered(options.dtype)
+    staged, runner, phases = in_phases(loaded, step, options.repeats)
+    logprob = logprob_seconds(staged, step, options.repeats)
+    told = speculation(loaded, options, whole, taken, logprob) if options.draft != "none" else {}
+    work, best = np.mean([learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]), remembered(options.dtype)
     rate = None if step.learner.objective else work / phases["train"]  # the work is the policy's; the seconds are a draft's too
     memory = runner.programs["train"].memory_analysis()
     line = {
-        **common("grpo_step", options, taken, options.batch * options.new),
+        **common("grpo_step", options, taken, round(np.mean(whole.tokens[2:]))),
         "group": options.group,
         "beta": options.beta,
         "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases, "ref": 0.0},
         "logprob_pass_s": logprob,
-        "generation_share": phases["generate"] / sum(phases.values()),
+        "generation_share": share_of_generation(phases),
         "packing": staged.learnt["learner/packing"],
         "micro_batch": step.learner.tokens,
         "learning_flops_per_s": rate,
@@ -266,6 +284,7 @@ def _table(line: dict[str, Any]) -> Table:
     if "plain_step_s" in line:
         gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"
         table.add_row("speculation", f"{gains}, with a logprob pass {line['speedup_step_with_logprob']:.2f} times as fast")
+        table.add_row("plain", f"step {line['plain_step_s']:.3f} s, of which generation takes {line['plain_generation_share']:.0%}")
         cost = f"{line['round_cost']:.2f} (a round's seconds over a plain step's), {line['round_cost_of_the_paper']:.2f} (acceptance length"
         table.add_row("round cost", f"{cost} {line['acceptance_length']:.2f} over generation's speed-up)")
     return table

@@ -111,6 +111,7 @@ OPTIONS = {
     "grpo.prompts": "--batch",
     "grpo.group_size": "--group",
     "data.max_prompt_length": "--prompt",
+    "data.path": "--data",
     "rollout.max_new_tokens": "--new",
     "rollout.draft.kind": "--draft",
     "rollout.draft.path": "--draft_path",
