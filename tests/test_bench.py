@@ -341,6 +341,7 @@ def test_problems_that_cannot_be_asked_are_refused(tmp_path: Path, capsys: pytes
         (["--group", "1"], ["--group is 1"]),
         (["--beta", "0.04"], ["--beta is 0.04", "no KL"]),
         (["--profile", "5"], ["--profile is '5'", "10:12"]),
+        (["--draft", "ngram", "--no_online"], ["--draft ngram", "no use for --no_online"]),
     ],
 )
 def test_a_step_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]) -> None:

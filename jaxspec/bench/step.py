@@ -22,7 +22,7 @@ from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
 from jaxspec.checked import Checked, Range, require
 from jaxspec.cli import override
-from jaxspec.config import Config, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
+from jaxspec.config import Config, DraftConfig, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
 from jaxspec.metrics import Screen
 from jaxspec.pace import with_pace
 from jaxspec.profile import Profiler
@@ -67,6 +67,8 @@ class StepOptions(Checked, prefix="--"):
     """Tokens drafted a round (K); `auto`: each round chooses."""
     verify: VerifyRule = "block"
     """Lossless rule."""
+    online: bool = True
+    """Train a learned draft in the step, too, as runs do by default; off: it is frozen."""
     threads: Natural = 0
     """CPU cores to use; 0: all."""
     remat: bool = False
@@ -85,13 +87,16 @@ class StepOptions(Checked, prefix="--"):
     def check(self) -> None:
         whole = self.batch >= self.group and self.batch % self.group == 0
         require(whole, f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every prompt has all its answers")
+        learned = DraftConfig(kind=self.draft).learned
+        require(learned or self.online, f"with --draft {self.draft} there is no use for --no_online: nothing of it learns; leave it out")
         require(self.beta == 0, f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured")
 
     def learning(self, config: Config) -> Config:
         """A run's config that asks and learns as is wanted."""
         model, learner = dataclasses.replace(config.model, remat=self.remat), dataclasses.replace(config.learner, tokens=self.micro_batch)
         data = dataclasses.replace(config.data, path=self.data, eval_path=self.data)  # nothing is held out
-        return dataclasses.replace(config, model=model, learner=learner, data=data)
+        training = dataclasses.replace(config.draft_training, online=self.online)
+        return dataclasses.replace(config, model=model, learner=learner, data=data, draft_training=training)
 
     def workload(self) -> GenerateOptions:
         """The generation of such a step."""
