@@ -351,7 +351,7 @@ def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(16_000, ["opposite"]), pytest.param(200_000, list(CASES), marks=pytest.mark.slow)], ids=["16k", "200k"]
+    ("size", "cases"), [(40_000, ["opposite"]), pytest.param(200_000, list(CASES), marks=pytest.mark.slow)], ids=["40k", "200k"]
 )
 def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> None:
     """The first token of a round of two drafts out of 4096. The draws are made once, for all laws and rules."""
