@@ -194,6 +194,12 @@ class PromptStream:
         return problem
 
 
+def all_problems(config: DataConfig, tokenizer: Tokenizer) -> Problems:
+    """Return every problem of the file `data.path`; none is held out. Raises `ConfigError` as `load_problems` does."""
+    parser = RowParser(config, tokenizer, "data.path", config.path)
+    return JsonLines(parser, *_scan(parser))
+
+
 def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 

@@ -21,7 +21,9 @@ from jaxspec.batches import Batches
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.drafts import VARIANTS, Variant, config_of
+from jaxspec.bench.generate import Loaded
 from jaxspec.bench.measure import PeakMemory
+from jaxspec.bench.workload import GenerateOptions
 from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
 from jaxspec.consistency import check
 from jaxspec.data import load_problems
@@ -321,6 +323,16 @@ def test_a_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path, c
     assert main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert [word for word in ("--draft_vocab 33", "model.vocab 32", "at most that") if word not in error] == []
+
+
+def test_every_call_asks_digits_of_its_own() -> None:
+    """So that a draft which learns in the steps is never asked what it has learnt from."""
+    nothing: Any = None
+    loaded = Loaded(nothing, nothing, nothing, GenerateOptions(model="folder", prompt=16, seed=3), None, {})
+    first, second = (loaded.texts(4, call) for call in (0, 1))
+    assert not set(first) & set(second)
+    assert first == loaded.texts(4, 0)
+    assert [len(text) for text in first] == [16] * 4
 
 
 def test_problems_that_cannot_be_asked_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, L
 from jaxspec.checked import called
 from jaxspec.cli import override
 from jaxspec.config import AUTO_LENGTHS, Config, numbers_of
-from jaxspec.data import Problem, PromptStream, load_problems, pad_prompts
+from jaxspec.data import Problem, PromptStream, all_problems, pad_prompts
 from jaxspec.drafts.build import build_draft, build_network
 from jaxspec.models.decoder import Decoder
 from jaxspec.pace import measured_pace
@@ -119,9 +119,9 @@ class Loaded(NamedTuple):
         return ready.replace(drafter=ready.drafter.replace(pace=pace))
 
     def texts(self, count: int, call: int = 0) -> list[str]:
-        """What a call asks: random digits, the same in every call, or the problems whose turn it is."""
+        """What a call asks: random digits of its own, or the problems whose turn it is."""
         if self.problems is None:
-            return digits(count, self.options.prompt, self.options.seed)
+            return digits(count, self.options.prompt, self.options.seed + call)
         return [self.problems[call * count + place].prompt for place in range(count)]
 
     def prompts(self, texts: Sequence[str], call: int) -> Prompts:
@@ -163,7 +163,10 @@ def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Co
     tokenizer, problems = load_tokenizer(config.data.tokenizer), None
     if config.data.path:
         with called(OPTIONS):
-            problems = PromptStream(load_problems(config.data, tokenizer)[0], options.seed)
+            found = all_problems(config.data, tokenizer)
+        if str(found.left_out):
+            print(f"--data {config.data.path}: {found.left_out}; {len(found)} to ask")
+        problems = PromptStream(found, options.seed)
     mesh = mesh_for(options, config)
     step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout

@@ -94,7 +94,7 @@ class StepOptions(Checked, prefix="--"):
     def learning(self, config: Config) -> Config:
         """A run's config that asks and learns as is wanted."""
         model, learner = dataclasses.replace(config.model, remat=self.remat), dataclasses.replace(config.learner, tokens=self.micro_batch)
-        data = dataclasses.replace(config.data, path=self.data, eval_path=self.data)  # nothing is held out
+        data = dataclasses.replace(config.data, path=self.data)
         training = dataclasses.replace(config.draft_training, online=self.online)
         return dataclasses.replace(config, model=model, learner=learner, data=data, draft_training=training)
 
@@ -126,8 +126,8 @@ class Stepper:
         """Positions of each row that its learning reads, by call."""
         self.tokens: list[int] = []
         """New ones, by call."""
-        self.generated: dict[str, float] = {}
-        """What the last rollout was like."""
+        self.generated: list[dict[str, float]] = []
+        """What each rollout was like."""
         self.learnt: dict[str, float] = {}
         """What the last learning was like."""
 
@@ -154,7 +154,8 @@ class Stepper:
         score = {"time/score": time.perf_counter() - began}
         phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
         self.seconds.append(phases | called.seconds | score | data)
-        self.generated, self.learnt = called.generated, called.learnt
+        self.generated.append(called.generated)
+        self.learnt = called.learnt
         self.read.append(read)
         self.tokens.append(int(np.sum(lengths - np.asarray(called.rollout.prompt_lengths))))
 
@@ -176,6 +177,11 @@ def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner
         return float(np.median([each[f"time/{name}"] for each in stepper.seconds[2:]]))
 
     return stepper, runner, {name: median(name) for name in ("data", "prepare", "generate", "score", "train")}
+
+
+def acceptance_length(stepper: Stepper) -> float:
+    """Mean tokens kept a round that had a draft, over the rollouts after the two that warm up."""
+    return float(np.mean([each["rollout/acceptance_length"] for each in stepper.generated[2:]]))
 
 
 def share_of_generation(phases: dict[str, float]) -> float:
@@ -213,9 +219,8 @@ def speculation(loaded: Loaded, options: StepOptions, whole: Stepper, taken: Tim
     alone = dataclasses.replace(alone, learner=dataclasses.replace(step.learner, objective=None, taps=()))
     stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.grpo.prompts))
     plain = timed(stepper, options.repeats, options.budget)
-    made = compare(step, whole.state, whole.prompts(0))
+    made = compare(step, whole.state, whole.prompts(len(whole.seconds)))  # which the draft has learnt nothing of
     generation = made.plain_seconds / made.spec_seconds
-    kept = whole.generated["rollout/acceptance_length"]
     return {
         "plain_step_s": plain.seconds,
         "plain_generation_share": share_of_generation(in_phases(loaded, alone, options.repeats)[2]),
@@ -223,7 +228,7 @@ def speculation(loaded: Loaded, options: StepOptions, whole: Stepper, taken: Tim
         "speedup_step": plain.seconds / taken.seconds,
         "speedup_step_with_logprob": (plain.seconds + logprob) / (taken.seconds + logprob),
         "round_cost": made.round_cost,
-        "round_cost_of_the_paper": kept / generation,
+        "round_cost_of_the_paper": acceptance_length(whole) / generation,
     }
 
 
@@ -263,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
         **told,
         "compile_s": compile_seconds,
         "check_logprob": agreed,
-        "acceptance_length": whole.generated["rollout/acceptance_length"],
+        "acceptance_length": acceptance_length(whole),
         "machine": meshes.machine(loaded.job.mesh),
     }
     Screen().print(_table(line))

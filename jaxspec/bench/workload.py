@@ -90,12 +90,13 @@ class GenerateOptions(Checked, prefix="--"):
         late = f"--profile is {self.profile!r}, and only calls 0 to {calls - 1} are sure to be made"
         require(first < calls, f"{late} (two to warm up, and --repeats {self.repeats}); begin at one of them")
         needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
-        draws = self.draft in ("eagle3", "mtp", "model") and self.temperature > 0
+        learned = DraftConfig(kind=self.draft).learned
+        draws = learned and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
         for fact, holds, names in (
             ("--draft none", self.draft == "none", "draft_length draft_path draft_vocab lengths"),
             ("--draft none", self.draft == "none" and self.verify == "token", "verify"),  # coupled noise differs even there
-            (f"--draft {self.draft}", self.draft not in ("eagle3", "mtp", "model"), "draft_path"),
+            (f"--draft {self.draft}", not learned, "draft_path"),
             (f"--draft {self.draft}", self.draft != "eagle3", "draft_vocab"),
             ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
             ("no --live", not self.live, "lengths"),
