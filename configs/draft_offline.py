@@ -17,8 +17,8 @@ rl_think, 3.67.
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.cli import read_config
-from jaxspec.config import Config, OfflineConfig
+from jaxspec.config.cli import read_config
+from jaxspec.config.settings import Config, OfflineConfig
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 

@@ -11,7 +11,16 @@ match 0.50 -> 0.94, acceptance_length 3.6 at K=3 throughout, 4.5 minutes from an
 
 from dataclasses import replace
 
-from jaxspec.config import Config, DataConfig, DraftTrainingConfig, GrpoConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
+from jaxspec.config.settings import (
+    Config,
+    DataConfig,
+    DraftTrainingConfig,
+    GrpoConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+)
 from jaxspec.models.presets import QWEN3_0_6B, QWEN3_8B, TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")

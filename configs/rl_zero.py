@@ -12,8 +12,8 @@ follows), 346 s from an empty cache.
 from dataclasses import replace
 from pathlib import Path
 
-from jaxspec.cli import read_config
-from jaxspec.config import Config, DataConfig, DraftTrainingConfig, SftConfig
+from jaxspec.config.cli import read_config
+from jaxspec.config.settings import Config, DataConfig, DraftTrainingConfig, SftConfig
 from jaxspec.models.presets import TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")

@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
-    from jaxspec.begin import begin
+    from jaxspec.system.begin import begin
 
     begin()
 
@@ -20,26 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.checked import Checked, require
-from jaxspec.cli import override, take_option
-from jaxspec.config import Config, MeshConfig, ModelConfig
-from jaxspec.files import SaveError, expanded
-from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import Progress
+from jaxspec.config.checked import Checked, require
+from jaxspec.config.cli import override, take_option
+from jaxspec.config.settings import Config, MeshConfig, ModelConfig
+from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.hf.draft_config import Form, draft_config_json
+from jaxspec.hf.drafts import draft_tensors
+from jaxspec.hf.names import policy_rows
+from jaxspec.hf.policy_config import config_json
+from jaxspec.hf.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
+from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
+from jaxspec.host.job import Job, at_once, make_job, start_jax
+from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
+from jaxspec.host.workdir import require_outside_runs
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.hf import policy_rows
-from jaxspec.models.hf_config import config_json
-from jaxspec.models.hf_draft_config import Form, draft_config_json
-from jaxspec.models.hf_drafts import draft_tensors
 from jaxspec.models.lora import Adapted, adapter_config, adapter_tensors, merged
 from jaxspec.models.mtp import Mtp
-from jaxspec.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
-from jaxspec.program import Job, at_once, make_job, start_jax
-from jaxspec.session import Run, check_tokenizer, find_run, read_state
-from jaxspec.tensor_files import WEIGHTS, write_tensors
-from jaxspec.tokenizer import Tokenizer
-from jaxspec.workdir import require_outside_runs
+from jaxspec.system.files import SaveError, expanded
+from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.metrics import Progress
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM, SGLang or an evaluation harness: the

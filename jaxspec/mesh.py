@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import ConfigError, require
-from jaxspec.processes import environment_number, first_line, whole_number
+from jaxspec.config.settings import ConfigError, require
+from jaxspec.system.processes import environment_number, first_line, whole_number
 
 DATA, TENSOR = "data", "tensor"
 _MOST_DEVICES = 512

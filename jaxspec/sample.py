@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
-    from jaxspec.begin import begin
+    from jaxspec.system.begin import begin
 
     begin()
 
@@ -16,17 +16,17 @@ from typing import Annotated
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.architecture import Count
-from jaxspec.checked import Checked, ConfigError, Range, require
-from jaxspec.cli import override, settle, take_option
-from jaxspec.config import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
-from jaxspec.consistency import require_countable
-from jaxspec.data import Problem
-from jaxspec.metrics import short
-from jaxspec.program import at_once
-from jaxspec.session import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
+from jaxspec.config.architecture import Count
+from jaxspec.config.check import require_countable
+from jaxspec.config.checked import Checked, ConfigError, Range, require
+from jaxspec.config.cli import override, settle, take_option
+from jaxspec.config.settings import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
+from jaxspec.data.problems import Problem
+from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.host.job import at_once
+from jaxspec.host.loaded_run import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
 from jaxspec.state import EOS, FAILED, LENGTH
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.system.metrics import short
 
 COMMAND = "python -m jaxspec.sample"
 ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the draft proposed.

@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
-    from jaxspec.begin import begin
+    from jaxspec.system.begin import begin
 
     begin()
 
@@ -19,24 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxspec import memory
 from jaxspec import mesh as meshes
-from jaxspec import metrics as measures
-from jaxspec import workdir as workdirs
-from jaxspec.batches import Batches, Scored
-from jaxspec.checkpoint import Checkpoints
-from jaxspec.config import ConfigError, numbers_of
-from jaxspec.data import load_problems, remarks
-from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import MetricsWriter, Progress
-from jaxspec.profile import Profiler
-from jaxspec.program import Job, agreed_by_process_0
-from jaxspec.program import run as run_program
+from jaxspec.config.settings import ConfigError, numbers_of
+from jaxspec.data.problems import load_problems, remarks
+from jaxspec.host import memory
+from jaxspec.host import workdir as workdirs
+from jaxspec.host.batches import Batches, Scored
+from jaxspec.host.job import Job, agreed_by_process_0
+from jaxspec.host.job import run as run_program
+from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
+from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
-from jaxspec.run_state import Pending, RunState, offline_text, random_draft, resume, start
-from jaxspec.runner import Runner, compare, staged_step, whole_step
 from jaxspec.state import TrainState
 from jaxspec.step import Step, automatic
+from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.system import metrics as measures
+from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.metrics import MetricsWriter, Progress
+from jaxspec.system.trace import Profiler
 
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""

@@ -23,14 +23,14 @@ import pytest
 from jaxtyping import install_import_hook
 from scipy import stats
 
-import jaxspec.config  # noqa: F401  # settings check their types themselves, and their tests see what users see
+import jaxspec.config.settings  # noqa: F401  # settings check their types themselves, and their tests see what users see
 
 # Before anything else of jaxspec is imported: every shape annotation is checked, also while tracing.
 install_import_hook("jaxspec", "beartype.beartype")
 
 from jax.sharding import Mesh  # noqa: E402
 
-from jaxspec.config import (  # noqa: E402
+from jaxspec.config.settings import (  # noqa: E402
     Config,
     DataConfig,
     DraftConfig,
@@ -44,15 +44,15 @@ from jaxspec.config import (  # noqa: E402
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.hf.names import policy_rows  # noqa: E402
+from jaxspec.hf.policy_config import config_json  # noqa: E402
+from jaxspec.hf.pretrained import tensors_of  # noqa: E402
+from jaxspec.hf.tensor_files import write_tensors  # noqa: E402
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
-from jaxspec.models.hf import policy_rows  # noqa: E402
-from jaxspec.models.hf_config import config_json  # noqa: E402
-from jaxspec.pretrained import tensors_of  # noqa: E402
 from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
-from jaxspec.tensor_files import write_tensors  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.settings import ModelConfig
+from jaxspec.hf.pretrained import policy_checkpoint, policy_config
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import policy_checkpoint, policy_config
 from tests.conftest import small_mesh
 
 LENGTH = 40

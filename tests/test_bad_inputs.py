@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import export, sample, session, train
+from jaxspec import export, sample, train
 from jaxspec.bench import roofline
 from jaxspec.bench.__main__ import main as bench_main
-from jaxspec.cli import load_config
-from jaxspec.config_json import to_json
-from jaxspec.interrupt import Interrupt
-from jaxspec.program import reported, run
-from jaxspec.resolve import resolved
-from jaxspec.tokenizer import character_tokenizer
-from jaxspec.unused import OF_DRAFT, OF_POLICY
-from jaxspec.workdir import prepare_workdir
+from jaxspec.config.as_json import to_json
+from jaxspec.config.cli import load_config
+from jaxspec.config.unused import OF_DRAFT, OF_POLICY
+from jaxspec.data.tokenizer import character_tokenizer
+from jaxspec.hf.from_checkpoint import resolved
+from jaxspec.host import loaded_run
+from jaxspec.host.job import reported, run
+from jaxspec.host.workdir import prepare_workdir
+from jaxspec.system.interrupt import Interrupt
 from tests.conftest import answering_config, save_policy, tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
@@ -140,7 +141,7 @@ def test_words_that_are_no_settings(argv: list[str], capsys: pytest.CaptureFixtu
     assert argv[0].removeprefix("--no_").removeprefix("--").partition("_sise")[0] in printed
 
 
-HEAD = "from jaxspec.config import *\nfrom dataclasses import replace\nSCALES = ('tiny',)\n"
+HEAD = "from jaxspec.config.settings import *\nfrom dataclasses import replace\nSCALES = ('tiny',)\n"
 FILES = {
     "nothing": ("", ["SCALES"]),
     "no function": ("SCALES = ('tiny',)", ["get_config"]),
@@ -425,10 +426,10 @@ def test_folders_that_are_none(setting: str, path: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("setting", ["--workdir", "--checkpoint", "--out"])
 def test_a_home_that_nobody_has(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, place = session.Run(tmp_path, 4, answering_config()), "~nosuch/x"
+    run, place = loaded_run.Run(tmp_path, 4, answering_config()), "~nosuch/x"
     work: dict[str, Callable[[], Any]] = {
         "--workdir": lambda: prepare_workdir(place),
-        "--checkpoint": lambda: session.find_run(place),
+        "--checkpoint": lambda: loaded_run.find_run(place),
         "--out": lambda: export.export(run, export.Options(out=place)),
     }
     status, printed = ended(lambda: reported(work[setting]), capsys)

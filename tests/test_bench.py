@@ -17,24 +17,34 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec.batches import Batches
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.drafts import VARIANTS, Variant, config_of
 from jaxspec.bench.generate import Loaded
 from jaxspec.bench.measure import PeakMemory
 from jaxspec.bench.workload import GenerateOptions
-from jaxspec.config import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, ModelConfig, OfflineConfig, RolloutConfig, SftConfig
-from jaxspec.consistency import check
-from jaxspec.data import load_problems
-from jaxspec.interrupt import Interrupt
+from jaxspec.config.check import check
+from jaxspec.config.settings import (
+    Config,
+    DataConfig,
+    DraftConfig,
+    GrpoConfig,
+    LookupConfig,
+    ModelConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+)
+from jaxspec.data.problems import load_problems
+from jaxspec.data.tokenizer import character_tokenizer
+from jaxspec.hf.names import named_leaves, places, policy_rows
+from jaxspec.hf.policy_config import config_json
+from jaxspec.hf.tensor_files import write_tensors
+from jaxspec.host.batches import Batches
+from jaxspec.host.job import make_job
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf import named_leaves, places, policy_rows
-from jaxspec.models.hf_config import config_json
-from jaxspec.program import make_job
 from jaxspec.state import Prompts
-from jaxspec.tensor_files import write_tensors
-from jaxspec.tokenizer import character_tokenizer
+from jaxspec.system.interrupt import Interrupt
 from tests.conftest import save_policy, small_mesh, tiny_model
 
 CONFIG = Config(

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, LearnerConfig, MeshConfig, RolloutConfig
+from jaxspec.config.settings import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, LearnerConfig, MeshConfig, RolloutConfig
+from jaxspec.host.runner import abstract
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
-from jaxspec.runner import abstract
 from jaxspec.state import Finished, TrainState
 from jaxspec.step import build_step
 from tests import cuda

@@ -12,22 +12,32 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import export as program
-from jaxspec.checkpoint import Checkpoints, SaveError
-from jaxspec.config import Config, ConfigError, DataConfig, DraftConfig, FamilyConfig, HeadConfig, LoraConfig, ModelConfig, RopeConfig
-from jaxspec.config_json import to_json
+from jaxspec.config.as_json import to_json
+from jaxspec.config.settings import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DraftConfig,
+    FamilyConfig,
+    HeadConfig,
+    LoraConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.drafts.build import build_network
 from jaxspec.export import Options, export, main
-from jaxspec.interrupt import Interrupt
+from jaxspec.hf.from_checkpoint import read_draft, resolved
+from jaxspec.hf.pretrained import policy_checkpoint, policy_config
+from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.host.job import make_job
+from jaxspec.host.loaded_run import find_run
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.lora import Adapted, merge_adapters, merged
-from jaxspec.pretrained import policy_checkpoint, policy_config
-from jaxspec.program import make_job
-from jaxspec.resolve import read_draft, resolved
-from jaxspec.session import find_run
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
-from jaxspec.tensor_files import WEIGHTS
-from jaxspec.tokenizer import character_tokenizer, load_tokenizer
+from jaxspec.storage.checkpoint import Checkpoints, SaveError
+from jaxspec.system.interrupt import Interrupt
 from tests.conftest import answering_config, small_mesh, tiny_network
 
 BASE = answering_config()

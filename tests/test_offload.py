@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import memory, step
-from jaxspec.checkpoint import Checkpoints
-from jaxspec.config import ConfigError, LearnerConfig
+from jaxspec import step
+from jaxspec.config.settings import ConfigError, LearnerConfig
+from jaxspec.host import memory
+from jaxspec.host.runner import abstract
 from jaxspec.mesh import rows_sharding
 from jaxspec.rl import optimizers
-from jaxspec.runner import abstract
 from jaxspec.step import HOST, Step, build_step
+from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import small_mesh
 from tests.test_step import MODEL, PROMPTS, STOP, TOKENS, Program, config_of, finish, host, nothing_finished, prompts_of, score, start
 

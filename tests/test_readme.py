@@ -10,10 +10,11 @@ from typing import Any, get_type_hints
 import pytest
 
 from jaxspec import __main__ as programs
-from jaxspec import bench, cli, export, sample
+from jaxspec import bench, export, sample
 from jaxspec.bench import drafts, generate, load, roofline, step
-from jaxspec.cli import load_config, override, take_option
-from jaxspec.config import Config
+from jaxspec.config import cli
+from jaxspec.config.cli import load_config, override, take_option
+from jaxspec.config.settings import Config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

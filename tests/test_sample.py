@@ -17,17 +17,17 @@ import tokenizers
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint import Checkpoints
-from jaxspec.cli import override
-from jaxspec.config import Config, ConfigError, DraftConfig, LookupConfig, MeshConfig, OfflineConfig
-from jaxspec.config_json import to_json
-from jaxspec.consistency import check
+from jaxspec.config.as_json import to_json
+from jaxspec.config.check import check
+from jaxspec.config.cli import override
+from jaxspec.config.settings import Config, ConfigError, DraftConfig, LookupConfig, MeshConfig, OfflineConfig
+from jaxspec.data.tokenizer import Tokenizer, character_tokenizer
+from jaxspec.host.job import make_job
+from jaxspec.host.loaded_run import Piece
 from jaxspec.models.decoder import Decoder
-from jaxspec.program import make_job
 from jaxspec.sample import Writer, main, options_of, sampling_config
-from jaxspec.session import Piece
 from jaxspec.state import Drafter, Prompts, Ready
-from jaxspec.tokenizer import Tokenizer, character_tokenizer
+from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import answering_config, no_history, small_mesh, tiny_network
 
 CONFIG = answering_config(verify="coupled")

@@ -12,7 +12,17 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxspec.config import DataConfig, DraftConfig, DraftTrainingConfig, EngineConfig, GrpoConfig, LearnerConfig, MeshConfig, RolloutConfig
+from jaxspec.config.settings import (
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    EngineConfig,
+    GrpoConfig,
+    LearnerConfig,
+    MeshConfig,
+    RolloutConfig,
+)
+from jaxspec.host.runner import abstract, put, staged_step
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import draft_loss
@@ -20,7 +30,6 @@ from jaxspec.rl.logprobs import label_logprobs, response_mask
 from jaxspec.rl.losses import LossInputs, clipped_ratio
 from jaxspec.rl.train_batch import plan_layout, planned, whole_rows
 from jaxspec.rollout.draft_temperature import DECAY, GRID
-from jaxspec.runner import abstract, put, staged_step
 from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts, with_weights

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec import step
-from jaxspec.config import LoraConfig
+from jaxspec.config.settings import LoraConfig
+from jaxspec.host.runner import whole_step
 from jaxspec.models import kv
-from jaxspec.runner import whole_step
 from tests.conftest import small_mesh
 from tests.test_step import LENGTH, MODEL, NEW, PROMPTS, ROWS, STOP, WIDTH, config_of, nothing_finished, program, prompts_of, start
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import pace
 from jaxspec.drafts.build import build_network
+from jaxspec.host import round_cost
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts
 from jaxspec.step import build_step
@@ -61,10 +61,10 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         seen.extend(int(each.stream) for each in arguments if isinstance(each, Prompts))
         raise Enough
 
-    monkeypatch.setattr(pace, "ahead", record)
+    monkeypatch.setattr(round_cost, "ahead", record)
     draft = tiny_config().rollout.draft.__class__(draft_length="auto")
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
     state = jax.jit(step.fresh)()
     with pytest.raises(Enough):
-        pace.with_pace(step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN)))
+        round_cost.with_pace(step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN)))
     assert seen == [Stream.PILOT]

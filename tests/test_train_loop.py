@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from jaxspec import train
-from jaxspec.batches import Batches, Scored
-from jaxspec.checkpoint import Checkpoints
-from jaxspec.data import load_problems
-from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import MetricsWriter, Progress
+from jaxspec.data.problems import load_problems
+from jaxspec.host.batches import Batches, Scored
+from jaxspec.host.job import Job, make_job, reported
+from jaxspec.host.run_state import Pending, RunState
+from jaxspec.host.runner import Called, Comparison, Runner
 from jaxspec.models.decoder import Decoder
-from jaxspec.profile import Profiler
-from jaxspec.program import Job, make_job, reported
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.run_state import Pending, RunState
-from jaxspec.runner import Called, Comparison, Runner
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
+from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.metrics import MetricsWriter, Progress
+from jaxspec.system.trace import Profiler
 from jaxspec.train import Loop, close
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
 

@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
-    from jaxspec.begin import begin
+    from jaxspec.system.begin import begin
 
     begin()
 
@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
-from jaxspec.program import at_once
-from jaxspec.version import DISTRIBUTION, version
+from jaxspec.config.version import DISTRIBUTION, version
+from jaxspec.host.job import at_once
 
 BENCHES = {
     "generate": (generate.main, "--model DIR", "tokens a second of one checkpoint, plain or with a draft, and what a round costs"),

@@ -16,27 +16,28 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.batches import Batches
 from jaxspec.bench.measure import versions
-from jaxspec.cache import load_tree
-from jaxspec.cli import take_option
-from jaxspec.config import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
-from jaxspec.consistency import check
-from jaxspec.data import load_problems
-from jaxspec.draft_data import training_text
-from jaxspec.interrupt import Interrupt
-from jaxspec.metrics import Progress, short
+from jaxspec.config.check import check
+from jaxspec.config.cli import take_option
+from jaxspec.config.settings import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
+from jaxspec.config.unused import OF_DRAFT
+from jaxspec.data.problems import load_problems
+from jaxspec.host.batches import Batches
+from jaxspec.host.draft_data import training_text
+from jaxspec.host.draft_training import cached_draft
+from jaxspec.host.job import Job, process_0_first, run
+from jaxspec.host.round_cost import with_pace
+from jaxspec.host.runner import TimedGeneration, abstract, put
+from jaxspec.host.warm_start import load_policy
 from jaxspec.models.decoder import Decoder
-from jaxspec.pace import with_pace
-from jaxspec.program import Job, process_0_first, run
 from jaxspec.rollout import draft_length, draft_temperature
 from jaxspec.rollout.acceptance import acceptance_metrics
-from jaxspec.runner import TimedGeneration, abstract, put
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
 from jaxspec.step import build_step
+from jaxspec.storage.cache import load_tree
 from jaxspec.streams import Stream
-from jaxspec.train_draft import cached_draft, load_policy
-from jaxspec.unused import OF_DRAFT
+from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.metrics import Progress, short
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
 temperature, and some with the lengths that each round chooses; drafts are trained on first use. --rows N (default 512) answers each; the

@@ -21,25 +21,25 @@ from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
-from jaxspec.checked import called
-from jaxspec.cli import override
-from jaxspec.config import AUTO_LENGTHS, Config, numbers_of
-from jaxspec.data import Problem, PromptStream, all_problems, pad_prompts
+from jaxspec.config.checked import called
+from jaxspec.config.cli import override
+from jaxspec.config.settings import AUTO_LENGTHS, Config, numbers_of
+from jaxspec.data.problems import Problem, PromptStream, all_problems, pad_prompts
+from jaxspec.data.tokenizer import load_tokenizer
 from jaxspec.drafts.build import build_draft, build_network
+from jaxspec.hf.from_checkpoint import read_draft
+from jaxspec.hf.pretrained import policy_checkpoint
+from jaxspec.host.job import Job, start_jax
+from jaxspec.host.round_cost import measured_pace
+from jaxspec.host.runner import TimedGeneration, abstract, ahead, placed, put
 from jaxspec.models.decoder import Decoder
-from jaxspec.pace import measured_pace
-from jaxspec.pretrained import policy_checkpoint
-from jaxspec.profile import Profiler
-from jaxspec.program import Job, start_jax
-from jaxspec.resolve import read_draft
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Verdict, leading
-from jaxspec.runner import TimedGeneration, abstract, ahead, placed, put
 from jaxspec.sampling import Noise, categorical
 from jaxspec.state import Prompts, Ready, Rollout
 from jaxspec.step import build_step
 from jaxspec.streams import Stream, stream_key
-from jaxspec.tokenizer import load_tokenizer
+from jaxspec.system.trace import Profiler
 
 ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
 second are those of whole calls, tokenizing included, after two calls to warm up; calls that others on the machine disturbed do not count.

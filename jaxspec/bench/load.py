@@ -10,17 +10,17 @@ from typing import Literal
 import jax
 
 from jaxspec import mesh as meshes
-from jaxspec import sync
-from jaxspec.architecture import Count, Natural
 from jaxspec.bench.measure import PeakMemory, check_model, versions
-from jaxspec.checked import Checked, called, require
-from jaxspec.cli import override
-from jaxspec.config import ModelConfig
+from jaxspec.config.architecture import Count, Natural
+from jaxspec.config.checked import Checked, called, require
+from jaxspec.config.cli import override
+from jaxspec.config.settings import ModelConfig
+from jaxspec.hf.pretrained import policy_checkpoint, policy_config
+from jaxspec.host.runner import placed
+from jaxspec.host.warm_start import load_shown
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.pretrained import policy_checkpoint, policy_config
-from jaxspec.runner import placed
-from jaxspec.train_draft import load_shown
+from jaxspec.rollout import sync
 
 ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and measures seconds and memory.
 On a CPU the devices' memory is the host's, so that the weights themselves are part of what is measured. The last line of the output is one

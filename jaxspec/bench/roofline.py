@@ -17,13 +17,13 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
-from jaxspec.cache import cache_folder
-from jaxspec.checked import Checked
-from jaxspec.cli import override
-from jaxspec.config import ModelConfig
-from jaxspec.files import write_whole
-from jaxspec.metrics import Screen
-from jaxspec.processes import first_line
+from jaxspec.config.checked import Checked
+from jaxspec.config.cli import override
+from jaxspec.config.settings import ModelConfig
+from jaxspec.storage.cache import cache_folder
+from jaxspec.system.files import write_whole
+from jaxspec.system.metrics import Screen
+from jaxspec.system.processes import first_line
 from jaxspec.terminal import say
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what is read again and again (caches are

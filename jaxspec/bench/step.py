@@ -15,21 +15,21 @@ from rich import box
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.architecture import Count, Natural
 from jaxspec.bench.generate import Loaded, check_logprob, load
 from jaxspec.bench.measure import Budget, Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
-from jaxspec.checked import Checked, Range, require
-from jaxspec.cli import override
-from jaxspec.config import Config, DraftConfig, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
-from jaxspec.metrics import Screen
-from jaxspec.pace import with_pace
-from jaxspec.profile import Profiler
+from jaxspec.config.architecture import Count, Natural
+from jaxspec.config.checked import Checked, Range, require
+from jaxspec.config.cli import override
+from jaxspec.config.settings import Config, DraftConfig, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
+from jaxspec.host.round_cost import with_pace
+from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.rl.train_batch import planned
-from jaxspec.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
+from jaxspec.system.metrics import Screen
+from jaxspec.system.trace import Profiler
 
 ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own (--data), rewards the share of digits in each
 answer, and updates all weights with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after

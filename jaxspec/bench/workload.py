@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from jaxspec import mesh as meshes
-from jaxspec.architecture import Count, Natural
 from jaxspec.bench.measure import Budget
-from jaxspec.checked import Checked, Range, called, require
-from jaxspec.config import (
+from jaxspec.config.architecture import Count, Natural
+from jaxspec.config.check import check, require_countable
+from jaxspec.config.checked import Checked, Range, called, require
+from jaxspec.config.settings import (
     Config,
     DataConfig,
     DraftConfig,
@@ -26,8 +27,7 @@ from jaxspec.config import (
     VerifyRule,
     numbers_of,
 )
-from jaxspec.consistency import check, require_countable
-from jaxspec.resolve import resolved
+from jaxspec.hf.from_checkpoint import resolved
 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Key
 
-from jaxspec.config import Config, HeadConfig, ModelConfig, require
+from jaxspec.config.settings import Config, HeadConfig, ModelConfig, require
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.settings import ModelConfig
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import FEW, Blocked, Split, Transposed
 

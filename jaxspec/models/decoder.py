@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.settings import ModelConfig
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.sight import causal
 from jaxspec.models.attention import attend_cache

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config import FamilyConfig, HeadConfig, ModelConfig
+from jaxspec.config.settings import FamilyConfig, HeadConfig, ModelConfig
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import Heads, dense, rms_norm
 from jaxspec.models.rope import rotary_table

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxspec.config import ConfigError, LoraConfig, ModelConfig, require
-from jaxspec.json_keys import Keys, is_whole, named, shown
+from jaxspec.config.json_keys import Keys, is_whole, named, shown
+from jaxspec.config.settings import ConfigError, LoraConfig, ModelConfig, require
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES, LowRank, cast
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.settings import ModelConfig
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import Heads, dense, rms_norm
 from jaxspec.models.rope import rotary_table

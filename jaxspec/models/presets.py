@@ -1,6 +1,6 @@
 """Published models as constants; the sizes are those of each model's `config.json` on Hugging Face."""
 
-from jaxspec.config import ModelConfig, RopeConfig
+from jaxspec.config.settings import ModelConfig, RopeConfig
 
 _POSITIONS = RopeConfig(context=40_960)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ModelConfig, RopeConfig
+from jaxspec.config.settings import ModelConfig, RopeConfig
 
 RotaryTable = tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
 """Cosines and sines of each position and pair."""

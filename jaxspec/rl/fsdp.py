@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxspec.kernels.order import Sign, after, computed
 from jaxspec.mesh import DATA, TENSOR
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.lora import Adapted, applied
-from jaxspec.order import Sign, after, computed
 from jaxspec.state import PyTree
 
 Pair = tuple[PyTree, PyTree]

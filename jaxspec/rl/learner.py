@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
+from jaxspec.kernels.order import after, computed, needed_on, sequence
 from jaxspec.mesh import DATA
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, Adapted, applied
-from jaxspec.order import after, computed, needed_on, sequence
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
 from jaxspec.rl.fsdp import Pair, Shards

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec import sampling
-from jaxspec.consistency import smallest_pool, whole_pool
+from jaxspec.config.check import smallest_pool, whole_pool
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
 from jaxspec.models import kv

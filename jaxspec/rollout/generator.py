@@ -20,9 +20,9 @@ from jaxspec.rollout import generate as loop
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.slots import DecodeState
+from jaxspec.rollout.sync import to_rollout
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, GeneratorState, Prompts, PyTree, Ready, Rollout, Statistics
 from jaxspec.streams import stream_key
-from jaxspec.sync import to_rollout
 
 SMALLEST_TAIL = 4
 """Slots below which a smaller loop saves nothing that compiling it is worth."""

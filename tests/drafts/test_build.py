@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.stages import Lowered
 
-from jaxspec.config import ConfigError, DraftConfig, FamilyConfig, GrpoConfig, HeadConfig, LookupConfig, RolloutConfig, RopeConfig
+from jaxspec.config.settings import ConfigError, DraftConfig, FamilyConfig, GrpoConfig, HeadConfig, LookupConfig, RolloutConfig, RopeConfig
 from jaxspec.drafts.base import Context, Draft, Proposal
 from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history, ngram, preferring

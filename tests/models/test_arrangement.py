@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxspec import mesh as meshes
-from jaxspec.config import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
+from jaxspec.config.settings import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
 from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.decoder import Decoder, Layers

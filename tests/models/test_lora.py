@@ -12,14 +12,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.architecture import FamilyConfig
-from jaxspec.config import ConfigError, LoraConfig, ModelConfig
+from jaxspec.config.architecture import FamilyConfig
+from jaxspec.config.settings import ConfigError, LoraConfig, ModelConfig
+from jaxspec.host.runner import abstract
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, adapter_config, adapter_tensors, applied, merge_adapters, merged
 from jaxspec.rl import optimizers
-from jaxspec.runner import abstract
 from jaxspec.state import TrainState
 from jaxspec.step import build_step
 from tests.conftest import numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network, trimmed, value_and_grad, weight_name

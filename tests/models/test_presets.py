@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.settings import ModelConfig
 from jaxspec.models.presets import QWEN3_0_6B, QWEN3_1_7B, QWEN3_4B, QWEN3_8B
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig, RopeConfig
-from jaxspec.json_keys import Keys
+from jaxspec.config.json_keys import Keys
+from jaxspec.config.settings import ModelConfig, RopeConfig
+from jaxspec.hf.policy_config import rope_of
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import rope_of
 from jaxspec.models.rope import frequencies
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec.config import (
+from jaxspec.config.settings import (
     Config,
     DataConfig,
     DraftConfig,
@@ -25,6 +25,7 @@ from jaxspec.config import (
     MeshConfig,
     RolloutConfig,
 )
+from jaxspec.host.runner import abstract
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast
 from jaxspec.models.lora import Adapted, merged
@@ -33,7 +34,6 @@ from jaxspec.rl import logprobs, optimizers
 from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
-from jaxspec.runner import abstract
 from jaxspec.state import LearnerState
 from jaxspec.step import Step, build_step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network

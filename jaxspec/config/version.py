@@ -1,0 +1,38 @@
+"""The name and version under which this package is installed, and the namesake that must not be installed over it."""
+
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from jaxspec.config.checked import ConfigError
+
+DISTRIBUTION = "jaxspec-rl"
+NAMESAKE = "jaxspec"
+"""A library for X-ray spectra on the package index, which is imported by the same name."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def version() -> str:
+    """The version of the installed distribution; in a checkout that is not installed, what its pyproject.toml says."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        project = _PACKAGE.parent / "pyproject.toml"
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "unknown"
+
+
+def refuse_namesake() -> None:
+    """Checks that no other distribution has put its files among this package's.
+
+    Raises:
+      ConfigError: the library for X-ray spectra is installed in the same folder.
+    """
+    try:
+        folder = metadata.distribution(NAMESAKE).locate_file(NAMESAKE)
+    except metadata.PackageNotFoundError:
+        return
+    if Path(str(folder)).resolve() == _PACKAGE:
+        raise ConfigError(
+            f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over {DISTRIBUTION} in {_PACKAGE}; both are "
+            f"imported as jaxspec: pip uninstall {NAMESAKE} {DISTRIBUTION}, and give each an environment of its own"
+        )

@@ -1,0 +1,1 @@
+"""Problems, and text as tokens."""

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: their names, layouts and configs, read and written."""

@@ -1,0 +1,174 @@
+"""Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees to its own rows."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxspec import mesh as meshes
+from jaxspec.data.history import History
+from jaxspec.data.problems import Problem, Problems, PromptStream, pad_prompts
+from jaxspec.host.job import Job
+from jaxspec.host.runner import abstract, put
+from jaxspec.rewards.exact import Outcome, score
+from jaxspec.rl.train_batch import planned
+from jaxspec.state import EOS, LENGTH, Finished, Plan, Prompts, Rollout
+from jaxspec.streams import Stream
+
+
+class Scored(NamedTuple):
+    """A rollout with its rewards, and what became of its rows, over all processes."""
+
+    finished: Finished
+    reward: float
+    """Mean over the rows that have one; NaN where none has."""
+    outcomes: dict[str, float]
+    """Share of those rows by outcome."""
+    samples: list[dict[str, Any]]
+    """Some rows of this process, as text."""
+
+
+class Batches:
+    """Prompts by batch number, from the training stream or the held-out problems, and their rewards."""
+
+    def __init__(self, job: Job, problems: Problems, held_out: Problems):
+        self._job, self._held_out = job, held_out
+        self._stream = PromptStream(problems, job.config.seed)
+        self._prompts, self._group = job.config.grpo.prompts, job.config.grpo.group_size
+        self.history = History(job.config.rollout.past)
+        _, self._finished, self._like = abstract(job.step, self._prompts)
+        self._here, _ = meshes.rows_here(job.mesh, self._prompts)
+        _, self._owned = meshes.rows_here(job.mesh, self._prompts * self._group)
+
+    @property
+    def evaluations(self) -> int:
+        """Calls it takes to answer every held-out problem."""
+        return -(-len(self._held_out) // self._prompts)
+
+    def train(self, batch: int) -> Prompts:
+        """The prompts of a training batch."""
+        return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
+
+    def compare(self, batch: int) -> Prompts:
+        """The prompts of a training batch under other noise: history has its answers by now, and must not hand them back."""
+        return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
+
+    def evaluate(self, call: int) -> Prompts:
+        """The held-out prompts of one evaluation call; the last is padded with prompts that are not answered."""
+        return self._place(self._held_out_problems(call, self._here), Stream.EVALUATE, call)
+
+    def nothing(self, batch: int) -> Prompts:
+        """No prompts: for the call that only learns."""
+        return self._place({}, Stream.TRAIN, batch)
+
+    def nothing_finished(self) -> Finished:
+        """No rollout: for calls that only generate."""
+        return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
+
+    def score_training(self, batch: int, rollout: Rollout) -> Scored:
+        """Rewards of a training batch, whose answers are remembered where drafts look through them."""
+        self.remember(batch, rollout)
+        return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
+
+    def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
+        """Rewards of an evaluation call."""
+        return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
+
+    def replanned(self, finished: Finished) -> Finished:
+        """A finished batch with a plan for this mesh: the one of another mesh, or of other micro-batches, is no use."""
+        rows = np.flatnonzero(self._owned).astype(np.int32)
+        table = np.zeros(len(self._owned), np.float32)
+        lengths, valid = (_local_rows(leaf, rows) for leaf in (finished.rollout.lengths, finished.valid))
+        table[rows] = np.where(valid, lengths - 1, 0)
+        return finished.replace(plan=self._planned(_sum_over_processes(table)))
+
+    def _planned(self, read: np.ndarray) -> Plan:
+        """The plan for rows of which so many tokens are read, on the devices."""
+        learner = self._job.step.learner
+        return put(planned(read.astype(np.int32), learner.mesh.shape[meshes.DATA], learner.tokens), self._finished.plan)
+
+    def _owned_prompts(self) -> np.ndarray:
+        return self._owned[:: self._group]
+
+    def _training_problems(self, batch: int, mask: np.ndarray) -> dict[int, Problem]:
+        return {int(place): self._stream[batch * self._prompts + int(place)] for place in np.flatnonzero(mask)}
+
+    def _held_out_problems(self, call: int, mask: np.ndarray) -> dict[int, Problem]:
+        first, count = call * self._prompts, len(self._held_out)
+        return {int(place): self._held_out[first + int(place)] for place in np.flatnonzero(mask) if first + place < count}
+
+    def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
+        width = self._job.config.data.max_prompt_length
+        tokens, lengths = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32), np.ones(self._prompts, np.int32)
+        live, places, past = np.zeros(self._prompts, bool), list(problems), self.history.past
+        history, history_lengths = np.zeros(self._like.history.shape, np.int32), np.zeros((self._prompts, past), np.int32)
+        if places:
+            tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
+            live[places] = True
+        for place, problem in problems.items() if stream != Stream.EVALUATE else ():
+            for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
+                history[place, number, : len(text)], history_lengths[place, number] = text, len(text)
+        host: dict[str, Any] = {"tokens": tokens, "lengths": lengths, "live": live, "history": history, "history_lengths": history_lengths}
+        return put(Prompts(**host, stream=jnp.int32(stream), batch=jnp.int32(batch)), self._like)
+
+    def remember(self, batch: int, rollout: Rollout) -> None:
+        """Keeps the answers where drafts look through them: in every process those of all, so that a resumed run may divide otherwise."""
+        group, past = self._group, self.history.past
+        if not past:
+            return
+        problems = self._training_problems(batch, self._owned_prompts())
+        rows = np.asarray([place * group + member for place in problems for member in range(min(group, past))], np.int32)
+        tokens, starts, ends = (_local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
+        width = self._job.step.generator.settings.max_new_tokens
+        table = np.zeros((len(self._owned), 1 + width), np.int32)
+        for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
+            table[row, 0], table[row, 1 : 1 + end - start] = end - start, text[start:end]
+        table = _sum_over_processes(table)
+        for place, problem in self._training_problems(batch, np.ones(self._prompts, bool)).items():
+            answers = table[place * group : place * group + min(group, past)]
+            self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
+
+    def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
+        job, group = self._job, self._group
+        rows = np.asarray([place * group + member for place in problems for member in range(group)], np.int32)
+        tokens, starts, ends, status, rounds = (
+            _local_rows(leaf, rows)
+            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds)
+        )
+        responses = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(tokens, starts, ends, strict=True)]
+        asked = [problem for problem in problems.values() for _ in range(group)]
+        scores = score(responses, [problem.answer for problem in asked], job.config.data.answer_style)
+        has_reward = np.isin(status, (EOS, LENGTH))
+        # One row of the table a reward, one whether it counts, one the tokens to read, one for each outcome; zeros where another process
+        # fills in.
+        table = np.zeros((3 + len(Outcome), len(self._owned)), np.float32)
+        table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
+        table[2, rows] = np.where(has_reward, ends - 1, 0)
+        for outcome in Outcome:
+            table[3 + outcome, rows] = has_reward & (scores.outcomes == outcome)
+        table = _sum_over_processes(table)
+        counted = float(table[1].sum()) or math.nan
+        plan, like = self._planned(table[2]), self._finished
+        rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
+        samples = [
+            {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
+            for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)
+        ]
+        shares = {f"reward/{outcome.name.lower()}": float(table[3 + outcome].sum()) / counted for outcome in Outcome}
+        finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
+        return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
+
+
+def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """The given rows, all of which have a copy here, without touching other processes."""
+    host = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        host[shard.index] = np.asarray(shard.data)
+    return host[rows]
+
+
+def _sum_over_processes(table: np.ndarray) -> np.ndarray:
+    return table if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)

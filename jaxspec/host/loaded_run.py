@@ -1,0 +1,200 @@
+"""A training run's checkpoint on the devices, answering one prompt at a time, round by round."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxspec import mesh as meshes
+from jaxspec.config.as_json import from_json
+from jaxspec.config.check import check
+from jaxspec.config.checked import read_from
+from jaxspec.config.settings import Config, MeshConfig, require
+from jaxspec.data.problems import Problem, pad_prompts
+from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
+from jaxspec.host.runner import abstract, ahead, numbers, put
+from jaxspec.host.workdir import CHECKPOINTS, CONFIG, saved_config, steps
+from jaxspec.rollout import draft_temperature
+from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.slots import DecodeState
+from jaxspec.state import RUNNING, Prompts, Ready, TrainState
+from jaxspec.step import Metrics, Step, build_step
+from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.streams import Stream
+from jaxspec.system.files import expanded
+
+EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
+
+
+class Run(NamedTuple):
+    """A training run's checkpoint on disk."""
+
+    folder: Path
+    number: int
+    config: Config
+
+
+def find_run(path: str) -> Run:
+    """Looks a checkpoint up: the one named, or a run's newest.
+
+    Raises:
+      ConfigError: there is no run, or no checkpoint in it.
+    """
+    named = expanded(path, "--checkpoint")
+    chosen = named.parent.name == CHECKPOINTS and named.name.isascii() and named.name.isdecimal()
+    folder = named.parent.parent if chosen else named
+    file = folder / CONFIG
+    require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
+    require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
+    saved = saved_config(folder, EXPECTED)
+    require("rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
+    found = steps(folder)
+    require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
+    number = int(named.name) if chosen else found[-1]
+    require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
+    with read_from(str(file)):
+        return Run(folder, number, from_json(saved))
+
+
+def check_tokenizer(trained: str, wanted: str) -> None:
+    """Whether a tokenizer's folder can be that of a run, which was told `trained`.
+
+    Raises:
+      ConfigError: only one of them is the built-in tokenizer, or there is no such folder.
+    """
+    differs = f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'}; leave it out"
+    require(bool(wanted) == bool(trained), differs)
+    file = Path(wanted, "tokenizer.json").absolute()
+    require(not wanted or file.is_file(), f"the run's tokenizer is not at {file}; name its folder with --tokenizer")
+
+
+def open_here(config: Config) -> Job:
+    """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
+    start_jax(config, config.mesh.tensor)
+    tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
+    config = replace(with_whole_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
+    check(config, devices=tensor)
+    return make_job(config, meshes.make_mesh(1, tensor))
+
+
+def restore(run: Run, job: Job, samples: int) -> Ready:
+    """Policy and draft in the rollout layout, to answer one prompt `samples` times.
+
+    The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
+    """
+    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
+    bare = read_state(run, trained, job.config.rollout.draft.learned)
+    generator = job.step.generator.with_(prompts=1, group_size=samples)
+    measured = _measured(bare.generator.overlap_by_factor, generator, trained.generator.settings.grid)
+    state = bare.replace(generator=bare.generator.replace(overlap_by_factor=measured))
+    return jax.jit(replace(job.step, generator=generator).load)(state)
+
+
+def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
+    """The run's state on the mesh of `step`, which has the run's config, without the optimizers; the draft only where it is wanted."""
+    state, _, _ = abstract(step, run.config.grpo.prompts)
+    learner = state.learner
+    draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
+    bare = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None), draft=draft))
+    with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
+        (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
+    return bare
+
+
+def _measured(trained: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:
+    """What the run measured of the draft temperatures, for as many depths as the job drafts."""
+    length = generator.draft_length
+    if generator.settings.grid != grid:
+        return draft_temperature.start(length, generator.settings.grid)
+    return jnp.pad(trained, [(0, max(0, length - len(trained))), (0, 0)])[:length]
+
+
+class Piece(NamedTuple):
+    """What one round gave to a row."""
+
+    tokens: list[int]
+    accepted: int
+    """How many of them, from the first on, were drafted."""
+
+
+class Answer(NamedTuple):
+    """All rows of a prompt, when they have ended."""
+
+    metrics: dict[str, float]
+    """As in training."""
+    status: list[int]
+    seconds: float
+
+
+class Session:
+    """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
+
+    def __init__(self, job: Job, ready: Ready, samples: int) -> None:
+        # A group of one is no group to learn from, so the config cannot say it. Rounds come one at a time, all alike.
+        generator = job.step.generator.with_(prompts=1, group_size=samples, tail=(), lengths=())
+
+        def one_round(ready: Ready, running: DecodeState) -> DecodeState:
+            return generator.advance(ready, running, jnp.int32(1))
+
+        def measure(running: DecodeState, ready: Ready) -> Metrics:
+            return generator.measure(generator.collect(ready, running), ready)
+
+        self.job, self._ready, self._answered = job, ready, 0
+        _, _, self._like = abstract(replace(job.step, generator=generator), 1)
+        self._begin, running = ahead(generator.begin, ready, self._like)
+        same = jax.tree.map(lambda leaf: leaf.sharding, running)
+        self._advance, _ = ahead(one_round, ready, running, donate_argnums=1, out_shardings=same)
+        self._measure, _ = ahead(measure, running, ready)
+        idle = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like)
+        self._advance(ready, self._begin(ready, idle))  # a program's first call is slower than the others
+
+    def rounds(self, problem: Problem) -> Iterator[list[Piece] | Answer]:
+        """Yields what each round gives to every row, then the answer as a whole."""
+        began, seconds = time.perf_counter(), 0.0
+        running = self._begin(self._ready, self._prompts(problem))
+        ends, accepted, status = np.full(1, len(problem.ids)), np.zeros(1, int), np.full(1, RUNNING)
+        while np.any(status == RUNNING):
+            running = self._advance(self._ready, running)
+            rollout = jax.device_get(running.rollout)
+            starts, before = np.broadcast_to(ends, rollout.lengths.shape), accepted
+            ends, accepted, status = rollout.lengths, rollout.statistics.accepted.sum(axis=1), rollout.status
+            seconds += time.perf_counter() - began
+            rows = zip(rollout.tokens, starts, ends, np.broadcast_to(accepted - before, ends.shape), strict=True)
+            yield [Piece(row[start:end].tolist(), int(count)) for row, start, end, count in rows]
+            began = time.perf_counter()
+        yield Answer(numbers(self._measure(running, self._ready)), status.tolist(), seconds)
+
+    def _prompts(self, problem: Problem) -> Prompts:
+        tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)
+        number, self._answered = self._answered, self._answered + 1
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like)
+        asked = nothing.replace(
+            tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(Stream.SAMPLE), batch=np.int32(number)
+        )
+        return put(asked, self._like)
+
+
+def read_prompt(text: str, config: Config, tokenizer: Tokenizer) -> Problem:
+    """Renders a prompt as training did.
+
+    Raises:
+      ConfigError: characters that the tokenizer lacks, or more tokens than `max_prompt_length`.
+    """
+    asked = f"{text}\n{config.data.instruction}" if config.data.path and config.data.instruction else text
+    unknown = "" if config.data.tokenizer else tokenizer.unknown(asked)
+    require(not unknown, f"the run's built-in tokenizer lacks {unknown[:20]!r}; its prompts look like 27+85=")
+    prompt = tokenizer.render(asked)
+    ids, limit = tuple(tokenizer.encode(prompt)), config.data.max_prompt_length
+    require(
+        len(ids) <= limit,
+        f"the prompt takes {len(ids)} tokens, and the limit is {limit}; shorten it, or set --max_prompt_length {len(ids)}",
+    )
+    return Problem(prompt, ids, "", 0)

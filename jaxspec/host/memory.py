@@ -1,0 +1,301 @@
+"""What a run takes of a device's memory, as its compiled programs say: told at its start, and refused with numbers where it cannot fit."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxspec.config.check import smallest_pool, whole_pool
+from jaxspec.config.settings import ConfigError
+from jaxspec.host.runner import Runner, abstract, generation_alone
+from jaxspec.mesh import DATA, TENSOR, accelerated
+from jaxspec.state import PyTree
+from jaxspec.step import HOST, Automatic, Sizes, Step
+
+GIB = 2**30
+
+
+class Part(NamedTuple):
+    """One of the things that a run keeps."""
+
+    name: str
+    size: int
+    """Bytes on each device."""
+    remedy: str
+    """What shrinks it."""
+
+
+class _Bytes(NamedTuple):
+    """Bytes on each device, as shapes say them."""
+
+    kept: list[Part]
+    """What training keeps all the time."""
+    weights: int
+    """As generation reads them."""
+    pool: int
+    """Of keys and values."""
+    pools: int
+    """How many there are at once, at most."""
+
+    @property
+    def total(self) -> int:
+        """Of what is kept."""
+        return sum(part.size for part in self.kept)
+
+
+def _bytes_of(step: Step, prompts: int) -> _Bytes:
+    state, _, asked = abstract(step, prompts)
+    ready = jax.eval_shape(step.load, state)
+    running = jax.eval_shape(step.generator.begin, ready, asked)
+    read = None if running.queue is None else running.queue.prompts.caches
+    learner, mesh = state.learner, step.mesh.shape
+    offload = "" if step.offloaded else "--learner.offload, "
+    fewer_moments = f"--learner.moments bfloat16, {offload}--lora.rank 16, or more devices"
+    kept = [
+        Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
+        Part("the policy's optimizer", _placed(learner.policy.optimizer), fewer_moments),
+        Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
+    ]
+    return _Bytes(
+        kept=kept,
+        weights=_size((ready.target, ready.drafter.network)) // mesh[TENSOR],
+        pool=_size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR]),
+        pools=2 if step.generator.settings.lengths else 1,  # what rounds of each length cost is measured on a pool that stays as it is
+    )
+
+
+def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
+    """What a run takes on each device, by owner: what it keeps, and what its compiled `programs` take beside that while they run.
+
+    Programs do not run at the same time, so the one that takes most counts. What that is for is told where shapes say it: weights as
+    generation reads them, and the pool of keys and values; the rest are mostly the activations of a micro-batch.
+    """
+    found = _bytes_of(step, prompts)
+    most = _most(programs, found.total)
+    pool = found.pools * found.pool
+    longest = step.generator.row_length - 1
+    micro = f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or more --mesh.tensor"
+    listed = [
+        *found.kept,
+        Part("weights as generation reads them", found.weights, "--model.dtype bfloat16, or --mesh.tensor"),
+        Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
+        Part("what learning and generation take beside that while they run", max(most - found.weights - pool, 0), micro),
+    ]
+    return [part for part in listed if part.size]
+
+
+def _smaller_pool(step: Step, prompts: int) -> str:
+    """What shrinks the pool."""
+    settings, shorter = step.generator.settings, "or shorter answers"
+    if not settings.page_size:
+        return f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, {shorter}"
+    now, least = settings.pages or _all_pages(step, prompts), _fewest_pages(step, prompts, 1)
+    return f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now {settings.slots}, {shorter}"
+
+
+_LEARNS = ("step", "train")
+"""Programs in which the learner runs: they get the whole state."""
+_LOADS = "prepare"
+"""The program that gets nothing but the part of the state that it reads. The rest run while the state lies there."""
+
+
+def _most(programs: Mapping[str, Any], kept: int) -> int:
+    """Bytes that the program which takes most takes beside the `kept` ones of the state."""
+    return max((_beside(name, program, kept) for name, program in programs.items()), default=0)
+
+
+def _beside(name: str, program: Any, state: int) -> int:
+    """Bytes that a compiled program takes on each device beside those of the state."""
+    found = program.memory_analysis()
+    if found is None:  # a backend that does not say
+        return 0
+    kept = state if name in _LEARNS else found.argument_size_in_bytes if name == _LOADS else 0
+    inputs = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.temp_size_in_bytes + max(inputs - kept, 0)
+
+
+class Fitted(NamedTuple):
+    """A step whose programs fit the devices."""
+
+    step: Step
+    runner: Runner
+    parts: list[Part]
+    limit: int
+    """Bytes of the device that has least."""
+
+
+FEW = 4
+"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at least."""
+MORE = 10
+"""By one in so many bytes a whole step must take more than its generation alone for learning to be the reason."""
+SPARE = 50
+"""One in so many bytes stays free where the pool is sized: programs put together take a little more than each by itself."""
+
+
+def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Automatic) -> Fitted:
+    """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open, before any weights are loaded.
+
+    What takes most gives way: learning reads micro-batches of half the tokens; generation's pool gets the pages that are left beside its
+    weights and temporaries, and as many slots as these hold. A step that is one program says only what both take at most, so where that
+    does not fit, generation is compiled by itself to tell.
+
+    Raises:
+      ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
+    """
+    limit = least_of_processes(device_memory())
+    if may.pages:
+        step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
+    while True:
+        runner = compiled(step)
+        found = parts(step, prompts, runner.programs)
+        if sum(part.size for part in found) <= limit:
+            return Fitted(step, runner, found, limit)
+        sizes = _smaller(step, prompts, runner, may, limit)
+        if sizes == step.sizes:
+            told = f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}"
+            raise ConfigError(told + _enough(step, prompts, runner, may, limit))
+        step = step.resized(prompts, sizes)
+
+
+def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> str:
+    """The least change of what was asked of an accelerator's engine that makes it fit, in words; nothing where that would not help."""
+    paged = step.sizes.page_size > 0
+    asked = Automatic(tokens=False, slots=not paged and not may.slots, pages=paged and not may.pages)
+    if not accelerated(step.mesh) or not (asked.slots or asked.pages):
+        return ""
+    sizes = _smaller(step, prompts, runner, asked, limit)
+    changed = [f"--rollout.engine.{name} {new}" for name, new in sizes._asdict().items() if new != getattr(step.sizes, name)]
+    return f"; {changed[0]} should fit" if changed else ""
+
+
+def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> Sizes:
+    """Smaller sizes of a step that does not fit; the same where none may give way, or none is left that would help."""
+    half = max(step.generator.row_length - 1, step.learner.tokens // 2)
+    fewer = step.sizes._replace(tokens=half) if may.tokens else step.sizes
+    if not (may.slots or may.pages):
+        return fewer
+    found = _bytes_of(step, prompts)
+    learning = {name: program for name, program in runner.programs.items() if name in _LEARNS}
+    generating = {name: program for name, program in runner.programs.items() if name not in _LEARNS}
+    generating = generating or {"generate": generation_alone(step, prompts)}
+    taken = _most(generating, found.total)
+    learns = _most(learning, found.total)
+    if learns > taken + taken // MORE:
+        sizes = fewer if found.total + learns > limit else step.sizes
+    else:
+        sizes, taken = step.sizes, max(taken, learns)
+    usable = limit - limit // SPARE - found.total
+    room = min((usable - found.weights) // found.pools, usable - taken + found.pool)
+    return _with_room(step, prompts, sizes, may, found.pool, room) if room < found.pool else sizes
+
+
+def _with_room(step: Step, prompts: int, sizes: Sizes, may: Automatic, pool: int, room: int) -> Sizes:
+    """Sizes whose pool takes at most `room` bytes instead of `pool`; fewer slots alone, and their temporaries, where none such is left."""
+    slots = step.generator.settings.slots
+    if not sizes.page_size:
+        return sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots) if may.slots else sizes
+    if may.pages:
+        pages = sizes.pages * max(room, 0) // pool
+        if pages >= _fewest_pages(step, prompts, min(FEW, slots)):
+            return sizes._replace(pages=pages, slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots)
+    fewer = max(min(FEW, slots), slots // 4)
+    if not may.slots or fewer == slots:
+        return sizes
+    sizes = sizes._replace(slots=fewer)
+    return sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts)) if may.pages else sizes
+
+
+def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
+    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft, and positions of a page."""
+    generator = step.generator
+    settings, shards = generator.settings, generator.mesh.shape[DATA]
+    return prompts // shards, generator.prompt_length, settings.max_new_tokens, generator.draft_length, settings.page_size
+
+
+def _all_pages(step: Step, prompts: int) -> int:
+    return whole_pool(*_shape(step, prompts), slots=step.generator.settings.slots)
+
+
+def _fewest_pages(step: Step, prompts: int, rows: int) -> int:
+    """Pages with which so many of the longest rows can be generated at once."""
+    _, prompt, response, draft, size = shape = _shape(step, prompts)
+    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
+
+
+def _slots_in(step: Step, prompts: int, pages: int) -> int:
+    """Rows that some pages hold halfway through their longest answers, each with the pages of its prompt that others write to as well."""
+    count, prompt, response, draft, size = _shape(step, prompts)
+    own = -(-(response // 2 + draft + 1) // size) + 1
+    return max(FEW, (pages - count * -(-prompt // size)) // own)
+
+
+def told(step: Step, found: list[Part], limit: int) -> str:
+    """The bytes of a device by owner, in a line; `limit` is what it has."""
+    owners = ", ".join(f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size))
+    settings = step.generator.settings
+    pool = f"{settings.pages or 'all'} pages of {settings.page_size} positions" if settings.page_size else "a page a row"
+    chosen = f"micro-batches of {step.learner.tokens} tokens a data shard; {settings.slots} slots, {pool}"
+    return f"each device takes {_total(found)} of {_gib(limit)}: {owners} ({chosen})"
+
+
+@contextlib.contextmanager
+def explained(found: list[Part]) -> Iterator[None]:
+    """Says what takes the memory where a device runs out of it all the same.
+
+    Raises:
+      ConfigError: names each part, its size and the setting that shrinks it.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        limit = _gib(device_memory())
+        raise ConfigError(f"a device ran out of memory ({first}); it has {limit}, and training takes there {_listed(found)}") from error
+
+
+def device_memory() -> int:
+    """Bytes that JAX may use on a device: a CPU's devices share the machine's memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def least_of_processes(size: int) -> int:
+    """The least of a number of bytes that each process has, in whole MiB where there are several: all must choose alike."""
+    if jax.process_count() == 1:
+        return size
+    return int(np.min(multihost_utils.process_allgather(np.int32(size // 2**20)))) * 2**20
+
+
+def _listed(kept: list[Part]) -> str:
+    return "; ".join(f"{part.name} {_gib(part.size)} (less with {part.remedy})" for part in sorted(kept, key=lambda part: -part.size))
+
+
+def _total(found: list[Part]) -> str:
+    return _gib(sum(part.size for part in found))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
+def _bytes(shape: tuple[int, ...], leaf: Any) -> int:
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _placed(tree: PyTree) -> int:
+    """Bytes on a device; what lies in host memory is none of them."""
+    there = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST]
+    return sum(_bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in there)
+
+
+def _size(tree: PyTree) -> int:
+    return sum(_bytes(leaf.shape, leaf) for leaf in jax.tree.leaves(tree))

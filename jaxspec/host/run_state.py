@@ -1,0 +1,128 @@
+"""Where a run stands between two calls: before the first one, from a checkpoint, and from then on."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config.settings import Config
+from jaxspec.host.batches import Batches
+from jaxspec.host.draft_data import Rows, training_text
+from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
+from jaxspec.host.job import Job, process_0_first
+from jaxspec.host.round_cost import with_pace
+from jaxspec.host.runner import abstract
+from jaxspec.host.warm_start import cached_policy, load_policy
+from jaxspec.rollout import draft_length
+from jaxspec.state import Finished, Prompts, PyTree, TrainState
+from jaxspec.storage.cache import load_tree
+from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.system.interrupt import Interrupt
+
+
+@dataclasses.dataclass
+class Pending:
+    """The batch in `RunState.finished`, which the next call learns from."""
+
+    line: dict[str, Any]
+    """Its metrics so far, which that call completes."""
+    samples: list[dict[str, Any]]
+    """Responses that are kept for reading."""
+
+
+@dataclasses.dataclass
+class RunState:
+    """Where a run stands between two calls; with `TrainState`, all that the next call needs."""
+
+    state: TrainState
+    finished: Finished
+    batch: int
+    """The next batch to generate."""
+    pending: Pending | None = None
+    """None: every batch that was generated is learnt from."""
+
+    @property
+    def number(self) -> int:
+        """Name of its checkpoint: twice the batches generated, and one more once all of them are learnt from."""
+        return 2 * self.batch + (self.pending is None)
+
+    @property
+    def over(self) -> int:
+        """Batches whose line is written."""
+        return self.batch if self.pending is None else self.pending.line["step"]
+
+
+def offline_text(job: Job) -> Rows | None:
+    """What the draft is trained on before the run, where that is a text; a bad file is named before any long work."""
+    trained = job.config.offline.steps > 0 and job.config.rollout.draft.learned
+    return training_text(job.config, job.tokenizer, job.say) if trained else None
+
+
+def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -> RunState:
+    """The run before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random.
+
+    `text` is that of `offline_text`.
+    """
+    config, step = job.config, job.step
+    layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
+    offline = config.offline.steps > 0 and shapes.learner.draft is not None
+    if config.sft.steps:
+        process_0_first(lambda: cached_policy(job, interrupt))
+    network = None if offline else load_draft(job, _network(shapes))
+    policy = load_policy(job, interrupt)
+    if offline:
+        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
+    elif network is not None:
+        say_agreement(job, policy, network)
+    else:
+        network = jax.jit(lambda: _network(step.fresh()), out_shardings=_network(layout))()
+        if remark := random_draft(config):
+            job.say(remark)
+    state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
+    return RunState(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
+
+
+def random_draft(config: Config) -> str:
+    """A remark on a draft that nothing was trained for before the run; empty for any other."""
+    draft = config.rollout.draft
+    if not draft.learned or draft.path or config.offline.steps:
+        return ""
+    later = "learns during the run alone" if config.draft_training.online else "never learns, so that next to nothing is accepted"
+    remedy = "--offline.steps 300 trains it first, --rollout.draft.path loads one"
+    return f"the {draft.kind} draft started from random weights (offline.steps 0, no rollout.draft.path) and {later}; {remedy}"
+
+
+def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
+    """The state with what draft lengths are chosen by, where they are."""
+    if state.generator.pace is None:
+        return state
+    job.say("measuring what rounds of each draft length cost on this machine, and what the draft is worth")
+    began = time.perf_counter()
+    state, lengths = with_pace(job.step, state, prompts), job.step.generator.settings.lengths
+    pace = state.generator.pace
+    assert pace is not None, "it was just measured"
+    full = np.asarray(pace.cost)[:, 0, 0]
+    kept = np.asarray(draft_length.expected_tokens(pace.known, lengths))
+    rounds = zip(lengths, full / full[0], kept, strict=True)
+    table = "; ".join(f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens" for length, cost, tokens in rounds)
+    job.say(f"measured in {time.perf_counter() - began:.1f} s: {table}")
+    return state
+
+
+def _network(state: TrainState) -> PyTree:
+    return None if state.learner.draft is None else state.learner.draft.network
+
+
+def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | None:
+    """The run of the newest checkpoint that is whole, on this run's mesh; None when there is none."""
+    state, finished, _ = abstract(job.step, job.config.grpo.prompts)
+    restored = checkpoints.restore_newest((state, finished.replace(plan=None)))  # plans are of a mesh, and made again
+    if restored is None:
+        return None
+    (state, finished), host = restored
+    job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
+    batches.history.load(host["history"])
+    pending = None if host["pending"] is None else Pending(**host["pending"])
+    return RunState(state=state, finished=batches.replanned(finished), batch=host["batch"], pending=pending)

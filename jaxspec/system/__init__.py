@@ -1,0 +1,1 @@
+"""What a program has of its machine: files, processes, signals, the terminal."""

@@ -1,0 +1,28 @@
+"""What a program does before the imports that take seconds."""
+
+import signal
+import sys
+
+from jaxspec.config.checked import ConfigError
+from jaxspec.config.version import refuse_namesake
+from jaxspec.system.interrupt import end_at_once, stop_signals
+
+
+def begin() -> None:
+    """From here on a signal ends the process with one line; so does an environment that JAX cannot read, or another package in this one."""
+    for number in stop_signals():
+        signal.signal(number, end_at_once)
+    try:
+        refuse_namesake()  # its modules would be imported instead of ours
+        import jax  # noqa: F401
+    except ConfigError as error:
+        _refuse(str(error))
+    except ValueError as error:
+        if "JAX" not in str(error):
+            raise
+        _refuse(f"{error}; set the environment variable of that name (in capitals) right, or unset it")
+
+
+def _refuse(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)

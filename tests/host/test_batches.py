@@ -1,0 +1,124 @@
+"""Prompts to devices and rewards back, on a mesh of eight devices."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.settings import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxspec.data.problems import load_problems
+from jaxspec.host.batches import Batches
+from jaxspec.host.job import Job, make_job
+from jaxspec.state import EOS, FAILED, Prompts, Rollout
+from tests.conftest import small_mesh
+
+PROMPTS, GROUP, NEW = 8, 2, 12
+CONFIG = Config(
+    model=ModelConfig(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
+    rollout=RolloutConfig(max_new_tokens=NEW),
+    grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
+    data=DataConfig(digits=2, eval_prompts=10),
+    mesh=MeshConfig(tensor=2),
+)
+
+
+@pytest.fixture
+def job() -> Job:
+    return make_job(CONFIG, small_mesh(4, 2))
+
+
+@pytest.fixture
+def batches(job: Job) -> Batches:
+    return Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+
+
+def answered(job: Job, batches: Batches, responses: list[str], status: list[int]) -> Rollout:
+    """A rollout of the first training batch in which row i says `responses[i]`."""
+    prompts = batches.train(0)
+    like = job.step.nothing_finished(PROMPTS * GROUP).rollout
+    tokens, starts, ends = np.zeros(like.tokens.shape, np.int32), np.repeat(np.asarray(prompts.lengths), GROUP), []
+    for row, response in enumerate(responses):
+        ids = [*np.asarray(prompts.tokens)[row // GROUP, : starts[row]], *job.tokenizer.encode(response), job.tokenizer.stop_ids[0]]
+        tokens[row, : len(ids)] = ids
+        ends.append(len(ids))
+    return dataclasses.replace(
+        like,
+        tokens=jnp.asarray(tokens),
+        prompt_lengths=jnp.asarray(starts, jnp.int32),
+        lengths=jnp.asarray(ends, jnp.int32),
+        status=jnp.asarray(status, jnp.int32),
+    )
+
+
+def questions(job: Job, prompts: Prompts) -> list[str]:
+    rows = zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), np.asarray(prompts.live), strict=True)
+    return [job.tokenizer.decode(row[:length]) for row, length, live in rows if live]
+
+
+def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Batches) -> None:
+    sums = [sum(map(int, text.rstrip("=").split("+"))) for text in questions(job, batches.train(0))]
+    responses = [f"#{total}" if row == 0 else "no #" for total in sums for row in range(GROUP)]
+    responses[1] = "12"  # no mark: no answer
+    status = [EOS] * len(responses)
+    status[2] = FAILED  # would have been right
+    scored = batches.score_training(0, answered(job, batches, responses, status))
+    wanted = np.array([response.startswith("#") for response in responses], np.float32)
+    wanted[2] = 0
+    np.testing.assert_array_equal(scored.finished.rewards, wanted)
+    np.testing.assert_array_equal(scored.finished.valid, np.array(status) != FAILED)
+    assert scored.reward == pytest.approx(7 / 15)
+    assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
+    assert sum(scored.outcomes.values()) == pytest.approx(1)
+    assert bool(scored.finished.learn)
+
+
+def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(job: Job, batches: Batches) -> None:
+    scored = batches.score_training(0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP))
+    assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
+    assert not np.asarray(scored.finished.valid).any()
+
+
+def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
+    again = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    first, second = batches.train(0), batches.train(1)
+    np.testing.assert_array_equal(first.tokens, again.train(0).tokens)
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+    assert (int(first.stream), int(first.batch), int(second.batch)) == (0, 0, 1)
+
+
+def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Batches) -> None:
+    assert batches.evaluations == 2
+    calls = [batches.evaluate(call) for call in range(2)]
+    assert [int(prompts.stream) for prompts in calls] == [1, 1]
+    assert np.asarray(calls[1].live).tolist() == [True] * 2 + [False] * 6
+    _, held_out = load_problems(CONFIG.data, job.tokenizer)
+    asked = [text for prompts in calls for text in questions(job, prompts)]
+    assert asked == [job.tokenizer.decode(held_out[place].ids) for place in range(10)]
+    assert len(set(asked)) == 10
+    assert not np.asarray(batches.nothing(3).live).any()
+
+
+def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
+    """Batch 0 asked again, as in a next epoch: prompt and the first answers of its group; other problems and held-out ones bring none."""
+    rollout = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP))
+    job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
+    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    before = batches.train(0)
+    assert not np.asarray(before.history_lengths).any()
+    responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
+    answers = answered(job, batches, responses, [EOS] * len(responses))
+    batches.score_training(0, answers)
+    again = batches.train(0)
+    lengths = np.asarray(again.history_lengths)
+    np.testing.assert_array_equal(lengths, np.asarray(answers.lengths).reshape(PROMPTS, GROUP))
+    texts = np.asarray(again.history)
+    for place in range(PROMPTS):
+        for member in range(GROUP):
+            length = lengths[place, member]
+            np.testing.assert_array_equal(texts[place, member, :length], np.asarray(answers.tokens)[place * GROUP + member, :length])
+    assert not np.asarray(batches.train(1).history_lengths).any()
+    assert not np.asarray(batches.evaluate(0).history_lengths).any()
+    resumed = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    resumed.history.load(batches.history.dump())
+    np.testing.assert_array_equal(resumed.train(0).history, texts)
