@@ -1,12 +1,16 @@
 """RL of a model that already reasons, imperfectly, with speculative rollouts.
 
   python -m jaxspec.train --config rl_think.py
-  python -m jaxspec.train --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE    (JSON lines: question, answer)
+  python -m jaxspec.train --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
 
-Vary: --rollout.draft.draft_length 1..5 or auto, --rollout.draft.kind none (plain decoding), --rollout.verify coupled (exactly the tokens
-of plain decoding), --grpo.group_size, --data.digits and --data.task (harder tasks), --rollout.draft.path FOLDER (a trained draft).
-Expect (tiny, seed 0, on 2 cores of an Intel Xeon, 25 November 2026): reward 0.54 -> 0.85 (first and last tenth), held-out exact
-match 0.50 -> 0.94, acceptance_length 3.6 at K=3 throughout, 4.5 minutes from an empty folder.
+FILE holds JSON lines with columns question and answer.
+
+Vary: --rollout.draft.draft_length 1..5 or auto, --rollout.draft.kind none (plain decoding),
+--rollout.verify coupled (exactly the tokens of plain decoding), --grpo.group_size, --data.digits
+and --data.task (harder tasks), --rollout.draft.path FOLDER (a trained draft).
+Expect (tiny, seed 0, on 2 cores of an Intel Xeon, 25 November 2026): reward 0.54 -> 0.85 (first and
+last tenth), held-out exact match 0.50 -> 0.94, acceptance_length 3.6 at K=3 throughout, 4.5 minutes
+from an empty folder.
 """
 
 from dataclasses import replace
@@ -28,18 +32,35 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 def get_config(scale: str = "tiny") -> Config:
     if scale == "qwen3_0.6b":
-        return _qwen3(QWEN3_0_6B, prompts=4, group_size=8, max_prompt_length=256, max_new_tokens=128)
+        return _qwen3(
+            QWEN3_0_6B, prompts=4, group_size=8, max_prompt_length=256, max_new_tokens=128
+        )
     if scale == "qwen3_8b":
-        return _qwen3(replace(QWEN3_8B, dtype="bfloat16"), prompts=64, group_size=16, max_prompt_length=512, max_new_tokens=2048)
+        return _qwen3(
+            replace(QWEN3_8B, dtype="bfloat16"),
+            prompts=64,
+            group_size=16,
+            max_prompt_length=512,
+            max_new_tokens=2048,
+        )
     return Config(model=TINY)
 
 
-def _qwen3(model: ModelConfig, *, prompts: int, group_size: int, max_prompt_length: int, max_new_tokens: int) -> Config:
+def _qwen3(
+    model: ModelConfig,
+    *,
+    prompts: int,
+    group_size: int,
+    max_prompt_length: int,
+    max_new_tokens: int,
+) -> Config:
     return Config(
         steps=500,
         model=model,
         rollout=RolloutConfig(max_new_tokens=max_new_tokens, temperature=1.0),
-        grpo=GrpoConfig(prompts=prompts, group_size=group_size, learning_rate=1e-6, warmup_steps=10),
+        grpo=GrpoConfig(
+            prompts=prompts, group_size=group_size, learning_rate=1e-6, warmup_steps=10
+        ),
         data=DataConfig(
             instruction="Please reason step by step, and put your final answer within \\boxed{}.",
             answer_style="boxed",

@@ -1,12 +1,17 @@
-"""RL from a model that only learnt to continue text ("zero": nobody taught it to answer), with speculative rollouts.
+"""RL from a model that only learnt to continue text ("zero": nobody taught it to answer), with
+speculative rollouts.
 
   python -m jaxspec.train --config rl_zero.py
-  python -m jaxspec.train --config rl_zero.py:qwen3_0.6b --model.path FOLDER --data.path FILE    (JSON lines: question, answer)
+  python -m jaxspec.train --config rl_zero.py:qwen3_0.6b --model.path FOLDER --data.path FILE
 
-Vary: --grpo.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well it continues), --data.digits.
-Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): reward 0.14 -> 0.93 (first and last tenth), held-out
-exact match 0.12 -> 0.91, acceptance_length 2.8 -> 2.6 -> 2.95 at K=3 (the policy leaves the text its draft was trained on, and the draft
-follows), 346 s from an empty cache.
+FILE holds JSON lines with columns question and answer.
+
+Vary: --grpo.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well
+it continues), --data.digits.
+Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): reward 0.14 -> 0.93
+(first and last tenth), held-out exact match 0.12 -> 0.91, acceptance_length 2.8 -> 2.6 -> 2.95 at
+K=3 (the policy leaves the text its draft was trained on, and the draft follows), 346 s from an
+empty cache.
 """
 
 from dataclasses import replace
@@ -21,9 +26,12 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 def get_config(scale: str = "tiny") -> Config:
     if scale == "tiny":
-        # The policy changes far from where the draft was trained, so the draft follows with a larger step.
+        # The policy changes far from where the draft was trained, so the draft follows with a
+        # larger step.
         training = DraftTrainingConfig(learning_rate=1e-3)
         sft = SftConfig(steps=500, wrong_steps=0.1)
-        return Config(steps=60, model=TINY, data=DataConfig(format="text"), sft=sft, draft_training=training)
+        return Config(
+            steps=60, model=TINY, data=DataConfig(format="text"), sft=sft, draft_training=training
+        )
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     return replace(think, grpo=replace(think.grpo, group_size=2 * think.grpo.group_size))

@@ -8,8 +8,14 @@ from jaxspec.config.version import DISTRIBUTION, version
 
 PROGRAMS = {
     "train": ("--config NAME.py[:SCALE]", "the main job: GRPO with lossless speculative rollouts"),
-    "train_sft": ("--config NAME.py[:SCALE]", "its warm start alone: a fresh small policy on generated problems"),
-    "train_draft": ("--config NAME.py[:SCALE]", "its draft alone: trained on the policy's own responses, or on a text"),
+    "train_sft": (
+        "--config NAME.py[:SCALE]",
+        "its warm start alone: a fresh small policy on generated problems",
+    ),
+    "train_draft": (
+        "--config NAME.py[:SCALE]",
+        "its draft alone: trained on the policy's own responses, or on a text",
+    ),
     "sample": ("--checkpoint RUN", "answers of a run on the terminal, as they are drafted"),
     "export": ("--checkpoint RUN --out DIR", "a run as Hugging Face folders"),
     "bench": ("BENCH ...", "measurements: generate, step, drafts, load, roofline"),
@@ -19,12 +25,18 @@ PROGRAMS = {
 
 def main(argv: Sequence[str]) -> int:
     """Lists the programs, or says the version; returns the exit status."""
-    listed = "\n".join(f"  python -m jaxspec.{name:12}{arguments:27}{about}" for name, (arguments, about) in PROGRAMS.items())
+    listed = "\n".join(
+        f"  python -m jaxspec.{name:12}{arguments:27}{about}"
+        for name, (arguments, about) in PROGRAMS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec",
         usage="python -m jaxspec.PROGRAM ...",
-        description=f"Reinforcement learning of language models in JAX, with lossless speculative rollouts.\n\n{listed}\n\n"
-        "Each has a --help of its own. The first run: python -m jaxspec.train --config rl_think.py",
+        description=(
+            "Reinforcement learning of language models in JAX, with lossless speculative"
+            f" rollouts.\n\n{listed}\n\nEach has a --help of its own. The first run: python -m"
+            " jaxspec.train --config rl_think.py"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")

@@ -1,8 +1,10 @@
-"""A run's policy and draft as Hugging Face folders: `python -m jaxspec.export --checkpoint RUN --out DIR`."""
+"""A run's policy and draft as Hugging Face folders: `python -m jaxspec.export --checkpoint RUN
+--out DIR`."""
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -42,15 +44,18 @@ from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import Progress
 
 COMMAND = "python -m jaxspec.export"
-ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM, SGLang or an evaluation harness: the
-policy in DIR, its learned draft in DIR/draft, adapters that were trained in DIR/adapter (merged into DIR's weights as well), with their
-base in DIR/base if it is not just the checkpoint that the run started from.
+ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM,
+SGLang or an evaluation harness: the policy in DIR, its learned draft in DIR/draft, adapters that
+were trained in DIR/adapter (merged into DIR's weights as well), with their base in DIR/base if it
+is not just the checkpoint that the run started from.
 
-RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it (RUN/checkpoints/NUMBER). DIR must not exist yet.
-Examples:
+RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it
+(RUN/checkpoints/NUMBER). DIR must not exist yet. Examples:
   python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo
-  python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo --draft speculators    (for vLLM)
-  python -m jaxspec.train --config rl_think.py:qwen3_8b --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft    (to go on)"""
+  python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo \
+    --draft speculators    (for vLLM)
+  python -m jaxspec.train --config rl_think.py:qwen3_8b \
+    --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft    (to go on)"""
 SIDECARS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -71,8 +76,8 @@ class Options(Checked, prefix="--"):
     out: str = ""
     """The folder to write; it must not exist yet."""
     draft: Literal["raw", "speculators", "none"] = "raw"
-    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM, which alone reads unusual taps for sure;
-    `none` leaves the draft out."""
+    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM,
+    which alone reads unusual taps for sure; `none` leaves the draft out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; `auto`: the run's model.dtype."""
     tokenizer: str = ""
@@ -92,11 +97,17 @@ def export(run: Run, options: Options) -> Path:
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
     out = expanded(options.out, "--out")
     require_outside_runs(out, "--out", "name another folder")
-    require(not out.exists(), f"--out {options.out} exists already; name another folder, or remove it first")
+    require(
+        not out.exists(),
+        f"--out {options.out} exists already; name another folder, or remove it first",
+    )
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
     kind = run.config.rollout.draft.kind
-    require(options.draft != "speculators" or kind == "eagle3", f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}")
+    require(
+        options.draft != "speculators" or kind == "eagle3",
+        f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
+    )
     job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
     building = unfinished(options)
     try:
@@ -104,7 +115,10 @@ def export(run: Run, options: Options) -> Path:
         _fill(building, out, job, run, options)
         building.rename(out)
     except OSError as reason:
-        raise SaveError(f"{out} cannot be written: {reason.strerror or reason}; free some space or name another folder") from reason
+        raise SaveError(
+            f"{out} cannot be written: {reason.strerror or reason}; free some space or name another"
+            " folder"
+        ) from reason
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return out
@@ -134,7 +148,12 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
         _fill_adapter(folder, out, job, policy, dtype)
         policy = jax.jit(merged)(policy)
     content, more = config_json(model, dtype.name, _special_ids(job.tokenizer)), []
-    if isinstance(network, Mtp) and model.family.model_type == "mimo" and not network.embedding_first:  # where MiMo itself has them
+    # where MiMo itself has them
+    if (
+        isinstance(network, Mtp)
+        and model.family.model_type == "mimo"
+        and not network.embedding_first
+    ):
         more, network = _draft_tensors(network, options, model, dtype), None
         content["num_nextn_predict_layers"] = job.config.rollout.draft.layers
     _write_json(folder / CONFIG, content)
@@ -145,22 +164,38 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
 
 
 def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any) -> None:
-    """The adapters that were trained, and their base, unless it is just the checkpoint that the run was started from."""
+    """The adapters that were trained, and their base, unless it is just the checkpoint that the run
+    was started from."""
     config, base = job.config, job.config.model.path
     (folder / "adapter").mkdir()
     if config.lora.path or not base:
         base = str(out / "base")
         (folder / "base").mkdir()
-        _write_json(folder / "base" / CONFIG, config_json(config.model, dtype.name, _special_ids(job.tokenizer)))
+        _write_json(
+            folder / "base" / CONFIG,
+            config_json(config.model, dtype.name, _special_ids(job.tokenizer)),
+        )
         _write_tokenizer(folder / "base", job)
-        _write(folder / "base", "base", list(tensors_of(policy_rows(config.model), policy.base, dtype)))
+        _write(
+            folder / "base", "base", list(tensors_of(policy_rows(config.model), policy.base, dtype))
+        )
     tensors = adapter_tensors(policy).items()
-    _write_json(folder / "adapter" / ADAPTER_CONFIG, adapter_config(config.lora, config.model, base))
-    _write(folder / "adapter", "adapter", [(name, array.nbytes, lambda array=array: array) for name, array in tensors], ADAPTERS)
+    _write_json(
+        folder / "adapter" / ADAPTER_CONFIG, adapter_config(config.lora, config.model, base)
+    )
+    _write(
+        folder / "adapter",
+        "adapter",
+        [(name, array.nbytes, lambda array=array: array) for name, array in tensors],
+        ADAPTERS,
+    )
 
 
-def _fill_draft(folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any) -> None:
-    """A learned draft: an EAGLE-3 head in the form that was asked for, MTP layers by themselves, or a small model like any policy."""
+def _fill_draft(
+    folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any
+) -> None:
+    """A learned draft: an EAGLE-3 head in the form that was asked for, MTP layers by themselves, or
+    a small model like any policy."""
     model = job.config.model
     folder.mkdir()
     if isinstance(network, Decoder):
@@ -170,11 +205,20 @@ def _fill_draft(folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decod
     else:
         tensors = _draft_tensors(network, options, model, dtype)
         if isinstance(network, Mtp):
-            content = config_json(network.config, dtype.name, {"num_nextn_predict_layers": network.depth})
+            content = config_json(
+                network.config, dtype.name, {"num_nextn_predict_layers": network.depth}
+            )
         else:
             vocab = 0 if network.vocabulary is None else network.head.shape[-1]
             length = job.config.rollout.draft.longest
-            content = draft_config_json(network.config, network.form, replace(model, path=str(out)), _form(options), vocab, length)
+            content = draft_config_json(
+                network.config,
+                network.form,
+                replace(model, path=str(out)),
+                _form(options),
+                vocab,
+                length,
+            )
             content["torch_dtype"] = dtype.name
     _write_json(folder / CONFIG, content)
     _write(folder, "draft", tensors)
@@ -184,9 +228,14 @@ def _form(options: Options) -> Form:
     return "raw" if options.draft == "none" else options.draft
 
 
-def _draft_tensors(network: Eagle3 | Mtp, options: Options, model: ModelConfig, dtype: Any) -> list[Tensor]:
+def _draft_tensors(
+    network: Eagle3 | Mtp, options: Options, model: ModelConfig, dtype: Any
+) -> list[Tensor]:
     made = draft_tensors(network, _form(options), model.layers)
-    cast = {name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array for name, array in made.items()}
+    cast = {
+        name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array
+        for name, array in made.items()
+    }
     return [(name, array.nbytes, lambda array=array: array) for name, array in cast.items()]
 
 
@@ -202,7 +251,8 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _write_tokenizer(folder: Path, job: Job) -> None:
-    """The tokenizer's own files, and how generation ends: the source's settings where it has them."""
+    """The tokenizer's own files, and how generation ends: the source's settings where it has
+    them."""
     source = Path(job.config.data.tokenizer)
     if job.config.data.tokenizer:
         for name in (*SIDECARS, GENERATION):
@@ -212,7 +262,10 @@ def _write_tokenizer(folder: Path, job: Job) -> None:
         job.tokenizer.save(str(folder))
     if not (folder / GENERATION).is_file():
         ends = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
-        _write_json(folder / GENERATION, {**ends, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0})
+        _write_json(
+            folder / GENERATION,
+            {**ends, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0},
+        )
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -223,9 +276,15 @@ def main(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Exports what the command line names; returns the exit status."""
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN --out DIR")
     options = override(Options(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT)
-    require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
+    require(
+        bool(path),
+        "no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny;"
+        f" see {COMMAND} --help",
+    )
     run = find_run(path)
-    with interrupt.nothing_unsaved("writing the folder", lambda: shutil.rmtree(unfinished(options), ignore_errors=True)):
+    with interrupt.nothing_unsaved(
+        "writing the folder", lambda: shutil.rmtree(unfinished(options), ignore_errors=True)
+    ):
         out = export(run, options)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 1e9
     print(f"checkpoint {run.number} of {run.folder} is in {out} ({size:.3g} GB)", flush=True)

@@ -40,7 +40,11 @@ def threads() -> int:
 def machine(mesh: Mesh) -> dict[str, Any]:
     """What a program runs on."""
     device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8")) if file.exists() else None
+    model = (
+        re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8"))
+        if file.exists()
+        else None
+    )
     return {
         "device": device.device_kind,
         "mesh": dict(mesh.shape),
@@ -50,34 +54,53 @@ def machine(mesh: Mesh) -> dict[str, Any]:
 
 
 def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
-    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as `wanted`, with `threads` each (0: all).
+    """On a CPU, makes one device per core with one thread each (engine.md section 4), or as many as
+    `wanted`, with `threads` each (0: all).
 
-    Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as it is.
+    Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as
+    it is.
 
     Raises:
-      ConfigError: an environment variable that it reads, or that XLA would end the process for, holds no such number.
+      ConfigError: an environment variable that it reads, or that XLA would end the process for,
+        holds no such number.
     """
     environment_number("NPROC", 1)
-    given, local = (environment_number(name, 1, _MOST_DEVICES) for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES"))
+    given, local = (
+        environment_number(name, 1, _MOST_DEVICES)
+        for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
+    )
     if _forced_devices() or given:
         return
-    count = local or min(wanted or cores(), _MOST_DEVICES)  # whoever wanted more is told what there is
-    os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))  # read by XLA's CPU client when it starts
+    # whoever wanted more is told what there is
+    count = local or min(wanted or cores(), _MOST_DEVICES)
+    # read by XLA's CPU client when it starts
+    os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def _forced_devices() -> bool:
-    """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says less or far too much."""
+    """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says
+    less or far too much."""
     words = os.environ.get("XLA_FLAGS", "").split()
     if not words:
         os.environ.pop("XLA_FLAGS", None)  # for a value of blanks XLA ends the process
     file = words and not words[0].startswith("--")
-    require(not file or Path(words[0]).is_file(), f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags")
-    counts = [word.partition("=")[2] for word in words if word.startswith("--xla_force_host_platform_device_count")]
+    require(
+        not file or Path(words[0]).is_file(),
+        f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags",
+    )
+    counts = [
+        word.partition("=")[2]
+        for word in words
+        if word.startswith("--xla_force_host_platform_device_count")
+    ]
     for count in counts:
         good = 1 <= (whole_number(count) or 0) <= _MOST_DEVICES
         flag = f"--xla_force_host_platform_device_count={count}"
-        require(good, f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}")
+        require(
+            good,
+            f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}",
+        )
     return bool(counts)
 
 
@@ -91,9 +114,16 @@ def count_devices() -> int:
         return jax.device_count()
     except (RuntimeError, AssertionError) as error:
         asked = os.environ.get("JAX_PLATFORMS")
-        which = f"JAX_PLATFORMS is {asked!r}, and there is no such device here" if asked else "JAX finds no device here"
+        which = (
+            f"JAX_PLATFORMS is {asked!r}, and there is no such device here"
+            if asked
+            else "JAX finds no device here"
+        )
         said = f" ({first_line(error)})" if str(error) else ""
-        raise ConfigError(f"{which}{said}; unset JAX_PLATFORMS, or install JAX for that device (bash launch/venv.sh)") from error
+        raise ConfigError(
+            f"{which}{said}; unset JAX_PLATFORMS, or install JAX for that device (bash"
+            " launch/venv.sh)"
+        ) from error
 
 
 def accelerated(mesh: Mesh) -> bool:
@@ -102,20 +132,34 @@ def accelerated(mesh: Mesh) -> bool:
 
 
 def lone_cpu(mesh: Mesh) -> bool:
-    """Whether every data shard is one device, a CPU: there, weights and caches are laid out for XLA's kernels."""
+    """Whether every data shard is one device, a CPU: there, weights and caches are laid out for
+    XLA's kernels."""
     return not accelerated(mesh) and mesh.shape[TENSOR] == 1
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:
     """Builds the `data` x `tensor` mesh over the first devices of all processes; axes are Auto."""
-    return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: data * tensor])
+    return jax.make_mesh(
+        (data, tensor),
+        (DATA, TENSOR),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: data * tensor],
+    )
 
 
-def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, tuple[str | None, ...]], rules: Rules, shard_above: int = 0) -> Any:
-    """Maps every leaf of `tree` to its sharding; leaves of fewer than `shard_above` elements are not sharded over `data`.
+def shardings(
+    mesh: Mesh,
+    tree: Any,
+    axes: Mapping[str, tuple[str | None, ...]],
+    rules: Rules,
+    shard_above: int = 0,
+) -> Any:
+    """Maps every leaf of `tree` to its sharding; leaves of fewer than `shard_above` elements are
+    not sharded over `data`.
 
-    A leaf is looked up in `axes` by the last attribute name on its path (`.layers.query.value` is `query`), so optimizer states follow
-    their weights; a dimension that its mesh axis does not divide is replicated, as is a leaf without an entry.
+    A leaf is looked up in `axes` by the last attribute name on its path (`.layers.query.value` is
+    `query`), so optimizer states follow their weights; a dimension that its mesh axis does not
+    divide is replicated, as is a leaf without an entry.
     """
 
     def one(path: Any, leaf: Any) -> NamedSharding:
@@ -128,7 +172,10 @@ def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, tuple[str | None, ...]],
         physical = [rules.get(name) if name else None for name in logical]
         if leaf.size < shard_above:
             physical = [axis if axis != DATA else None for axis in physical]
-        fits = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(physical, leaf.shape, strict=True)]
+        fits = [
+            axis if axis and size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(physical, leaf.shape, strict=True)
+        ]
         return NamedSharding(mesh, P(*fits))
 
     return jax.tree_util.tree_map_with_path(one, tree)
@@ -150,18 +197,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def from_host(leaf: Any, values: np.ndarray) -> jax.Array:
-    """Values that every process has where it needs them, as a global array of the shape and sharding of `leaf`."""
+    """Values that every process has where it needs them, as a global array of the shape and
+    sharding of `leaf`."""
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
 
 def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of `count` rows have a copy on this process, and which of those it owns (holds the first copy of), as two masks.
+    """Which of `count` rows have a copy on this process, and which of those it owns (holds the
+    first copy of), as two masks.
 
     Every row is owned by exactly one process, also where `tensor` spans several.
     """
     here, owned = np.zeros(count, bool), np.zeros(count, bool)
     taken: set[int] = set()
-    for device, (rows,) in sorted(rows_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id):
+    for device, (rows,) in sorted(
+        rows_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id
+    ):
         mine = device.process_index == jax.process_index()
         here[rows] |= mine
         first = rows.start or 0

@@ -1,8 +1,10 @@
-"""Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample --checkpoint RUN`."""
+"""Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample
+--checkpoint RUN`."""
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -20,23 +22,43 @@ from jaxspec.config.architecture import Count
 from jaxspec.config.check import require_countable
 from jaxspec.config.checked import Checked, ConfigError, Range, require
 from jaxspec.config.cli import override, settle, take_option
-from jaxspec.config.settings import Config, DraftConfig, LookupConfig, RolloutConfig, Seed, Temperature, VerifyRule
+from jaxspec.config.settings import (
+    Config,
+    DraftConfig,
+    LookupConfig,
+    RolloutConfig,
+    Seed,
+    Temperature,
+    VerifyRule,
+)
 from jaxspec.data.problems import Problem
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import at_once
-from jaxspec.host.loaded_run import Answer, Piece, Session, check_tokenizer, find_run, open_here, read_prompt, restore
+from jaxspec.host.loaded_run import (
+    Answer,
+    Piece,
+    Session,
+    check_tokenizer,
+    find_run,
+    open_here,
+    read_prompt,
+    restore,
+)
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.system.metrics import short
 
 COMMAND = "python -m jaxspec.sample"
-ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the draft proposed.
+ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the
+draft proposed.
 
-RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it (RUN/checkpoints/NUMBER). Without --prompt, prompts
-are read from standard input, one a line. Tokens that were drafted and accepted are green and underlined on a terminal and stand [in
-brackets] elsewhere; the others were chosen by the policy itself. Settings that are not named are the run's. Examples:
+RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it
+(RUN/checkpoints/NUMBER). Without --prompt, prompts are read from standard input, one a line. Tokens
+that were drafted and accepted are green and underlined on a terminal and stand [in brackets]
+elsewhere; the others were chosen by the policy itself. Settings that are not named are the run's.
+Examples:
   python -m jaxspec.sample --checkpoint runs/rl_think-tiny --prompt 27+85=
-  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --draft.kind none    (plain decoding, to compare)
-  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --verify coupled     (the very tokens of plain decoding)"""
+  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --draft.kind none    (plain decoding)
+  python -m jaxspec.sample --checkpoint runs/rl_think-tiny --verify coupled    (the same tokens)"""
 DRAFTED = "green underline"
 ENDINGS = {EOS: "eos", LENGTH: "length", FAILED: "failed (logits that are not finite)"}
 """How an answer ended, in words."""
@@ -61,7 +83,8 @@ class Options(Checked, prefix="--"):
     tokenizer: str = ""
     """Folder of the run's tokenizer, if it is not where the run was told."""
     verify: VerifyRule = "block"
-    """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain decoding."""
+    """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain
+    decoding."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
@@ -85,7 +108,8 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
     """The run's config with the options in it, which come from `words`, for one prompt.
 
     Raises:
-      ConfigError: a learned draft that the run has no weights for, draft settings without use, or no tokenizer.
+      ConfigError: a learned draft that the run has no weights for, draft settings without use, or
+        no tokenizer.
     """
     rollout = replace(
         run.rollout,
@@ -100,33 +124,58 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
     rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout
     _check_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)
-    data = replace(run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer)
-    grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))  # one row is no group to learn from
+    data = replace(
+        run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
+    )
+    # one row is no group to learn from
+    grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))
     training = replace(
         run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1)
     )  # answers may be shorter than in training
-    return replace(run, seed=options.seed, rollout=rollout, data=data, grpo=grpo, draft_training=training)
+    return replace(
+        run, seed=options.seed, rollout=rollout, data=data, grpo=grpo, draft_training=training
+    )
 
 
 def _alone(rollout: RolloutConfig) -> RolloutConfig:
-    """For a single row: without siblings and earlier answers, history is the latest n-gram match."""
+    """For a single row: without siblings and earlier answers, history is the latest n-gram
+    match."""
     if rollout.lookup_kind != "history":
         return rollout
-    lookup = replace(rollout.lookup, rule="latest", beside="ngram" if rollout.draft.learned else "none")
-    return replace(rollout, lookup=lookup, draft=rollout.draft if rollout.draft.learned else replace(rollout.draft, kind="ngram"))
+    lookup = replace(
+        rollout.lookup, rule="latest", beside="ngram" if rollout.draft.learned else "none"
+    )
+    return replace(
+        rollout,
+        lookup=lookup,
+        draft=rollout.draft if rollout.draft.learned else replace(rollout.draft, kind="ngram"),
+    )
 
 
 def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
-    possible = f"{trained.kind}, none, ngram and history" if trained.learned else "none, ngram and history"
-    has = f"the run's draft is {trained.kind}, so there are no weights for --draft.kind {wanted.kind}; possible are {possible}"
+    possible = (
+        f"{trained.kind}, none, ngram and history" if trained.learned else "none, ngram and history"
+    )
+    has = (
+        f"the run's draft is {trained.kind}, so there are no weights for --draft.kind"
+        f" {wanted.kind}; possible are {possible}"
+    )
     require(not wanted.learned or wanted.kind == trained.kind, has)
-    for name in ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention") if wanted.learned else ():
+    for name in (
+        ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
+        if wanted.learned
+        else ()
+    ):
         was, now = getattr(trained, name), getattr(wanted, name)
-        require(was == now, f"--draft.{name} {now}: the run's draft was trained with {was!r}; leave it out")
+        require(
+            was == now,
+            f"--draft.{name} {now}: the run's draft was trained with {was!r}; leave it out",
+        )
 
 
 class Writer:
-    """Writes a row as its tokens come: what was drafted and accepted is green on a terminal, and in brackets elsewhere."""
+    """Writes a row as its tokens come: what was drafted and accepted is green on a terminal, and in
+    brackets elsewhere."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console, self._tokenizer = console, tokenizer
@@ -134,7 +183,8 @@ class Writer:
         self._shown = 0
 
     def write(self, piece: Piece) -> None:
-        """Shows what a round gave, up to the last whole character: a token may end in the middle of one."""
+        """Shows what a round gave, up to the last whole character: a token may end in the middle of
+        one."""
         drafted = self._next(piece.tokens[: piece.accepted])
         self._show(drafted, drafted=True)
         self._show(self._next(piece.tokens[piece.accepted :]), drafted=False)
@@ -156,18 +206,25 @@ class Writer:
         if not text:
             return
         if self._console.is_terminal:
-            self._console.print(Text(text, style=DRAFTED if drafted else ""), end="", soft_wrap=True)
+            self._console.print(
+                Text(text, style=DRAFTED if drafted else ""), end="", soft_wrap=True
+            )
         else:
             self._console.out(f"[{text}]" if drafted else text, end="", highlight=False)
 
 
-def show(console: Console, session: Session, problem: Problem, tokenizer: Tokenizer, samples: int) -> None:
-    """Answers a prompt and says what speculation did: a single row as it comes, several one after another."""
+def show(
+    console: Console, session: Session, problem: Problem, tokenizer: Tokenizer, samples: int
+) -> None:
+    """Answers a prompt and says what speculation did: a single row as it comes, several one after
+    another."""
     writers = [Writer(console, tokenizer) for _ in range(samples)]
     pieces: list[list[Piece]] = [[] for _ in range(samples)]
     for given in session.rounds(problem):
         if isinstance(given, Answer):
-            for number, (writer, row, status) in enumerate(zip(writers, pieces, given.status, strict=True), start=1):
+            for number, (writer, row, status) in enumerate(
+                zip(writers, pieces, given.status, strict=True), start=1
+            ):
                 if samples > 1:
                     _line(console, f"-- {number} of {samples}: {ENDINGS[status]}")
                 for piece in row:
@@ -185,9 +242,18 @@ def summary(answer: Answer) -> str:
     """Acceptance, speed and ending of an answer, in one line."""
     metrics, tokens = answer.metrics, answer.metrics["rollout/tokens"]
     length, kept = metrics["rollout/acceptance_length"], metrics["rollout/tokens_per_target_pass"]
-    ending = ", ".join(f"{ENDINGS[code]}{f' x {count}' if count > 1 else ''}" for code in ENDINGS if (count := answer.status.count(code)))
-    rate = f"{short(tokens / answer.seconds)} tokens/s ({tokens:.0f} tokens in {answer.seconds:.2f} s)"
-    return f"-- acceptance_length {length:.2f}, {kept:.2f} tokens a target pass, {rate}, ended by {ending}"
+    ending = ", ".join(
+        f"{ENDINGS[code]}{f' x {count}' if count > 1 else ''}"
+        for code in ENDINGS
+        if (count := answer.status.count(code))
+    )
+    rate = (
+        f"{short(tokens / answer.seconds)} tokens/s ({tokens:.0f} tokens in {answer.seconds:.2f} s)"
+    )
+    return (
+        f"-- acceptance_length {length:.2f}, {kept:.2f} tokens a target pass, {rate}, ended by"
+        f" {ending}"
+    )
 
 
 def _line(console: Console, text: str) -> None:
@@ -198,13 +264,19 @@ def _legend(console: Console, rollout: RolloutConfig) -> None:
     if rollout.draft.kind == "none":
         _line(console, "plain decoding: the policy chooses every token")
     elif console.is_terminal:
-        console.print(Text.assemble(("green and underlined", DRAFTED), (": drafted and accepted; plain: chosen by the policy", "dim")))
+        console.print(
+            Text.assemble(
+                ("green and underlined", DRAFTED),
+                (": drafted and accepted; plain: chosen by the policy", "dim"),
+            )
+        )
     else:
         _line(console, "[in brackets]: drafted and accepted; the rest: chosen by the policy")
 
 
 def _asked(console: Console) -> Iterator[str]:
-    """Lines of standard input until it ends; empty ones are passed over, and those of a pipe are repeated in the output."""
+    """Lines of standard input until it ends; empty ones are passed over, and those of a pipe are
+    repeated in the output."""
     typed = sys.stdin.isatty()
     while True:
         if typed:
@@ -219,25 +291,42 @@ def _asked(console: Console) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers what the command line or standard input asks; returns the exit status, 2 if a prompt was refused."""
+    """Answers what the command line or standard input asks; returns the exit status, 2 if a prompt
+    was refused."""
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN [--prompt TEXT]")
     prog = f"{COMMAND} --checkpoint {path or 'RUN'}"
     if not path and {"-h", "--help"} & set(words):
         override(Options(), words, prog, ABOUT)
-    require(bool(path), f"no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny; see {COMMAND} --help")
+    require(
+        bool(path),
+        "no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny;"
+        f" see {COMMAND} --help",
+    )
     run = find_run(path)
     try:
         options = override(options_of(run.config), words, prog, ABOUT)
         config = sampling_config(run.config, options, words)
-        job = open_here(config if options.samples > 1 else replace(config, rollout=_alone(config.rollout)))
+        job = open_here(
+            config if options.samples > 1 else replace(config, rollout=_alone(config.rollout))
+        )
     except ConfigError as error:
-        raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error  # the options here go without
+        # the options here go without
+        raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
-    session, rollout = Session(job, restore(run, job, options.samples), options.samples), config.rollout
+    session, rollout = (
+        Session(job, restore(run, job, options.samples), options.samples),
+        config.rollout,
+    )
     kind = rollout.draft.kind
-    kind = "no draft" if kind == "none" else f"{kind} draft, K={rollout.draft.longest}, {rollout.verify} rule"
-    made = f"{kind}, temperature {rollout.temperature:g}; ready in {time.perf_counter() - began:.1f} s"
+    kind = (
+        "no draft"
+        if kind == "none"
+        else f"{kind} draft, K={rollout.draft.longest}, {rollout.verify} rule"
+    )
+    made = (
+        f"{kind}, temperature {rollout.temperature:g}; ready in {time.perf_counter() - began:.1f} s"
+    )
     _line(console, f"checkpoint {run.number} of {run.folder}: {made}")
     _legend(console, rollout)
     for problem in only:

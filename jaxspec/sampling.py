@@ -1,4 +1,5 @@
-"""From logits to tokens: processed log-probabilities and noise that depends on nothing but its keys."""
+"""From logits to tokens: processed log-probabilities and noise that depends on nothing but its
+keys."""
 
 from typing import NamedTuple
 
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 TARGET, ROUND = range(2)
-"""Streams of noise of one row: by absolute position, and by committed length at the start of a round."""
+"""Streams of noise of one row: by absolute position, and by committed length at the start of a
+round."""
 
 STRETCH = 32
 """How many weights are cumulated at once when a token is drawn by uniform numbers."""
 
 
 class Processing(NamedTuple):
-    """What turns the target's logits into the distribution it is sampled from, `known` first, then in this order; static in a program."""
+    """What turns the target's logits into the distribution it is sampled from, `known` first, then
+    in this order; static in a program."""
 
     banned: tuple[int, ...] = ()
     """Ids that are never sampled."""
@@ -28,7 +31,8 @@ class Processing(NamedTuple):
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
     known: int = 0
-    """Ids from here on have no token (a published embedding may have more rows than its tokenizer) and are never sampled; 0: all have."""
+    """Ids from here on have no token (a published embedding may have more rows than its tokenizer)
+    and are never sampled; 0: all have."""
 
 
 def processed_logits(
@@ -38,31 +42,42 @@ def processed_logits(
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
 ) -> Float[Array, "*B V"]:
-    """Logits of the sampling distribution, up to a constant; excluded tokens are at -inf. The plain case costs nothing.
+    """Logits of the sampling distribution, up to a constant; excluded tokens are at -inf. The plain
+    case costs nothing.
 
     Args:
       logits: of a network, over the real vocabulary.
       processing: see `Processing`.
       produced: response tokens before the one sampled here, for the minimum length.
-      factor: the temperature is multiplied by it (a draft may be sharper or flatter than its target); an array is one for all positions
-        or broadcasts over them, and may be traced.
-      keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding must not exclude them afterwards.
+      factor: the temperature is multiplied by it (a draft may be sharper or flatter than its
+        target); an array is one for all positions or broadcasts over them, and may be traced.
+      keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
+        must not exclude them afterwards.
     """
     if 0 < processing.known < logits.shape[-1]:
-        logits = jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.known, logits, -jnp.inf)
+        logits = jnp.where(
+            jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.known, logits, -jnp.inf
+        )
     if processing.banned:
         logits = jnp.where(_among(processing.banned, logits.shape[-1]), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:
         ends = _among(processing.stop_ids, logits.shape[-1])
-        logits = jnp.where(ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits)
+        logits = jnp.where(
+            ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
+        )
     logits = _tempered(logits, processing.temperature, factor)
     if 0 < processing.top_k < logits.shape[-1]:
         logits = _at_least(logits, jax.lax.top_k(logits, processing.top_k)[0][..., -1:], keep)
     if processing.top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        inside = jnp.cumsum(probs, axis=-1) - probs < processing.top_p  # what stands before a token has not reached the sum
-        logits = _at_least(logits, jnp.min(jnp.where(inside, descending, descending[..., :1]), axis=-1, keepdims=True), keep)
+        # what stands before a token has not reached the sum
+        inside = jnp.cumsum(probs, axis=-1) - probs < processing.top_p
+        logits = _at_least(
+            logits,
+            jnp.min(jnp.where(inside, descending, descending[..., :1]), axis=-1, keepdims=True),
+            keep,
+        )
     return logits
 
 
@@ -71,7 +86,9 @@ def _among(chosen: tuple[int, ...], vocab: int) -> Bool[Array, " V"]:
     return jnp.isin(jnp.arange(vocab, dtype=jnp.int32), jnp.asarray(chosen, jnp.int32))
 
 
-def _at_least(logits: Float[Array, "*B V"], least: Float[Array, "*B 1"], keep: Int[Array, "*B"] | None) -> Float[Array, "*B V"]:
+def _at_least(
+    logits: Float[Array, "*B V"], least: Float[Array, "*B 1"], keep: Int[Array, "*B"] | None
+) -> Float[Array, "*B V"]:
     """Drops what is below `least`; tokens tied with it stay, and so do NaNs, which must be seen."""
     drop = logits < least
     if keep is not None:
@@ -79,7 +96,9 @@ def _at_least(logits: Float[Array, "*B V"], least: Float[Array, "*B 1"], keep: I
     return jnp.where(drop, -jnp.inf, logits)
 
 
-def _tempered(logits: Float[Array, "*B V"], temperature: float, factor: Float[Array, "*#B"] | float) -> Float[Array, "*B V"]:
+def _tempered(
+    logits: Float[Array, "*B V"], temperature: float, factor: Float[Array, "*#B"] | float
+) -> Float[Array, "*B V"]:
     """Logits over temperature x factor; at 0, all mass on the largest."""
     if not isinstance(factor, jax.Array):
         product = temperature * factor
@@ -91,10 +110,15 @@ def _tempered(logits: Float[Array, "*B V"], temperature: float, factor: Float[Ar
 
 
 def _greedy(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """0 at the (first) largest logit; -inf, and NaN for NaN, elsewhere. Where every token is excluded, none is the largest."""
-    largest = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    """0 at the (first) largest logit; -inf, and NaN for NaN, elsewhere. Where every token is
+    excluded, none is the largest."""
+    largest = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(
+        logits.shape[-1], dtype=jnp.int32
+    )
     largest &= logits > -jnp.inf
-    return jnp.where(jnp.isnan(logits), logits, jnp.where(largest, jnp.zeros_like(logits), -jnp.inf))
+    return jnp.where(
+        jnp.isnan(logits), logits, jnp.where(largest, jnp.zeros_like(logits), -jnp.inf)
+    )
 
 
 def processed_logprobs(
@@ -111,7 +135,9 @@ def processed_logprobs(
 def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Entropy in nats; tokens of probability 0 count nothing."""
     possible = logprobs != -jnp.inf
-    return -jnp.sum(jnp.where(possible, jnp.exp(logprobs) * jnp.where(possible, logprobs, 0), 0), axis=-1)
+    return -jnp.sum(
+        jnp.where(possible, jnp.exp(logprobs) * jnp.where(possible, logprobs, 0), 0), axis=-1
+    )
 
 
 def row_keys(key: Key[Array, ""], rows: Int[Array, " B"], stream: int) -> Key[Array, " B"]:
@@ -119,30 +145,43 @@ def row_keys(key: Key[Array, ""], rows: Int[Array, " B"], stream: int) -> Key[Ar
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), stream))(rows)
 
 
-def position_keys(keys: Key[Array, " B"], positions: Int[Array, " B"], count: int) -> Key[Array, "B count"]:
+def position_keys(
+    keys: Key[Array, " B"], positions: Int[Array, " B"], count: int
+) -> Key[Array, "B count"]:
     """Keys by (row, absolute position), for `count` positions from each row's own."""
     offsets = jnp.arange(count, dtype=jnp.int32)
-    return jax.vmap(lambda key, position: jax.vmap(jax.random.fold_in, (None, 0))(key, position + offsets))(keys, positions)
+    return jax.vmap(
+        lambda key, position: jax.vmap(jax.random.fold_in, (None, 0))(key, position + offsets)
+    )(keys, positions)
 
 
 def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B T V"]:
     """Standard Gumbel noise, one vector over the vocabulary for each key.
 
-    Of float32's 23 bits alone the largest noise would be 16, and a token of probability 1e-7 would be drawn half as often as it should.
+    Of float32's 23 bits alone the largest noise would be 16, and a token of probability 1e-7 would
+    be drawn half as often as it should.
     """
-    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), dtype, mode="high")))(keys)
+    return jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), dtype, mode="high")))(
+        keys
+    )
 
 
-def uniforms(keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype) -> Float[Array, "B T count"]:
-    """So many independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of (place, number) under the row's key.
+def uniforms(
+    keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype
+) -> Float[Array, "B T count"]:
+    """So many independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of
+    (place, number) under the row's key.
 
-    They are the middles of 2^23 equal bins in float32, of 2^52 in float64: a 0 would draw the first token that is possible, however rare.
-    `jax.random` would take a chain of small loops for a few numbers, which on a CPU is as long as the forward pass of a small model.
+    They are the middles of 2^23 equal bins in float32, of 2^52 in float64: a 0 would draw the first
+    token that is possible, however rare. `jax.random` would take a chain of small loops for a few
+    numbers, which on a CPU is as long as the forward pass of a small model.
     """
     words = jax.random.key_data(keys)[:, None, None, :2]
     wide = dtype == jnp.float64
     numbers = jnp.arange(count if wide else -(-count // 2), dtype=jnp.uint32)
-    first, second = threefry(words[..., 0], words[..., 1], places[:, :, None].astype(jnp.uint32), numbers)
+    first, second = threefry(
+        words[..., 0], words[..., 1], places[:, :, None].astype(jnp.uint32), numbers
+    )
     if wide:
         bits = (first.astype(jnp.uint64) << 32 | second.astype(jnp.uint64)) >> 12
         return (bits.astype(dtype) + 0.5) * 2.0**-52
@@ -151,27 +190,36 @@ def uniforms(keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtyp
 
 
 def threefry(
-    key0: UInt32[Array, "*#B"], key1: UInt32[Array, "*#B"], first: UInt32[Array, "*#B"], second: UInt32[Array, "*#B"]
+    key0: UInt32[Array, "*#B"],
+    key1: UInt32[Array, "*#B"],
+    first: UInt32[Array, "*#B"],
+    second: UInt32[Array, "*#B"],
 ) -> tuple[UInt32[Array, "*B"], UInt32[Array, "*B"]]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011), element by element."""
+    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC
+    2011), element by element."""
     keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
     first, second = first + keys[0], second + keys[1]
     for group in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             first = first + second
             second = first ^ (second << turn | second >> (32 - turn))
-        first, second = first + keys[(group + 1) % 3], second + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+        first, second = (
+            first + keys[(group + 1) % 3],
+            second + keys[(group + 2) % 3] + jnp.uint32(group + 1),
+        )
     return first, second
 
 
 class Uniforms(NamedTuple):
-    """What one draw takes instead of Gumbel noise: a uniform number in (0, 1) for each level of the search for its token."""
+    """What one draw takes instead of Gumbel noise: a uniform number in (0, 1) for each level of the
+    search for its token."""
 
     levels: Float[Array, "*B N"]
 
 
 Noise = Float[Array, "*B V"] | Uniforms
-"""What a token is drawn with: standard Gumbel noise, which target and draft can share, or less of it."""
+"""What a token is drawn with: standard Gumbel noise, which target and draft can share, or less of
+it."""
 
 
 def level_count(vocab: int) -> int:
@@ -183,11 +231,13 @@ def level_count(vocab: int) -> int:
 
 
 def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"]:
-    """Draws tokens with probability proportional to exp(logprobs); one of probability 0 is never drawn.
+    """Draws tokens with probability proportional to exp(logprobs); one of probability 0 is never
+    drawn.
 
-    By Gumbel noise the draw is the argmax of the sum, which is what target and draft can share. By uniform numbers it is the inverse of the
-    cumulated probabilities, at a fraction of the cost: of ever shorter stretches of the vocabulary, down to the token, so that no number
-    has to resolve more than `STRETCH` of them.
+    By Gumbel noise the draw is the argmax of the sum, which is what target and draft can share. By
+    uniform numbers it is the inverse of the cumulated probabilities, at a fraction of the cost: of
+    ever shorter stretches of the vocabulary, down to the token, so that no number has to resolve
+    more than `STRETCH` of them.
     """
     if not isinstance(noise, Uniforms):
         return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
@@ -195,7 +245,8 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
 
 
 def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
-    """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated sums."""
+    """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated
+    sums."""
     stretches = [weights]
     while stretches[-1].shape[-1] > STRETCH:
         whole = stretches[-1]
@@ -212,6 +263,9 @@ def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
 
 def _at(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
     """The first entry with a weight whose cumulated sum exceeds the given share of the whole."""
-    ends = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)  # sums may grow by rounding at an entry without a weight
+    # sums may grow by rounding at an entry without a weight
+    ends = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
     last = jnp.max(ends, axis=-1, keepdims=True)
-    return jnp.argmax((ends > uniform[..., None] * last) | (ends == last), axis=-1).astype(jnp.int32)
+    return jnp.argmax((ends > uniform[..., None] * last) | (ends == last), axis=-1).astype(
+        jnp.int32
+    )

@@ -1,4 +1,5 @@
-"""Every pytree that crosses a file: prompts, rollouts, what the learner gets, and the state of training."""
+"""Every pytree that crosses a file: prompts, rollouts, what the learner gets, and the state of
+training."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
@@ -12,21 +13,24 @@ _T = TypeVar("_T")
 if TYPE_CHECKING:
     AnyArray = Array
 else:
-    AnyArray = Array | np.ndarray  # on the host, before a tree is placed on devices and after it is fetched
+    # on the host, before a tree is placed on devices and after it is fetched
+    AnyArray = Array | np.ndarray
 
 PyTree = Any
-"""A tree of arrays whose structure the type system does not follow (networks, optimizer states, shardings)."""
+"""A tree of arrays whose structure the type system does not follow (networks, optimizer states,
+shardings)."""
 
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
-"""Status of a row: still generating, ended by an end token, cut at the length limit, stopped by logits or a law that is not finite,
-never started."""
+"""Status of a row: still generating, ended by an end token, cut at the length limit, stopped by
+logits or a law that is not finite, never started."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[_T]) -> type[_T]:
     """Makes a frozen dataclass a pytree of all its fields.
 
-    Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where its annotations say arrays.
+    Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where
+    its annotations say arrays.
     """
     frozen: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     names = [item.name for item in dataclasses.fields(frozen)]
@@ -70,29 +74,34 @@ class Prompts(Tree):
     batch: Int[AnyArray, ""]
     """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
     history: Int[AnyArray, "n H S"]
-    """Earlier texts of the same prompt (prompt and answer), for drafts that look there; H may be 0."""
+    """Earlier texts of the same prompt (prompt and answer), for drafts that look there; H may be
+    0."""
     history_lengths: Int[AnyArray, "n H"]
     """0: no text."""
 
 
 @pytree
 class Statistics(Tree):
-    """What speculation did for each row; sums over rounds, so that means over any rows follow. K is the draft length."""
+    """What speculation did for each row; sums over rounds, so that means over any rows follow. K is
+    the draft length."""
 
     rounds: Int[AnyArray, " B"]
     """Target passes the row took part in."""
     drafted: Int[AnyArray, "B K"]
     """Rounds that offered at least 1, 2, ... K drafts."""
     reached: Int[AnyArray, "B K"]
-    """Rounds that offered draft 1, ... K and kept every one before it: only there were target and draft compared under the law."""
+    """Rounds that offered draft 1, ... K and kept every one before it: only there were target and
+    draft compared under the law."""
     accepted: Int[AnyArray, "B K"]
-    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do not count."""
+    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do
+    not count."""
     kept: Int[AnyArray, " B"]
     """Tokens kept in rounds that offered a draft."""
     overlap: Float[AnyArray, "B K"]
     """Expected acceptance sum_v min(target, draft), over the rounds of `reached`."""
     overlap_by_factor: Float[AnyArray, "n K F"]
-    """The same at each draft temperature factor of the grid, in the first row of each of the n groups."""
+    """The same at each draft temperature factor of the grid, in the first row of each of the n
+    groups."""
     draft_entropy: Float[AnyArray, "B K"]
     """Over the rounds of `reached`, in nats; 0 for drafts that draw nothing."""
     began: Int[AnyArray, " B"]
@@ -105,14 +114,16 @@ class Statistics(Tree):
 
 @pytree
 class Rollout(Tree):
-    """Generated rows. A row's prompt is followed at once by its response; `S` is the longest prompt plus the longest response."""
+    """Generated rows. A row's prompt is followed at once by its response; `S` is the longest prompt
+    plus the longest response."""
 
     tokens: Int[AnyArray, "B S"]
     prompt_lengths: Int[AnyArray, " B"]
     lengths: Int[AnyArray, " B"]
     """Prompt and response together."""
     logprobs: Float[AnyArray, "B S"]
-    """The target's log-probability of each response token under the sampling distribution; 0 elsewhere."""
+    """The target's log-probability of each response token under the sampling distribution; 0
+    elsewhere."""
     status: Int[AnyArray, " B"]
     version: Int[AnyArray, " B"]
     """Updates that the weights had seen which sampled the row."""
@@ -121,10 +132,12 @@ class Rollout(Tree):
 
 @pytree
 class Plan(Tree):
-    """Which row is read where. A data shard has one pack a micro-batch: texts side by side in `learner.tokens` positions."""
+    """Which row is read where. A data shard has one pack a micro-batch: texts side by side in
+    `learner.tokens` positions."""
 
     order: Int[AnyArray, " B"]
-    """The row that comes to each place; a data shard has as many places as it has rows, and its rows have about as much text as others'."""
+    """The row that comes to each place; a data shard has as many places as it has rows, and its
+    rows have about as much text as others'."""
     micro: Int[AnyArray, "U B"]
     """The micro-batch that reads the row of each place, for each update on the batch; -1: none."""
     start: Int[AnyArray, "U B"]
@@ -140,7 +153,8 @@ class Finished(Tree):
     rollout: Rollout
     rewards: Float[AnyArray, " B"]
     valid: Bool[AnyArray, " B"]
-    """False: the row has no reward (generation or checking failed) and takes no part in the loss."""
+    """False: the row has no reward (generation or checking failed) and takes no part in the
+    loss."""
     plan: Plan
     """Which row is read in which micro-batch."""
     learn: Bool[AnyArray, ""]
@@ -149,7 +163,8 @@ class Finished(Tree):
 
 @pytree
 class Trained(Tree):
-    """A network under training: master weights, optimizer state, and how often a non-finite update was skipped."""
+    """A network under training: master weights, optimizer state, and how often a non-finite update
+    was skipped."""
 
     network: PyTree
     optimizer: PyTree
@@ -176,12 +191,14 @@ class Pace(Tree):
     known: Known
     """Before the call."""
     cost: Float[Array, "A S C"]
-    """Seconds of a round by draft length, number of slots (most first) and context; zeros: not measured yet."""
+    """Seconds of a round by draft length, number of slots (most first) and context; zeros: not
+    measured yet."""
 
 
 @pytree
 class Drafter(Tree):
-    """The draft in the rollout layout, at which temperature of the grid it samples each depth, and what its lengths are chosen by."""
+    """The draft in the rollout layout, at which temperature of the grid it samples each depth, and
+    what its lengths are chosen by."""
 
     network: PyTree
     choice: Int[Array, " K"]
@@ -206,7 +223,8 @@ class LearnerState(Tree):
     policy: Trained
     draft: Trained | None
     online: Bool[Array, ""]
-    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share one program."""
+    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share
+    one program."""
     version: Int[Array, ""]
     """Updates so far."""
 
@@ -216,7 +234,8 @@ class GeneratorState(Tree):
     """What generation has learnt about itself; it belongs to neither side's weights."""
 
     overlap_by_factor: Float[AnyArray, "K F"]
-    """Decayed sums from which the draft's temperature is chosen; see `rollout/draft_temperature.py`."""
+    """Decayed sums from which the draft's temperature is chosen; see
+    `rollout/draft_temperature.py`."""
     pace: Pace | None = None
     """None: all rounds draft alike."""
 

@@ -1,7 +1,9 @@
-"""One step on one mesh: learn, sync, generate. The order is written once; who makes the calls decides whether it is one program.
+"""One step on one mesh: learn, sync, generate. The order is written once; who makes the calls
+decides whether it is one program.
 
-`train_step` is rotated by one: it learns from the previous call's rollouts, whose rewards the host has attached, then loads the weights
-into the generator, then generates the next rollout. There are no callbacks and no maths here.
+`train_step` is rotated by one: it learns from the previous call's rollouts, whose rewards the host
+has attached, then loads the weights into the generator, then generates the next rollout. There are
+no callbacks and no maths here.
 """
 
 import dataclasses
@@ -49,7 +51,8 @@ def at_once(phase: str, function: Callable, *arguments: Any) -> Any:
 
 
 class Sizes(NamedTuple):
-    """What a step takes memory by, on each data shard: where it runs and how fast follows from these, not what it computes."""
+    """What a step takes memory by, on each data shard: where it runs and how fast follows from
+    these, not what it computes."""
 
     tokens: int
     """Of a micro-batch."""
@@ -91,7 +94,11 @@ class Step:
         """The same for so many prompts a call with other sizes."""
         generator = dataclasses.replace(self.generator, slots=sizes.slots)
         generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
-        return dataclasses.replace(self, learner=dataclasses.replace(self.learner, tokens=sizes.tokens), generator=generator)
+        return dataclasses.replace(
+            self,
+            learner=dataclasses.replace(self.learner, tokens=sizes.tokens),
+            generator=generator,
+        )
 
     @property
     def offloaded(self) -> bool:
@@ -100,8 +107,11 @@ class Step:
 
     # ---- phases
 
-    def train_step(self, state: TrainState, finished: Finished, prompts: Prompts, do: Do = at_once) -> tuple[Any, Any, Any, Any]:
-        """Learns from `finished`, syncs, generates the next rollout; returns state and rollout with the metrics of both batches."""
+    def train_step(
+        self, state: TrainState, finished: Finished, prompts: Prompts, do: Do = at_once
+    ) -> tuple[Any, Any, Any, Any]:
+        """Learns from `finished`, syncs, generates the next rollout; returns state and rollout with
+        the metrics of both batches."""
         state, learnt = do("train", self.learn, state, finished)
         ready = do("prepare", self.load, state)
         rollout = do("generate", self.generator.generate, ready, prompts)
@@ -109,16 +119,21 @@ class Step:
 
     def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
-        learner, metrics = self.learner.learn(state.learner, self.batch_of(finished), finished.learn)
+        learner, metrics = self.learner.learn(
+            state.learner, self.batch_of(finished), finished.learn
+        )
         observed = self.generator.observed(state.generator, finished.rollout.statistics)
-        generator = jax.tree.map(lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator)
+        generator = jax.tree.map(
+            lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator
+        )
         return TrainState(learner=learner, generator=generator), metrics
 
     def load(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
         draft = state.learner.draft.network if state.learner.draft else None
         policy, version = state.learner.policy.network, state.learner.version
-        if needed_on(self.mesh):  # also what no update changes goes between devices after the update
+        # also what no update changes goes between devices after the update
+        if needed_on(self.mesh):
             tied = jax.tree.map(lambda leaf: after(leaf, [computed(version)]), policy)
             policy = jax.lax.with_sharding_constraint(tied, self.learner.layout(policy))
         return self.generator.load(policy, draft, state.generator, version)
@@ -131,7 +146,9 @@ class Step:
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
             chosen=response_mask(rollout) & finished.valid[:, None],
-            advantages=group_advantages(rewards, finished.valid, self.generator.settings.group_size),
+            advantages=group_advantages(
+                rewards, finished.valid, self.generator.settings.group_size
+            ),
             version=rollout.version,
             plan=finished.plan,
         )
@@ -142,7 +159,8 @@ class Step:
         """The state before the first batch, from weights, to which `lora.rank` adds adapters.
 
         Raises:
-          ConfigError: the draft does not fit the policy, or the policy lacks what should have an adapter.
+          ConfigError: the draft does not fit the policy, or the policy lacks what should have an
+            adapter.
         """
         if network is not None:
             check_fits(network, policy.config)
@@ -161,22 +179,33 @@ class Step:
             return layout
         policy = layout.learner.policy
         there = jax.tree.map(
-            lambda to, leaf: to.with_memory_kind(HOST) if leaf.ndim else to, policy.optimizer, shapes.learner.policy.optimizer
+            lambda to, leaf: to.with_memory_kind(HOST) if leaf.ndim else to,
+            policy.optimizer,
+            shapes.learner.policy.optimizer,
         )
-        return layout.replace(learner=layout.learner.replace(policy=policy.replace(optimizer=there)))
+        return layout.replace(
+            learner=layout.learner.replace(policy=policy.replace(optimizer=there))
+        )
 
     def nothing_finished(self, rows: int) -> Finished:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
         rollout, off = self.generator.no_rollout(rows), jnp.zeros((rows,), bool)
         rewards = jnp.zeros((rows,), jnp.float32)
-        return Finished(rollout=rollout, rewards=rewards, valid=off, plan=no_plan(rows), learn=jnp.zeros((), bool))
+        return Finished(
+            rollout=rollout,
+            rewards=rewards,
+            valid=off,
+            plan=no_plan(rows),
+            learn=jnp.zeros((), bool),
+        )
 
 
 # ---- from the config
 
 
 def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int) -> Step:
-    """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below `known` have a token."""
+    """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below
+    `known` have a token."""
     rollout = config.rollout
     processing = Processing(
         banned=rollout.banned,
@@ -195,14 +224,22 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         generator=generator,
         fresh_policy=lambda: Decoder(model, stream_key(config.seed, Stream.POLICY_WEIGHTS)),
         fresh_draft=lambda: build_network(config, stream_key(config.seed, Stream.DRAFT_WEIGHTS)),
-        adapt=(lambda policy: Adapted(policy, lora, adapters)) if lora.rank else (lambda policy: policy),
+        adapt=(
+            (lambda policy: Adapted(policy, lora, adapters))
+            if lora.rank
+            else (lambda policy: policy)
+        ),
         online=config.draft_training.online,
     )
 
 
-def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator: Generator) -> Learner:
+def _build_learner(
+    config: Config, mesh: Mesh, processing: Processing, generator: Generator
+) -> Learner:
     grpo, training = config.grpo, config.draft_training
-    objective = Objective(LOSSES[training.loss], training.ttt_steps, training.decay, processing.temperature)
+    objective = Objective(
+        LOSSES[training.loss], training.ttt_steps, training.decay, processing.temperature
+    )
     rate = optimizers.warmup(grpo.learning_rate, grpo.warmup_steps)
 
     def kept(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -210,9 +247,19 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
         return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
 
     policy = kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay))
-    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if config.learner.offload else [HOST]
-    none = f"learner.offload keeps moments in memory of kind {HOST}, and JAX has none for these devices, only {', '.join(kinds)}"
-    require(HOST in kinds, f"{none}; leave it out, and see --learner.moments and --lora.rank for less of them")
+    kinds = (
+        [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+        if config.learner.offload
+        else [HOST]
+    )
+    none = (
+        f"learner.offload keeps moments in memory of kind {HOST}, and JAX has none for these"
+        f" devices, only {', '.join(kinds)}"
+    )
+    require(
+        HOST in kinds,
+        f"{none}; leave it out, and see --learner.moments and --lora.rank for less of them",
+    )
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
@@ -228,13 +275,15 @@ def _build_learner(config: Config, mesh: Mesh, processing: Processing, generator
 
 
 MICRO_BATCH, MICRO_BATCH_CPU = 16_384, 320
-"""Positions of a micro-batch on each data shard, about, where nothing else is said: on an accelerator as many as keep it busy; on a CPU so
-few that activations stay in a core's cache (learning from 32 rows of 192, models of 0.8 and 4.7 M parameters: 1.1 to 1.7 times as fast as
-with 3,056)."""
+"""Positions of a micro-batch on each data shard, about, where nothing else is said: on an
+accelerator as many as keep it busy; on a CPU so few that activations stay in a core's cache
+(learning from 32 rows of 192, models of 0.8 and 4.7 M parameters: 1.1 to 1.7 times as fast as with
+3,056)."""
 
 
 def tokens_of(config: Config, mesh: Mesh) -> int:
-    """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard has."""
+    """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
+    has."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
     rows = config.grpo.prompts * config.grpo.group_size // mesh.shape[meshes.DATA]
     wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
@@ -242,8 +291,9 @@ def tokens_of(config: Config, mesh: Mesh) -> int:
 
 
 PAGE, SLOTS = 64, 256
-"""Positions of a page on an accelerator, whose kernel reads such pages, and rows that are generated at once at most, where nothing is said:
-with a few drafts each, more rows than that are no longer bound by the reading of weights."""
+"""Positions of a page on an accelerator, whose kernel reads such pages, and rows that are generated
+at once at most, where nothing is said: with a few drafts each, more rows than that are no longer
+bound by the reading of weights."""
 
 
 class Automatic(NamedTuple):
@@ -256,7 +306,8 @@ class Automatic(NamedTuple):
 
 
 def automatic(config: Config, mesh: Mesh) -> Automatic:
-    """What is left open; the engine's sizes follow memory on accelerators only: a CPU has room for what it is fast enough for."""
+    """What is left open; the engine's sizes follow memory on accelerators only: a CPU has room for
+    what it is fast enough for."""
     engine, follows = config.rollout.engine, meshes.accelerated(mesh)
     return Automatic(
         tokens=config.learner.tokens == 0,
@@ -291,7 +342,9 @@ def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Gene
         shard = mesh.shape[meshes.TENSOR], meshes.threads() if meshes.lone_cpu(mesh) else 0
         read = 2 if rollout.draft.kind == "model" else length + 1
         passes = (read * slots, slots) if length > 1 else (read * slots,)
-        return best(config.model, *shard, ((length + 1) * slots,)), best(draft_model(config), *shard, passes)
+        return best(config.model, *shard, ((length + 1) * slots,)), best(
+            draft_model(config), *shard, passes
+        )
 
     generator = Generator(
         mesh=mesh,

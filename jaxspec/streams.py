@@ -32,7 +32,9 @@ class Stream(IntEnum):
     """The built-in text."""
 
 
-def stream_key(seed: int, stream: Int[Array, ""] | int, number: Int[Array, ""] | int = 0) -> Key[Array, ""]:
+def stream_key(
+    seed: int, stream: Int[Array, ""] | int, number: Int[Array, ""] | int = 0
+) -> Key[Array, ""]:
     """The key of use `number` of a stream, such as a batch; both may be traced."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), number)
 

@@ -1,4 +1,5 @@
-"""What is said on standard output, where a reader that is gone or a full disk is no reason to lose the work."""
+"""What is said on standard output, where a reader that is gone or a full disk is no reason to lose
+the work."""
 
 import contextlib
 import os
@@ -16,7 +17,8 @@ def to_nowhere(*numbers: int) -> None:
 
 @contextlib.contextmanager
 def heard_or_not() -> Iterator[None]:
-    """Lets a program go on that cannot write to standard output, because `| head` has ended or the disk is full: the rest goes nowhere."""
+    """Lets a program go on that cannot write to standard output, because `| head` has ended or the
+    disk is full: the rest goes nowhere."""
     try:
         yield
     except OSError:

@@ -2,7 +2,8 @@
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -40,14 +41,20 @@ from jaxspec.system.trace import Profiler
 
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
-_FAULTS = {SKIPPED: "last update was skipped, because its loss or gradient was not finite", BROKEN: "weights or moments are not finite"}
+_FAULTS = {
+    SKIPPED: "last update was skipped, because its loss or gradient was not finite",
+    BROKEN: "weights or moments are not finite",
+}
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
     """Trains, or resumes; returns the exit status."""
     config = job.config
     if config.rollout.temperature == 0:
-        raise ConfigError("rollout.temperature is 0: every answer of a group would be the same, and none better; set it above 0 to train")
+        raise ConfigError(
+            "rollout.temperature is 0: every answer of a group would be the same, and none better;"
+            " set it above 0 to train"
+        )
     with workdirs.held(job) as workdir:
         return train(workdirs.as_begun(job, workdir), interrupt, workdir)
 
@@ -63,7 +70,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 job.say(line)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
-            # Before any weights are loaded or trained: what does not fit is refused here. A run that has ended needs no step.
+            # Before any weights are loaded or trained: what does not fit is refused here. A run
+            # that has ended needs no step.
             newest = checkpoints.latest() or 0
             runner = None
             if newest <= 2 * config.steps or newest % 2 == 0:
@@ -74,9 +82,14 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 workdirs.require_no_checkpoints(workdir)
                 run = start(job, interrupt, batches, text)
             if run.batch >= config.steps and run.pending is None:
-                job.say(f"{workdir} has all {config.steps} batches already; raise --steps to go on, or choose another --workdir")
+                job.say(
+                    f"{workdir} has all {config.steps} batches already; raise --steps to go on, or"
+                    " choose another --workdir"
+                )
                 return close(job, batches, run, workdir)
-            if runner is None:  # the checkpoint of its end was damaged; the one before has a batch to plan for these programs
+            # the checkpoint of its end was damaged; the one before has a batch to plan for these
+            # programs
+            if runner is None:
                 job, runner = compiled(job, stack)
                 history, batches = batches.history, Batches(job, *problems)
                 batches.history, run.finished = history, batches.replanned(run.finished)
@@ -86,22 +99,37 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
 
 
 def loop_to_the_end(
-    job: Job, interrupt: Interrupt, workdir: Path, batches: Batches, checkpoints: Checkpoints, runner: Runner, run: RunState
+    job: Job,
+    interrupt: Interrupt,
+    workdir: Path,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    runner: Runner,
+    run: RunState,
 ) -> int:
     """All calls that are left, and the closing table."""
     config = job.config
     with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
         writer.cut_back(run.over)
         trace = workdir / f"trace-{jax.process_index()}.json.gz"
-        profiler = Profiler(numbers_of("profile", config.profile), trace, tuple(runner.programs.values()), print)
-        with contextlib.closing(profiler), Progress("rl", config.steps, jax.process_index()) as progress:
+        profiler = Profiler(
+            numbers_of("profile", config.profile), trace, tuple(runner.programs.values()), print
+        )
+        with (
+            contextlib.closing(profiler),
+            Progress("rl", config.steps, jax.process_index()) as progress,
+        ):
             loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
             done = loop.go(run)
     workdirs.note_saved(workdir)
     if not done:
         where = "goes on from there"
         if loop.unsaved:
-            where = "starts over" if checkpoints.latest() is None else "goes on from the newest checkpoint"
+            where = (
+                "starts over"
+                if checkpoints.latest() is None
+                else "goes on from the newest checkpoint"
+            )
         job.say(f"stopped before batch {run.batch}; the same command {where}")
         return interrupt.status
     with interrupt.nothing_unsaved("comparing with plain decoding"):
@@ -109,7 +137,8 @@ def loop_to_the_end(
 
 
 def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
-    """The step's programs, and the job with the sizes that fit the devices; from then on, memory that runs out is explained.
+    """The step's programs, and the job with the sizes that fit the devices; from then on, memory
+    that runs out is explained.
 
     Raises:
       ConfigError: it does not fit.
@@ -121,10 +150,17 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
 
     def runner_of(step: Step) -> Runner:
         # In slices, so that a signal need not wait for the end of generation.
-        return staged_step(step, prompts, config.rollout.slice_rounds) if config.staged else whole_step(step, prompts)
+        return (
+            staged_step(step, prompts, config.rollout.slice_rounds)
+            if config.staged
+            else whole_step(step, prompts)
+        )
 
     fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh))
-    job.say(f"compiled in {time.perf_counter() - began:.1f} s; {memory.told(fit.step, fit.parts, fit.limit)}")
+    job.say(
+        f"compiled in {time.perf_counter() - began:.1f} s;"
+        f" {memory.told(fit.step, fit.parts, fit.limit)}"
+    )
     stack.enter_context(memory.explained(fit.parts))
     return job.with_sizes(**fit.step.sizes._asdict()), fit.runner
 
@@ -143,7 +179,12 @@ class Loop:
         runner: Runner,
         profiler: Profiler,
     ):
-        self.job, self.interrupt, self.batches, self.checkpoints = job, interrupt, batches, checkpoints
+        self.job, self.interrupt, self.batches, self.checkpoints = (
+            job,
+            interrupt,
+            batches,
+            checkpoints,
+        )
         self.writer, self.progress, self.runner, self.profiler = writer, progress, runner, profiler
         self._looks = 0
         self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(job.mesh))
@@ -154,7 +195,8 @@ class Loop:
         """Runs from `run`, which it moves, to the end; False when asked to stop before."""
         config = self.job.config
         while True:
-            # Also right after a resume: a run that was stopped before its evaluation makes up for it, with the same weights.
+            # Also right after a resume: a run that was stopped before its evaluation makes up for
+            # it, with the same weights.
             if run.pending is not None and self.due(run.pending.line):
                 run.pending.line |= self.evaluate(run, self.stop)
             if self.interrupt.requested or self.stop():
@@ -170,12 +212,18 @@ class Loop:
                 return True
 
     def due(self, line: dict[str, Any]) -> bool:
-        """Whether a batch's line lacks an evaluation of the weights that sampled it; the last batch's evaluation comes after its update."""
+        """Whether a batch's line lacks an evaluation of the weights that sampled it; the last
+        batch's evaluation comes after its update."""
         last = line["step"] == self.job.config.steps - 1
-        return line["step"] % self.job.config.eval_every == 0 and not last and "eval/exact_match" not in line
+        return (
+            line["step"] % self.job.config.eval_every == 0
+            and not last
+            and "eval/exact_match" not in line
+        )
 
     def call(self, run: RunState) -> bool:
-        """One call: learns what is pending and, unless all batches are done, generates and scores the next; False when interrupted."""
+        """One call: learns what is pending and, unless all batches are done, generates and scores
+        the next; False when interrupted."""
         batch, last = run.batch, run.batch >= self.job.config.steps
         began = time.perf_counter()
         prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
@@ -194,10 +242,15 @@ class Loop:
         if not last:
             began = time.perf_counter()
             scored = self.batches.score_training(batch, called.rollout)
-            seconds = {"time/data": data_seconds, "time/reward": time.perf_counter() - began} | called.seconds
+            seconds = {
+                "time/data": data_seconds,
+                "time/reward": time.perf_counter() - began,
+            } | called.seconds
             seconds["time/step"] += data_seconds + seconds["time/reward"]
             run.finished, run.batch = scored.finished, batch + 1
-            samples = scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
+            samples = (
+                scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
+            )
             run.pending = Pending(_line(batch, scored, seconds, called.generated), samples)
         return True
 
@@ -207,20 +260,37 @@ class Loop:
         line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
-        shown = {"reward": "reward/mean", "acceptance_length": "rollout/acceptance_length", "tokens_per_s": "rollout/tokens_per_s"}
-        skipped = {f"skipped_{name}": line[f"skipped/{name}"] for name in ("policy", "draft") if line.get(f"skipped/{name}")}
+        shown = {
+            "reward": "reward/mean",
+            "acceptance_length": "rollout/acceptance_length",
+            "tokens_per_s": "rollout/tokens_per_s",
+        }
+        skipped = {
+            f"skipped_{name}": line[f"skipped/{name}"]
+            for name in ("policy", "draft")
+            if line.get(f"skipped/{name}")
+        }
         failed = {"failed": line["status/failed"]} if line["status/failed"] else {}
-        self.progress.update(line["step"] + 1, **{name: line[key] for name, key in shown.items()}, **failed, **skipped)
+        self.progress.update(
+            line["step"] + 1,
+            **{name: line[key] for name, key in shown.items()},
+            **failed,
+            **skipped,
+        )
         for name in ("policy", "draft"):
             look = (
-                f"{'None of its rows has a reward. ' if np.isnan(line['reward/mean']) else ''}Look at loss/{name}, grad_norm/{name}, "
-                f"status/failed and rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at samples.jsonl beside it; "
-                f"a lower learning rate is the usual remedy. Earlier checkpoints are intact."
+                f"{'None of its rows has a reward. ' if np.isnan(line['reward/mean']) else ''}Look"
+                f" at loss/{name}, grad_norm/{name}, status/failed and rollout/logprob_gap_max in"
+                f" {self.job.config.workdir}/metrics.jsonl and at samples.jsonl beside it; a lower"
+                " learning rate is the usual remedy. Earlier checkpoints are intact."
             )
-            require_progress(line.get(f"skipped_in_row/{name}", 0.0), name, f"batch {line['step']}", look)
+            require_progress(
+                line.get(f"skipped_in_row/{name}", 0.0), name, f"batch {line['step']}", look
+            )
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
-        """Exact match on the held-out problems, by the same program and with a key stream of its own; nothing when asked to stop.
+        """Exact match on the held-out problems, by the same program and with a key stream of its
+        own; nothing when asked to stop.
 
         NaN where no answer has a reward.
         """
@@ -228,23 +298,38 @@ class Loop:
         for number in range(self.batches.evaluations):
             if stop():
                 return {}
-            called = self.runner(run.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never)
+            called = self.runner(
+                run.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never
+            )
             run.state = called.state
             assert called.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, called.rollout)
             if ended := called.generated["status/eos"] + called.generated["status/length"]:
                 rewards.append(scored.reward)
                 weights.append(ended)
-        return {"eval/exact_match": float(np.average(rewards, weights=weights)) if weights else float("nan")}
+        return {
+            "eval/exact_match": (
+                float(np.average(rewards, weights=weights)) if weights else float("nan")
+            )
+        }
 
     def save(self, run: RunState) -> None:
-        """Starts a checkpoint of everything the next call needs, unless it is nothing to go on from: then `unsaved` says why."""
-        found = zip(("policy", "draft"), np.asarray(self._conditions(run.state)).tolist(), strict=False)
-        faults = [f"the {name}'s {_FAULTS[condition]}" for name, condition in found if condition != SOUND]
+        """Starts a checkpoint of everything the next call needs, unless it is nothing to go on
+        from: then `unsaved` says why."""
+        found = zip(
+            ("policy", "draft"), np.asarray(self._conditions(run.state)).tolist(), strict=False
+        )
+        faults = [
+            f"the {name}'s {_FAULTS[condition]}" for name, condition in found if condition != SOUND
+        ]
         self.unsaved = " and ".join(faults)
         if faults:
             newest = self.checkpoints.latest()
-            kept = "there is none before it" if newest is None else f"checkpoint {newest} stays the newest"
+            kept = (
+                "there is none before it"
+                if newest is None
+                else f"checkpoint {newest} stays the newest"
+            )
             self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
         pending = None if run.pending is None else dataclasses.asdict(run.pending)
@@ -267,24 +352,38 @@ def _never() -> bool:
     return False
 
 
-def _line(batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]) -> dict[str, Any]:
+def _line(
+    batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]
+) -> dict[str, Any]:
     """What is known of a batch before it is learnt from."""
     return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated}
 
 
 def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str = "") -> int:
-    """Prints the closing table: what was learnt, and what speculation gave on the run's own last batch; returns the exit status.
+    """Prints the closing table: what was learnt, and what speculation gave on the run's own last
+    batch; returns the exit status.
 
     Raises:
-      Diverged: the last batch or the last evaluation has no number, or the end of the run is not saved, as `unsaved` says.
+      Diverged: the last batch or the last evaluation has no number, or the end of the run is not
+        saved, as `unsaved` says.
     """
     summary: dict[str, float] = {}
     if job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
         made = compare(job.step, run.state, batches.compare(job.config.steps - 1))
-        summary = {"rows": made.rows, "plain/passes": made.plain_passes, "spec/passes": made.spec_passes}
-        summary |= {"plain/seconds": made.plain_seconds, "spec/seconds": made.spec_seconds, "round_cost": made.round_cost}
-    goes_on = "the same command goes on from the newest checkpoint, with more --steps beyond this end"
+        summary = {
+            "rows": made.rows,
+            "plain/passes": made.plain_passes,
+            "spec/passes": made.spec_passes,
+        }
+        summary |= {
+            "plain/seconds": made.plain_seconds,
+            "spec/seconds": made.spec_seconds,
+            "round_cost": made.round_cost,
+        }
+    goes_on = (
+        "the same command goes on from the newest checkpoint, with more --steps beyond this end"
+    )
     why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
     if jax.process_index() == 0:  # the only one that surely sees the run's folder
         lines = measures.read(workdir)
@@ -300,4 +399,10 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("train", "Post-trains a language model with GRPO and lossless speculative rollouts.", main))
+    sys.exit(
+        run_program(
+            "train",
+            "Post-trains a language model with GRPO and lossless speculative rollouts.",
+            main,
+        )
+    )

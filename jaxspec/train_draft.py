@@ -1,8 +1,10 @@
-"""Offline training of the draft on the policy's own responses: `python -m jaxspec.train_draft --config draft_offline.py`."""
+"""Offline training of the draft on the policy's own responses: `python -m jaxspec.train_draft
+--config draft_offline.py`."""
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -28,26 +30,44 @@ ABOUT = "Trains the draft, on responses sampled from the policy or on a text, an
 
 
 def closing_table(reached: dict[str, Any], depths: int) -> Group:
-    """What a draft reached on held-out responses, as `build` stored it, for the first `depths` depths; for rich to print."""
+    """What a draft reached on held-out responses, as `build` stored it, for the first `depths`
+    depths; for rich to print."""
     table = Table(box=box.SIMPLE)
     for title in ("depth", "expected acceptance", "tokens a round"):
         table.add_column(title, justify="right")
     acceptance = reached["acceptance"][:depths]
-    for depth, (share, kept) in enumerate(zip(acceptance, tokens_kept(acceptance), strict=True), start=1):
+    for depth, (share, kept) in enumerate(
+        zip(acceptance, tokens_kept(acceptance), strict=True), start=1
+    ):
         table.add_row(f"{depth}", f"{share:.3f}", f"{kept:.2f}")
-    remark = "measured after true tokens only, hence at one depth" if reached["kind"] == "model" else ""
+    remark = (
+        "measured after true tokens only, hence at one depth" if reached["kind"] == "model" else ""
+    )
     if reached["vocabulary"]:
-        remark = f"its {reached['vocabulary']} tokens are {reached['coverage']:.2%} of those responses, which caps acceptance"
-    return Group(f"{reached['kind']} on {reached['responses']} held-out responses of the policy", table, remark)
+        remark = (
+            f"its {reached['vocabulary']} tokens are {reached['coverage']:.2%} of those responses,"
+            " which caps acceptance"
+        )
+    return Group(
+        f"{reached['kind']} on {reached['responses']} held-out responses of the policy",
+        table,
+        remark,
+    )
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the draft, or finds it in the cache; says where it is and what it reached."""
     draft, training = job.config.rollout.draft, job.config.draft_training
     if job.config.offline.steps == 0 or not draft.learned:
-        either = f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
-        raise ConfigError(f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights (eagle3, mtp, model)")
-    for line in remarks(job.config.data, *load_problems(job.config.data, job.tokenizer)):  # bad data is named before any work
+        either = (
+            f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
+        )
+        raise ConfigError(
+            f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights"
+            " (eagle3, mtp, model)"
+        )
+    # bad data is named before any work
+    for line in remarks(job.config.data, *load_problems(job.config.data, job.tokenizer)):
         job.say(line)
     text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))

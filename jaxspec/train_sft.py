@@ -1,8 +1,10 @@
-"""Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft --config rl_think.py`."""
+"""Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft
+--config rl_think.py`."""
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -24,4 +26,11 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_sft", "Trains the policy's supervised warm start and keeps it in the cache.", main, used=OF_POLICY))
+    sys.exit(
+        run(
+            "train_sft",
+            "Trains the policy's supervised warm start and keeps it in the cache.",
+            main,
+            used=OF_POLICY,
+        )
+    )

@@ -1,4 +1,5 @@
-"""Eight virtual CPU devices, strict promotion, checked shapes; tiny models, and the plain numpy decoder that they are compared with."""
+"""Eight virtual CPU devices, strict promotion, checked shapes; tiny models, and the plain numpy
+decoder that they are compared with."""
 
 import dataclasses
 import functools
@@ -10,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is spent in compiling programs that run once: without optimisation and with XLA's older emitters, which newer
-# versions may not know any more, that takes a third of the time.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * metadata.version("jaxlib").startswith("0.10.")
+# Most of the tests' time is spent in compiling programs that run once: without optimisation and
+# with XLA's older emitters, which newer versions may not know any more, that takes a third of the
+# time.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+)
+os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * metadata.version(
+    "jaxlib"
+).startswith("0.10.")
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +31,8 @@ from scipy import stats
 
 import jaxspec.config.settings  # noqa: F401  # settings check their types themselves, and their tests see what users see
 
-# Before anything else of jaxspec is imported: every shape annotation is checked, also while tracing.
+# Before anything else of jaxspec is imported: every shape annotation is checked, also while
+# tracing.
 install_import_hook("jaxspec", "beartype.beartype")
 
 from jax.sharding import Mesh  # noqa: E402
@@ -88,14 +95,22 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.cache.mkdir(f"jax-{jax.__version__}")  # pyright: ignore[reportOptionalMemberAccess]
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    jax.config.update("jax_compilation_cache_max_size", 2**30)  # with a limit, entries are written and read under a file lock
+    # with a limit, entries are written and read under a file lock
+    jax.config.update("jax_compilation_cache_max_size", 2**30)
 
 
-LONGEST = ("test_train.py", "test_train_far.py", "test_mutants.py", "test_step.py", "test_lossless.py")
+LONGEST = (
+    "test_train.py",
+    "test_train_far.py",
+    "test_mutants.py",
+    "test_step.py",
+    "test_lossless.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first: a worker takes a file at a time, and at the end none should wait for the other."""
+    """The longest files come first: a worker takes a file at a time, and at the end none should
+    wait for the other."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
@@ -128,10 +143,21 @@ def tiny_model(**changes: Any) -> ModelConfig:
 
 
 def answering_config(**rollout: Any) -> Config:
-    """A run that answers prompts of the built-in characters, with a small model for a draft, on any mesh; nothing is trained before it."""
+    """A run that answers prompts of the built-in characters, with a small model for a draft, on any
+    mesh; nothing is trained before it."""
     draft = DraftConfig(kind="model", layers=4, draft_length=3)
     return Config(
-        model=ModelConfig(vocab=24, layers=4, embed=16, heads=4, kv_heads=2, head_size=4, ffn=24, tied=False, remat=False),
+        model=ModelConfig(
+            vocab=24,
+            layers=4,
+            embed=16,
+            heads=4,
+            kv_heads=2,
+            head_size=4,
+            ffn=24,
+            tied=False,
+            remat=False,
+        ),
         rollout=RolloutConfig(max_new_tokens=24, draft=draft, **rollout),
         grpo=GrpoConfig(prompts=8, group_size=2),
         data=DataConfig(max_prompt_length=6),
@@ -141,10 +167,15 @@ def answering_config(**rollout: Any) -> Config:
     )
 
 
-def tiny_config(model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any) -> Config:
-    """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens, and one loop for them, which compiles faster."""
+def tiny_config(
+    model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any
+) -> Config:
+    """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens, and one loop
+    for them, which compiles faster."""
     drafted = draft or DraftConfig(draft_length=2, sampling="sample")
-    rollout = RolloutConfig(max_new_tokens=6, verify="coupled", draft=drafted, engine=EngineConfig(tail=False))
+    rollout = RolloutConfig(
+        max_new_tokens=6, verify="coupled", draft=drafted, engine=EngineConfig(tail=False)
+    )
     parts: dict[str, Any] = {
         "model": model or tiny_model(),
         "rollout": rollout,
@@ -160,8 +191,11 @@ def weight_name(path: Any) -> str:
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
 
 
-def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0) -> Any:
-    """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale` above 1 sharpens its laws."""
+def tiny_network(
+    kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0
+) -> Any:
+    """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale`
+    above 1 sharpens its laws."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: kind(config, jax.random.key(0)))
 
@@ -173,35 +207,64 @@ def tiny_network(kind: Callable[..., Any], config: ModelConfig, seed: int = 0, s
         if "norm" in name:
             return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
         stacked = leaf.shape[1:] if leaf.ndim > 2 else leaf.shape
-        fan_in = {"embedding": leaf.shape[-1], "output": stacked[0] * stacked[-2]}.get(name, stacked[0])
+        fan_in = {"embedding": leaf.shape[-1], "output": stacked[0] * stacked[-2]}.get(
+            name, stacked[0]
+        )
         return jnp.asarray(scale * normal / np.sqrt(fan_in), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def eagle3(model: ModelConfig, key: Any, vocab: int = 0, ffn: int = 0, sizes: dict[str, Any] | None = None, **flags: Any) -> Eagle3:
-    """An EAGLE-3 head that is made for a policy, with some `sizes` of its own and flags of `HeadConfig`."""
-    return Eagle3(dataclasses.replace(llama_head(model, ffn), **(sizes or {})), HeadConfig(**flags), model, key, vocab)
+def eagle3(
+    model: ModelConfig,
+    key: Any,
+    vocab: int = 0,
+    ffn: int = 0,
+    sizes: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Eagle3:
+    """An EAGLE-3 head that is made for a policy, with some `sizes` of its own and flags of
+    `HeadConfig`."""
+    return Eagle3(
+        dataclasses.replace(llama_head(model, ffn), **(sizes or {})),
+        HeadConfig(**flags),
+        model,
+        key,
+        vocab,
+    )
 
 
-def value_and_grad(loss_of: Callable[[Any], Any], network: Any, has_aux: bool = False) -> tuple[Any, Any]:
-    """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as `optimizers.update` takes it."""
+def value_and_grad(
+    loss_of: Callable[[Any], Any], network: Any, has_aux: bool = False
+) -> tuple[Any, Any]:
+    """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as
+    `optimizers.update` takes it."""
     read = functools.partial(optimizers.with_parameters, network)
-    return jax.value_and_grad(lambda weights: loss_of(read(weights)), has_aux=has_aux)(optimizers.parameters(network))
+    return jax.value_and_grad(lambda weights: loss_of(read(weights)), has_aux=has_aux)(
+        optimizers.parameters(network)
+    )
 
 
 def with_weights(network: Any, **changes: Any) -> Any:
-    """The network with some weights, by attribute name, replaced by arrays or filled with numbers."""
+    """The network with some weights, by attribute name, replaced by arrays or filled with
+    numbers."""
 
     def one(path: Any, leaf: Any) -> jax.Array:
         name = weight_name(path)
-        return jnp.broadcast_to(jnp.asarray(changes[name], leaf.dtype), leaf.shape) if name in changes else leaf
+        return (
+            jnp.broadcast_to(jnp.asarray(changes[name], leaf.dtype), leaf.shape)
+            if name in changes
+            else leaf
+        )
 
     return jax.tree_util.tree_map_with_path(one, network)
 
 
-def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, live: bool = True) -> Prompts:
-    """Random prompts of 2 to `width` tokens, never token 0 or 1; what lies beyond a prompt is junk that nothing may read."""
+def tiny_prompts(
+    count: int, width: int = 5, vocab: int = 11, seed: int = 0, live: bool = True
+) -> Prompts:
+    """Random prompts of 2 to `width` tokens, never token 0 or 1; what lies beyond a prompt is junk
+    that nothing may read."""
     random = np.random.default_rng(seed)
     return Prompts(
         tokens=jnp.asarray(random.integers(2, vocab, (count, width)), jnp.int32),
@@ -215,7 +278,10 @@ def tiny_prompts(count: int, width: int = 5, vocab: int = 11, seed: int = 0, liv
 
 def no_history(prompts: int, size: int = 0) -> dict[str, Any]:
     """The fields of `Prompts` for prompts without earlier answers."""
-    return {"history": jnp.zeros((prompts, 0, size), jnp.int32), "history_lengths": jnp.zeros((prompts, 0), jnp.int32)}
+    return {
+        "history": jnp.zeros((prompts, 0, size), jnp.int32),
+        "history_lengths": jnp.zeros((prompts, 0), jnp.int32),
+    }
 
 
 def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
@@ -235,7 +301,11 @@ def numpy_weights(network: Any) -> dict[str, np.ndarray]:
     """A network's arrays in float64 by dotted attribute path."""
     leaves = jax.tree_util.tree_flatten_with_path(network)[0]
     names = [
-        [str(key.name if hasattr(key, "name") else key.key) for key in path if hasattr(key, "name") or hasattr(key, "key")]
+        [
+            str(key.name if hasattr(key, "name") else key.key)
+            for key in path
+            if hasattr(key, "name") or hasattr(key, "key")
+        ]
         for path, _ in leaves
     ]
     return {
@@ -250,9 +320,12 @@ def numpy_rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def numpy_rotate(head: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """Rotary embedding of one head vector: coordinates i and i + H/2 form a complex number, turned by position * theta^(-2i/H)."""
+    """Rotary embedding of one head vector: coordinates i and i + H/2 form a complex number, turned
+    by position * theta^(-2i/H)."""
     half = len(head) // 2
-    turned = (head[:half] + 1j * head[half:]) * np.exp(1j * position * theta ** (-2 * np.arange(half) / len(head)))
+    turned = (head[:half] + 1j * head[half:]) * np.exp(
+        1j * position * theta ** (-2 * np.arange(half) / len(head))
+    )
     return np.concatenate([turned.real, turned.imag])
 
 
@@ -268,34 +341,60 @@ def numpy_swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarr
     return (inner / (1 + np.exp(-inner)) * (x @ up)) @ down
 
 
-def numpy_decoder(policy: Decoder, tokens: Any, positions: Any = None) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Qwen3 by loops over positions and heads, for one sequence: logits [T V], final-norm hidden [T D], residual stream at 0..L layers."""
+def numpy_decoder(
+    policy: Decoder, tokens: Any, positions: Any = None
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Qwen3 by loops over positions and heads, for one sequence: logits [T V], final-norm hidden [T
+    D], residual stream at 0..L layers."""
     positions = np.arange(len(tokens)) if positions is None else positions
     config, weights, tokens = policy.config, numpy_weights(policy), np.asarray(tokens)
     x = weights["embedding"][tokens]
     boundaries = [x]
     for layer in range(config.layers):
-        part = {name.removeprefix("layers."): value[layer] for name, value in weights.items() if name.startswith("layers.")}
+        part = {
+            name.removeprefix("layers."): value[layer]
+            for name, value in weights.items()
+            if name.startswith("layers.")
+        }
         normed = numpy_rms_norm(x, part["attention_norm"], config.norm_eps)
         attended = np.zeros((len(tokens), config.embed))
         for head in range(config.heads):
             shared = head * config.kv_heads // config.heads  # the key/value head of this query head
-            query = numpy_rms_norm(normed @ part["query"][:, head], part["query_norm"], config.norm_eps)
+            query = numpy_rms_norm(
+                normed @ part["query"][:, head], part["query_norm"], config.norm_eps
+            )
             key = numpy_rms_norm(normed @ part["key"][:, shared], part["key_norm"], config.norm_eps)
             value = normed @ part["value"][:, shared]
-            turned = np.array([numpy_rotate(key[s], positions[s], config.rope_theta) for s in range(len(tokens))])
+            turned = np.array(
+                [numpy_rotate(key[s], positions[s], config.rope_theta) for s in range(len(tokens))]
+            )
             for t in range(len(tokens)):
-                scores = turned[: t + 1] @ numpy_rotate(query[t], positions[t], config.rope_theta) / np.sqrt(config.head_size)
+                scores = (
+                    turned[: t + 1]
+                    @ numpy_rotate(query[t], positions[t], config.rope_theta)
+                    / np.sqrt(config.head_size)
+                )
                 attended[t] += numpy_softmax(scores) @ value[: t + 1] @ part["output"][head]
         x = x + attended
-        x = x + numpy_swiglu(numpy_rms_norm(x, part["ffn_norm"], config.norm_eps), part["gate"], part["up"], part["down"])
+        x = x + numpy_swiglu(
+            numpy_rms_norm(x, part["ffn_norm"], config.norm_eps),
+            part["gate"],
+            part["up"],
+            part["down"],
+        )
         boundaries.append(x)
     hidden = numpy_rms_norm(x, weights["norm"], config.norm_eps)
     head = weights["embedding"].T if config.tied else weights["head"]
     return hidden @ head, hidden, boundaries
 
 
-def bisect(holds: Callable[[np.ndarray], np.ndarray], low: float, high: float, shape: tuple[int, ...], steps: int = 80) -> np.ndarray:
+def bisect(
+    holds: Callable[[np.ndarray], np.ndarray],
+    low: float,
+    high: float,
+    shape: tuple[int, ...],
+    steps: int = 80,
+) -> np.ndarray:
     """For each entry, the threshold in [low, high] below which a monotone `holds` is true."""
     lower, upper = np.full(shape, low), np.full(shape, high)
     for _ in range(steps):
@@ -306,17 +405,24 @@ def bisect(holds: Callable[[np.ndarray], np.ndarray], low: float, high: float, s
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of counts against expected numbers; bins below 5 are merged, and a count where nothing is expected is refused."""
+    """The p-value of counts against expected numbers; bins below 5 are merged, and a count where
+    nothing is expected is refused."""
     assert counts[expected == 0].sum() == 0, "an impossible outcome occurred"
     often, rare = expected >= 5, (expected > 0) & (expected < 5)
-    merged = [np.append(bins[often], bins[rare].sum()) if rare.any() else bins[often] for bins in (counts, expected)]
-    return float(stats.chi2.sf(((merged[0] - merged[1]) ** 2 / merged[1]).sum(), len(merged[0]) - 1))
+    merged = [
+        np.append(bins[often], bins[rare].sum()) if rare.any() else bins[often]
+        for bins in (counts, expected)
+    ]
+    return float(
+        stats.chi2.sf(((merged[0] - merged[1]) ** 2 / merged[1]).sum(), len(merged[0]) - 1)
+    )
 
 
 def numpy_eagle_slot(
     network: Any, hidden: np.ndarray, embedded: np.ndarray, position: int, seen: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One EAGLE-3 slot as inference runs it: appends each layer's key and value to `seen` and attends to all of them.
+    """One EAGLE-3 slot as inference runs it: appends each layer's key and value to `seen` and
+    attends to all of them.
 
     Returns the pre-norm output (the next depth's hidden state) and the logits.
     """
@@ -325,20 +431,41 @@ def numpy_eagle_slot(
     out = hidden
     for layer in range(network.stack):
         prefix, index = ("first.", 0) if layer == 0 else ("layers.", layer - 1)
-        part = {name.removeprefix(prefix): value[index] for name, value in weights.items() if name.startswith(prefix)}
+        part = {
+            name.removeprefix(prefix): value[index]
+            for name, value in weights.items()
+            if name.startswith(prefix)
+        }
         if layer == 0:
-            joined = np.concatenate([numpy_rms_norm(embedded, part["embedding_norm"], eps), numpy_rms_norm(out, part["hidden_norm"], eps)])
+            joined = np.concatenate(
+                [
+                    numpy_rms_norm(embedded, part["embedding_norm"], eps),
+                    numpy_rms_norm(out, part["hidden_norm"], eps),
+                ]
+            )
         else:
             joined = numpy_rms_norm(out, part["attention_norm"], eps)
-        query, key, value = (np.einsum("c,cnh->nh", joined, part[name]) for name in ("query", "key", "value"))
-        seen[-1].append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
+        query, key, value = (
+            np.einsum("c,cnh->nh", joined, part[name]) for name in ("query", "key", "value")
+        )
+        seen[-1].append(
+            (np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value)
+        )
         out = out.copy()
         for head in range(config.heads):
             shared = head * config.kv_heads // config.heads
             turned = numpy_rotate(query[head], position, config.rope_theta)
-            scores = np.array([slot[layer][0][shared] @ turned for slot in seen]) / np.sqrt(config.head_size)
-            out += numpy_softmax(scores) @ np.array([slot[layer][1][shared] for slot in seen]) @ part["output"][head]
-        out = out + numpy_swiglu(numpy_rms_norm(out, part["ffn_norm"], eps), part["gate"], part["up"], part["down"])
+            scores = np.array([slot[layer][0][shared] @ turned for slot in seen]) / np.sqrt(
+                config.head_size
+            )
+            out += (
+                numpy_softmax(scores)
+                @ np.array([slot[layer][1][shared] for slot in seen])
+                @ part["output"][head]
+            )
+        out = out + numpy_swiglu(
+            numpy_rms_norm(out, part["ffn_norm"], eps), part["gate"], part["up"], part["down"]
+        )
     return out, numpy_rms_norm(out, weights["norm"], eps) @ weights["head"]
 
 
@@ -347,37 +474,76 @@ def numpy_taps(boundaries: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(boundaries[1:4], axis=-1)
 
 
-def numpy_eagle_read(network: Any, embedding: np.ndarray, taps: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
-    """A fresh draft reads `tokens`, slot t with the taps of t and token t+1: last pre-norm output and logits, and what it has seen."""
+def numpy_eagle_read(
+    network: Any, embedding: np.ndarray, taps: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    """A fresh draft reads `tokens`, slot t with the taps of t and token t+1: last pre-norm output
+    and logits, and what it has seen."""
     fuse, seen = numpy_weights(network)["fuse"], []
     hidden = logits = np.zeros(0)
     for t in range(len(tokens) - 1):
-        hidden, logits = numpy_eagle_slot(network, taps[t] @ fuse, embedding[tokens[t + 1]], t, seen)
+        hidden, logits = numpy_eagle_slot(
+            network, taps[t] @ fuse, embedding[tokens[t + 1]], t, seen
+        )
     return hidden, logits, seen
 
 
-def numpy_mtp_slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int, seen: list[Any]) -> np.ndarray:
-    """One slot of an MTP layer as inference runs it: appends its key and value to `seen` and attends to all of them.
+def numpy_mtp_slot(
+    network: Any,
+    layer: int,
+    hidden: np.ndarray,
+    embedded: np.ndarray,
+    position: int,
+    seen: list[Any],
+) -> np.ndarray:
+    """One slot of an MTP layer as inference runs it: appends its key and value to `seen` and
+    attends to all of them.
 
-    Returns the post-norm output, which is the next depth's hidden state and what the target's head reads.
+    Returns the post-norm output, which is the next depth's hidden state and what the target's head
+    reads.
     """
-    config, weights = network.config, {name.removeprefix("layers."): value[layer] for name, value in numpy_weights(network).items()}
+    config, weights = (
+        network.config,
+        {
+            name.removeprefix("layers."): value[layer]
+            for name, value in numpy_weights(network).items()
+        },
+    )
     eps = config.norm_eps
-    pair = numpy_rms_norm(embedded, weights["embedding_norm"], eps), numpy_rms_norm(hidden, weights["hidden_norm"], eps)
+    pair = (
+        numpy_rms_norm(embedded, weights["embedding_norm"], eps),
+        numpy_rms_norm(hidden, weights["hidden_norm"], eps),
+    )
     out = np.concatenate(pair if network.embedding_first else pair[::-1]) @ weights["project"]
     normed = numpy_rms_norm(out, weights["attention_norm"], eps)
     query, key, value = (
-        np.einsum("d,dnh->nh", normed, weights[name]) + weights.get(f"{name}_bias", 0) for name in ("query", "key", "value")
+        np.einsum("d,dnh->nh", normed, weights[name]) + weights.get(f"{name}_bias", 0)
+        for name in ("query", "key", "value")
     )
     if "query_norm" in weights:
-        query, key = numpy_rms_norm(query, weights["query_norm"], eps), numpy_rms_norm(key, weights["key_norm"], eps)
-    seen.append((np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value))
+        query, key = (
+            numpy_rms_norm(query, weights["query_norm"], eps),
+            numpy_rms_norm(key, weights["key_norm"], eps),
+        )
+    seen.append(
+        (np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value)
+    )
     for head in range(config.heads):
         shared = head * config.kv_heads // config.heads
         turned = numpy_rotate(query[head], position, config.rope_theta)
         scores = np.array([keys[shared] @ turned for keys, _ in seen]) / np.sqrt(config.head_size)
-        out = out + numpy_softmax(scores) @ np.array([values[shared] for _, values in seen]) @ weights["output"][head]
-    out = out + numpy_swiglu(numpy_rms_norm(out, weights["ffn_norm"], eps), weights["gate"], weights["up"], weights["down"])
+        out = (
+            out
+            + numpy_softmax(scores)
+            @ np.array([values[shared] for _, values in seen])
+            @ weights["output"][head]
+        )
+    out = out + numpy_swiglu(
+        numpy_rms_norm(out, weights["ffn_norm"], eps),
+        weights["gate"],
+        weights["up"],
+        weights["down"],
+    )
     return numpy_rms_norm(out, weights["norm"], eps)
 
 
@@ -385,5 +551,9 @@ def save_policy(folder: Path, model: ModelConfig, seed: int = 0) -> Path:
     """A folder with the checkpoint of `tiny_network(Decoder, model, seed)` in one file."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
-    list(write_tensors(folder, tensors_of(policy_rows(model), tiny_network(Decoder, model, seed), np.float32)))
+    list(
+        write_tensors(
+            folder, tensors_of(policy_rows(model), tiny_network(Decoder, model, seed), np.float32)
+        )
+    )
     return folder

@@ -1,7 +1,9 @@
-"""NVIDIA GPUs that are not there: with the wheels of JAX's CUDA plugin, and no driver, programs are compiled for them, to be read.
+"""NVIDIA GPUs that are not there: with the wheels of JAX's CUDA plugin, and no driver, programs are
+compiled for them, to be read.
 
-What that takes: `jax-cuda13-plugin` and `jax-cuda13-pjrt` of jax's own release, `nvidia-cuda-nvcc` and `nvidia-nvvm`; for CUDA 12
-`jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`; installed without their dependencies. `launch/newest.sh` does it.
+What that takes: `jax-cuda13-plugin` and `jax-cuda13-pjrt` of jax's own release, `nvidia-cuda-nvcc`
+and `nvidia-nvvm`; for CUDA 12 `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`;
+installed without their dependencies. `launch/newest.sh` does it.
 """
 
 import functools
@@ -68,8 +70,27 @@ class Card(NamedTuple):
 
 
 H200 = Card("NVIDIA H200", (9, 0), 132, 150_754_820_096, 4_800_000_000_000, 62_914_560, 233_472)
-GB200 = Card("NVIDIA GB200", (10, 0), 152, 198_642_237_440, 8_000_000_000_000, 132_644_864, 233_472, clock_ghz=2.06)
-RTX_4090 = Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 25_393_692_672, 1_008_096_000_000, 75_497_472, 102_400, 1536, 2.52)
+GB200 = Card(
+    "NVIDIA GB200",
+    (10, 0),
+    152,
+    198_642_237_440,
+    8_000_000_000_000,
+    132_644_864,
+    233_472,
+    clock_ghz=2.06,
+)
+RTX_4090 = Card(
+    "NVIDIA GeForce RTX 4090",
+    (8, 9),
+    128,
+    25_393_692_672,
+    1_008_096_000_000,
+    75_497_472,
+    102_400,
+    1536,
+    2.52,
+)
 
 
 def plugin() -> bool:
@@ -77,13 +98,17 @@ def plugin() -> bool:
     return any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13))
 
 
-needs_plugin = pytest.mark.skipif(not plugin(), reason="needs the wheels of JAX's CUDA plugin (no GPU)")
+needs_plugin = pytest.mark.skipif(
+    not plugin(), reason="needs the wheels of JAX's CUDA plugin (no GPU)"
+)
 
 
 @functools.cache
 def devices(card: Card, count: int) -> tuple[Any, ...]:
     """So many GPUs of one machine."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=card.described(), topology=f"1x1x{count}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=card.described(), topology=f"1x1x{count}"
+    )
     return tuple(topology.devices)
 
 
@@ -96,8 +121,9 @@ def mesh_of(card: Card, data: int = 1, tensor: int = 1) -> Mesh:
 def compiled(function: Callable, mesh: Mesh, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
     """The program for the mesh's GPUs, of arrays that are only described.
 
-    What asks the default device for its kind, as kernels do, is told that it is one of these. The function is wrapped anew because
-    traces are kept by function. The assembler's optimisations, a third of the time, change no memory and no kernel's name.
+    What asks the default device for its kind, as kernels do, is told that it is one of these. The
+    function is wrapped anew because traces are kept by function. The assembler's optimisations, a
+    third of the time, change no memory and no kernel's name.
     """
     with jax.default_device(mesh.devices.flat[0]), jax.numpy_dtype_promotion("standard"):
         lowered = jax.jit(lambda *given: function(*given), donate_argnums=donate).lower(*arguments)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 
 def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention [B T N H] of each query over the slots that the mask [B T S] leaves it, with all scores at once."""
+    """Softmax attention [B T N H] of each query over the slots that the mask [B T S] leaves it,
+    with all scores at once."""
     rows, length, heads, size = query.shape
     grouped = query.reshape(rows, length, keys.shape[2], -1, size)
     scores = jnp.einsum("BTMRH,BSMH->BMRTS", grouped, keys) * size**-0.5
@@ -14,7 +15,8 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
 
 
 def up_to_position(positions: jax.Array, slots: int) -> jax.Array:
-    """True where slot <= position: causal inside a block, and blind to stale slots above it; [B T S]."""
+    """True where slot <= position: causal inside a block, and blind to stale slots above it; [B T
+    S]."""
     return jnp.arange(slots, dtype=jnp.int32) <= positions[:, :, None]
 
 

@@ -1,4 +1,5 @@
-"""Random small checkpoints of every family, written by transformers, and what transformers and we compute with them."""
+"""Random small checkpoints of every family, written by transformers, and what transformers and we
+compute with them."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,12 @@ from tests.conftest import small_mesh
 
 LENGTH = 40
 """More positions than the stretched cases were made for (16)."""
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -28,15 +34,38 @@ LLAMA3 = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3-tied-biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}),
-    "qwen3-yarn": ("Qwen3", {"head_dim": 8, "rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen3-tied-biases": (
+        "Qwen3",
+        {
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "qwen3-yarn": (
+        "Qwen3",
+        {"head_dim": 8, "rope_parameters": YARN, "max_position_embeddings": 64},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
-        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
     ),
-    "qwen3-moe-unnormalized": ("Qwen3Moe", {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
+    "qwen3-moe-unnormalized": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 64, "num_key_value_heads": 4}),
+    "llama3": (
+        "Llama",
+        {"rope_parameters": LLAMA3, "max_position_embeddings": 64, "num_key_value_heads": 4},
+    ),
     "llama-biases": ("Llama", {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-5}),
 }
 """transformers' class, and how the config differs from the common sizes."""
@@ -54,8 +83,11 @@ SIZES = {
 }
 
 
-def make(name: str, folder: Path, dtype: str = "float32", shards: str = "50GB", **changes: Any) -> Any:
-    """Writes the checkpoint of a case and returns transformers' model, in evaluation mode; every parameter is random."""
+def make(
+    name: str, folder: Path, dtype: str = "float32", shards: str = "50GB", **changes: Any
+) -> Any:
+    """Writes the checkpoint of a case and returns transformers' model, in evaluation mode; every
+    parameter is random."""
     import torch
     import transformers
 
@@ -67,7 +99,11 @@ def make(name: str, folder: Path, dtype: str = "float32", shards: str = "50GB", 
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, dtype=parameter.dtype)
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
-            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() > 0.5 else noise / fan_in**0.5)
+            parameter.copy_(
+                1 + 0.2 * noise
+                if parameter.ndim == 1 and parameter.mean() > 0.5
+                else noise / fan_in**0.5
+            )
     model.save_pretrained(folder, max_shard_size=shards)
     return model
 
@@ -95,7 +131,11 @@ def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
     config = policy_config(ModelConfig(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
-    wanted = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
+    wanted = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        placed,
+    )
     return policy_checkpoint(config, wanted).load(lambda _: None)
 
 

@@ -1,4 +1,5 @@
-"""Whole runs of a small model in processes of their own, and what they leave, read without the package."""
+"""Whole runs of a small model in processes of their own, and what they leave, read without the
+package."""
 
 import json
 import os
@@ -46,14 +47,25 @@ def command(workdir: Path, **changes: object) -> list[str]:
     idle = {"sft.rows"} if changed.get("sft.steps") == 0 else set()  # refused where they do nothing
     idle |= {"data.digits"} if changed.get("data.path") else set()
     settings = {name: value for name, value in SMALL.items() if name not in idle} | changed
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value)) if value is not True]
+    flags = [
+        part
+        for name, value in settings.items()
+        for part in (f"--{name}", str(value))
+        if value is not True
+    ]
     flags += [f"--{name}" for name, value in settings.items() if value is True]
     return ["--config", str(ROOT / "configs" / "rl_think.py"), "--workdir", str(workdir), *flags]
 
 
 def environment(cache: Path, devices: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # compiled as for users
-    return kept | {"JAXSPEC_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    # compiled as for users
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return kept | {
+        "JAXSPEC_CACHE": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 class Process:
@@ -63,7 +75,13 @@ class Process:
         self.log = log
         with log.open("w") as file:
             self.handle = subprocess.Popen(
-                arguments, env=variables, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                arguments,
+                env=variables,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -88,17 +106,28 @@ def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> P
 
 def lines(workdir: Path) -> list[dict]:
     file = workdir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
 
 
 def final_arrays(workdir: Path) -> dict[str, np.ndarray]:
     """What the newest checkpoint holds, read without the package."""
-    newest = max((folder for folder in (workdir / "checkpoints").iterdir() if folder.name.isdigit()), key=lambda folder: int(folder.name))
+    newest = max(
+        (folder for folder in (workdir / "checkpoints").iterdir() if folder.name.isdigit()),
+        key=lambda folder: int(folder.name),
+    )
     with ocp.StandardCheckpointer() as reader:
         path = (newest / "arrays").absolute()
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever mesh it was saved from
+        # whatever mesh it was saved from
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         stored = reader.metadata(path).item_metadata.tree
-        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in stored.items()}
+        target = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+            for name, leaf in stored.items()
+        }
         restored = reader.restore(path, target)
     return {name: np.asarray(value) for name, value in restored.items()}
 

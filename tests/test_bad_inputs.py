@@ -1,6 +1,8 @@
-"""A hostile user's tour of every surface: each bad input ends in one line that names the remedy's place, with status 2, and harms nothing.
+"""A hostile user's tour of every surface: each bad input ends in one line that names the remedy's
+place, with status 2, and harms nothing.
 
-All run in one process, through the programs' own entries, with a model so small that what is wrong is met within a second.
+All run in one process, through the programs' own entries, with a model so small that what is wrong
+is met within a second.
 """
 
 import json
@@ -29,7 +31,8 @@ from jaxspec.system.interrupt import Interrupt
 from tests.conftest import answering_config, save_policy, tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
-TINY = "--model.vocab 24 --model.layers 1 --model.embed 8 --model.heads 2 --model.kv_heads 1 --model.head_size 4 --model.ffn 8".split()  # noqa: SIM905
+SIZES = {"vocab": 24, "layers": 1, "embed": 8, "heads": 2, "kv_heads": 1, "head_size": 4, "ffn": 8}
+TINY = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 ALONE = "--sft.steps 0 --rollout.draft.kind none --rollout.engine.no_tail".split()  # noqa: SIM905
 QUICK = [*TINY, *ALONE]
 
@@ -118,7 +121,9 @@ BESIDE = {
 """What gives a setting its use."""
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values]
+)
 def test_settings(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     beside = next((words for part, words in BESIDE.items() if name.startswith(part)), [])
     status, printed = ended(lambda: trained(f"--{name}", value, *beside), capsys)
@@ -128,8 +133,20 @@ def test_settings(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 WORDS = [
-    *(["--steps", "1.5"], ["--steps", "many"], ["--rollout.verify", "maybe"], ["--rollout.draft.kind", "eagle4"]),
-    *(["--grpo.group_sise", "8"], ["--model", "qwen"], ["--steps"], ["8"], ["--rollout.banned", "x"], ["--no_steps"]),
+    *(
+        ["--steps", "1.5"],
+        ["--steps", "many"],
+        ["--rollout.verify", "maybe"],
+        ["--rollout.draft.kind", "eagle4"],
+    ),
+    *(
+        ["--grpo.group_sise", "8"],
+        ["--model", "qwen"],
+        ["--steps"],
+        ["8"],
+        ["--rollout.banned", "x"],
+        ["--no_steps"],
+    ),
 ]
 
 
@@ -141,7 +158,9 @@ def test_words_that_are_no_settings(argv: list[str], capsys: pytest.CaptureFixtu
     assert argv[0].removeprefix("--no_").removeprefix("--").partition("_sise")[0] in printed
 
 
-HEAD = "from jaxspec.config.settings import *\nfrom dataclasses import replace\nSCALES = ('tiny',)\n"
+HEAD = (
+    "from jaxspec.config.settings import *\nfrom dataclasses import replace\nSCALES = ('tiny',)\n"
+)
 FILES = {
     "nothing": ("", ["SCALES"]),
     "no function": ("SCALES = ('tiny',)", ["get_config"]),
@@ -149,50 +168,112 @@ FILES = {
     "half a line": ("def get_config(", ["is not a Python file"]),
     "bytes": ("\0\0", ["bad.py"]),
     "an import of nothing": ("import nowhere_at_all", ["line 1", "nowhere_at_all"]),
-    "an error of its own": (f"{HEAD}def get_config(scale):\n    return 1 / 0", ["line 5", "division by zero"]),
+    "an error of its own": (
+        f"{HEAD}def get_config(scale):\n    return 1 / 0",
+        ["line 5", "division by zero"],
+    ),
     "an exit": (f"{HEAD}raise SystemExit(0)", ["line 4", "SystemExit"]),
-    "another class": (f"{HEAD}def get_config(scale):\n    return DataConfig()", ["returns a DataConfig"]),
-    "a float of steps": (f"{HEAD}def get_config(scale):\n    return Config(steps=1.5)", ["steps is 1.5", "a whole number"]),
-    "text of steps": (f"{HEAD}def get_config(scale):\n    return Config(steps='4')", ["steps is '4'", "a whole number"]),
-    "a flag of steps": (f"{HEAD}def get_config(scale):\n    return Config(steps=True)", ["steps is True", "a whole number"]),
-    "no part": (f"{HEAD}def get_config(scale):\n    return Config(model=None)", ["model is None", "ModelConfig"]),
-    "another part": (f"{HEAD}def get_config(scale):\n    return Config(grpo=DataConfig())", ["grpo", "GrpoConfig"]),
+    "another class": (
+        f"{HEAD}def get_config(scale):\n    return DataConfig()",
+        ["returns a DataConfig"],
+    ),
+    "a float of steps": (
+        f"{HEAD}def get_config(scale):\n    return Config(steps=1.5)",
+        ["steps is 1.5", "a whole number"],
+    ),
+    "text of steps": (
+        f"{HEAD}def get_config(scale):\n    return Config(steps='4')",
+        ["steps is '4'", "a whole number"],
+    ),
+    "a flag of steps": (
+        f"{HEAD}def get_config(scale):\n    return Config(steps=True)",
+        ["steps is True", "a whole number"],
+    ),
+    "no part": (
+        f"{HEAD}def get_config(scale):\n    return Config(model=None)",
+        ["model is None", "ModelConfig"],
+    ),
+    "another part": (
+        f"{HEAD}def get_config(scale):\n    return Config(grpo=DataConfig())",
+        ["grpo", "GrpoConfig"],
+    ),
     "a wrong literal": (
         f"{HEAD}def get_config(scale):\n    return Config(rollout=RolloutConfig(verify='all'))",
         ["rollout.verify", "block"],
     ),
-    "a list": (f"{HEAD}def get_config(scale):\n    return Config(rollout=RolloutConfig(banned=[1]))", ["rollout.banned", "a tuple"]),
-    "an unknown name": (f"{HEAD}def get_config(scale):\n    return Config(stepz=3)", ["line 5", "stepz"]),
-    "a path that is none": (f"{HEAD}def get_config(scale):\n    return Config(workdir=3)", ["workdir is 3", "text"]),
-    "a subclass": (f"{HEAD}class Mine(Config): ...\ndef get_config(scale):\n    return Mine()", ["returns a Mine", "subclass"]),
+    "a list": (
+        f"{HEAD}def get_config(scale):\n    return Config(rollout=RolloutConfig(banned=[1]))",
+        ["rollout.banned", "a tuple"],
+    ),
+    "an unknown name": (
+        f"{HEAD}def get_config(scale):\n    return Config(stepz=3)",
+        ["line 5", "stepz"],
+    ),
+    "a path that is none": (
+        f"{HEAD}def get_config(scale):\n    return Config(workdir=3)",
+        ["workdir is 3", "text"],
+    ),
+    "a subclass": (
+        f"{HEAD}class Mine(Config): ...\ndef get_config(scale):\n    return Mine()",
+        ["returns a Mine", "subclass"],
+    ),
     "a subclass of a part": (
-        f"{HEAD}class Mine(GrpoConfig):\n    def __post_init__(self): ...\n"
-        "def get_config(scale):\n    return Config(grpo=Mine(grad_clip=-1))",
+        (
+            f"{HEAD}class Mine(GrpoConfig):\n    def __post_init__(self): ...\n"
+            "def get_config(scale):\n    return Config(grpo=Mine(grad_clip=-1))"
+        ),
         ["line 7", "grpo", "GrpoConfig itself"],
     ),
-    "an array of scales": ("import numpy as np\nSCALES = np.array(['a', 'b'])\ndef get_config(scale): ...", ["SCALES is array"]),
-    "an async function": (f"{HEAD}async def get_config(scale):\n    return Config()", ["async def"]),
+    "an array of scales": (
+        "import numpy as np\nSCALES = np.array(['a', 'b'])\ndef get_config(scale): ...",
+        ["SCALES is array"],
+    ),
+    "an async function": (
+        f"{HEAD}async def get_config(scale):\n    return Config()",
+        ["async def"],
+    ),
     "an exit of a generator": (f"{HEAD}raise GeneratorExit", ["line 4", "GeneratorExit"]),
-    "a cancellation": (f"{HEAD}import asyncio\nraise asyncio.CancelledError", ["line 5", "CancelledError"]),
-    "a base exception": (f"{HEAD}raise BaseException('two\\nlines')", ["line 4", "BaseException: two lines"]),
+    "a cancellation": (
+        f"{HEAD}import asyncio\nraise asyncio.CancelledError",
+        ["line 5", "CancelledError"],
+    ),
+    "a base exception": (
+        f"{HEAD}raise BaseException('two\\nlines')",
+        ["line 4", "BaseException: two lines"],
+    ),
     "an error without words": (
         f"{HEAD}class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
         ["line 6", "Mute: (its message cannot be read)"],
     ),
-    "too long a number": (f"{HEAD}def get_config(scale):\n    return Config(steps=10**5000)", ["steps is", "5000 digits"]),
+    "too long a number": (
+        f"{HEAD}def get_config(scale):\n    return Config(steps=10**5000)",
+        ["steps is", "5000 digits"],
+    ),
     "a float of numpy": (
-        f"{HEAD}import numpy as np\ndef get_config(scale):\n    return Config(sft=SftConfig(learning_rate=np.float32(1e-3)))",
+        (
+            f"{HEAD}import numpy as np\ndef get_config(scale):\n    return"
+            " Config(sft=SftConfig(learning_rate=np.float32(1e-3)))"
+        ),
         ["sft.learning_rate", "an int or a float"],
     ),
     "a fraction": (
-        f"{HEAD}from fractions import Fraction\ndef get_config(scale):\n    return Config(sft=SftConfig(learning_rate=Fraction(1, 3)))",
+        (
+            f"{HEAD}from fractions import Fraction\ndef get_config(scale):\n    return"
+            " Config(sft=SftConfig(learning_rate=Fraction(1, 3)))"
+        ),
         ["sft.learning_rate", "an int or a float"],
     ),
     "a draft's sizes": (
-        f"{HEAD}def get_config(scale):\n    return Config(draft_model=ModelConfig(family=FamilyConfig(experts=8)))",
+        (
+            f"{HEAD}def get_config(scale):\n    return"
+            " Config(draft_model=ModelConfig(family=FamilyConfig(experts=8)))"
+        ),
         ["draft_model", "leave it out"],
     ),
-    "NUL in text": (f"{HEAD}def get_config(scale):\n    return Config(workdir='a\\0b')", ["workdir is", "NUL"]),
+    "NUL in text": (
+        f"{HEAD}def get_config(scale):\n    return Config(workdir='a\\0b')",
+        ["workdir is", "NUL"],
+    ),
     "not a number": (
         f"{HEAD}def get_config(scale):\n    return Config(grpo=GrpoConfig(grad_clip=float('nan')))",
         ["grpo.grad_clip is nan"],
@@ -209,8 +290,13 @@ def test_config_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert_one_line(printed, "bad.py", *words)
 
 
-@pytest.mark.parametrize("given", ["nowhere.py", "rl_think.py:huge", "/", ".", "", "a" * 300 + ".py", "circle.py", "x\ny.py"])
-def test_names_of_config_files(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    ["nowhere.py", "rl_think.py:huge", "/", ".", "", "a" * 300 + ".py", "circle.py", "x\ny.py"],
+)
+def test_names_of_config_files(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "circle.py").symlink_to("circle.py")
     status, printed = ended(lambda: trained(config=given), capsys)
     assert status == 2
@@ -218,11 +304,14 @@ def test_names_of_config_files(given: str, tmp_path: Path, capsys: pytest.Captur
     assert len(printed.splitlines()) == 1
 
 
-def test_an_interruption_of_a_config_files_own_is_its_error_and_ctrl_c_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_of_a_config_files_own_is_its_error_and_ctrl_c_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         trained(config="bad.py")
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the programs, where Python never raises it
+    # as in the programs, where Python never raises it
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         status, printed = ended(lambda: trained(config="bad.py"), capsys)
     finally:
@@ -234,7 +323,10 @@ def test_an_interruption_of_a_config_files_own_is_its_error_and_ctrl_c_is_not(tm
 FAMILIES = [
     ("--model.family.model_type llama", "--model.family.no_query_key_norm"),
     ("--model.family.model_type qwen2", "--model.family.attention_bias"),
-    ("--model.family.model_type mimo --model.family.no_query_key_norm", "--model.family.attention_bias"),
+    (
+        "--model.family.model_type mimo --model.family.no_query_key_norm",
+        "--model.family.attention_bias",
+    ),
     ("--model.family.model_type qwen3_moe", "--model.family.experts 8"),
     ("--model.family.experts 8", "--model.family.experts 0"),
     ("--model.family.attention_bias", "--model.family.output_bias"),
@@ -243,14 +335,20 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("words", "remedy"), FAMILIES)
-def test_families_that_could_not_be_read_back(words: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_families_that_could_not_be_read_back(
+    words: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, printed = ended(lambda: trained(*words.split()), capsys)
     assert status == 2
     assert_one_line(printed, "model.family.model_type", remedy)
 
 
-@pytest.mark.parametrize(("name", "value"), [("JAX_NUM_CPU_DEVICES", "100000"), ("JAXSPEC_LOCAL_DEVICES", "513")])
-def test_devices_beyond_all_sense(name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("JAX_NUM_CPU_DEVICES", "100000"), ("JAXSPEC_LOCAL_DEVICES", "513")]
+)
+def test_devices_beyond_all_sense(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(name, value)
     status, printed = ended(lambda: trained(*QUICK), capsys)
     assert status == 2
@@ -266,14 +364,23 @@ DATA: dict[str, tuple[bytes | None, list[str]]] = {
     "half a line": (PROBLEM.encode() + b'{"question": "1', ["line 2", "not JSON"]),
     "a list": (b"[1, 2]\n", ["line 1", "list"]),
     "null": (b"null\n", ["line 1"]),
-    "another column": (b'{"q": "1+1=", "answer": "2"}\n', ["line 1", "'question'", "prompt_column"]),
+    "another column": (
+        b'{"q": "1+1=", "answer": "2"}\n',
+        ["line 1", "'question'", "prompt_column"],
+    ),
     "no answer": (b'{"question": "1+1="}\n', ["line 1", "'answer'"]),
     "a null answer": (b'{"question": "1+1=", "answer": null}\n', ["line 1", "'answer'"]),
-    "a list of answers": (b'{"question": "1+1=", "answer": ["2"]}\n', ["line 1", "'answer'", "list"]),
+    "a list of answers": (
+        b'{"question": "1+1=", "answer": ["2"]}\n',
+        ["line 1", "'answer'", "list"],
+    ),
     "empty answers": (b'{"question": "1+1=", "answer": ""}\n', ["answer"]),
     "unknown letters": (b'{"question": "what?", "answer": "2"}\n', ["line 1", "tokenizer"]),
     "bytes": (b"\xff\xfe\x00", ["line 1"]),
-    "half a letter": (b'{"question": "1\\ud800", "answer": "2"}\n', ["line 1", "half of a character"]),
+    "half a letter": (
+        b'{"question": "1\\ud800", "answer": "2"}\n',
+        ["line 1", "half of a character"],
+    ),
     "deep": (b"[" * 100_000, ["line 1", "nested too deeply"]),
     "too long": (b'{"question": "' + b"1" * 300 + b'", "answer": "2"}\n', ["max_prompt_length"]),
     "too few": (PROBLEM.encode(), ["eval_prompts"]),
@@ -287,7 +394,9 @@ def test_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     file = tmp_path / "train.jsonl"
     if content is not None:
         file.write_bytes(content)
-    status, printed = ended(lambda: trained(*QUICK, "--data.path", str(file), "--workdir", "run"), capsys)
+    status, printed = ended(
+        lambda: trained(*QUICK, "--data.path", str(file), "--workdir", "run"), capsys
+    )
     assert status == 2
     assert_one_line(printed, str(file), *words)
     assert not list(Path("run").glob("*.jsonl"))
@@ -295,7 +404,9 @@ def test_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "folder"])
-def test_data_that_is_no_file(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_no_file(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "folder").mkdir()
     words = ["--data.eval_path", "held.jsonl"] if not path else ["--data.path", path]
     status, printed = ended(lambda: trained(*QUICK, *words), capsys)
@@ -316,7 +427,9 @@ def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 def put(name: str, content: str | bytes) -> Callable[[Path], Any]:
     """Writes a file of a folder anew."""
-    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda folder: (folder / name).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 def spoilt(**values: Any) -> Callable[[Path], None]:
@@ -345,46 +458,100 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
     "empty config": (put("config.json", ""), ["config.json", "not valid JSON"]),
     "a list of config": (put("config.json", "[]"), ["config.json", "list"]),
-    "an unknown architecture": (spoilt(architectures=["Mamba"], model_type="mamba"), ["config.json"]),
+    "an unknown architecture": (
+        spoilt(architectures=["Mamba"], model_type="mamba"),
+        ["config.json"],
+    ),
     "text of a size": (spoilt(hidden_size="64"), ["config.json", "hidden_size"]),
-    "no size": (edited("config.json", lambda content: content.pop("hidden_size")), ["config.json", "hidden_size"]),
+    "no size": (
+        edited("config.json", lambda content: content.pop("hidden_size")),
+        ["config.json", "hidden_size"],
+    ),
     "a null size": (spoilt(num_hidden_layers=None), ["config.json", "num_hidden_layers"]),
     "a negative size": (spoilt(vocab_size=-3), ["config.json", "vocab_size"]),
     "a float of a size": (spoilt(num_attention_heads=2.5), ["config.json", "num_attention_heads"]),
     "a list of eps": (spoilt(rms_norm_eps=[1]), ["config.json", "rms_norm_eps"]),
     "text of rope scaling": (spoilt(rope_scaling="yarn"), ["config.json", "rope_scaling"]),
-    "an unknown rope scaling": (spoilt(rope_scaling={"rope_type": "spiral", "factor": 2.0}), ["config.json", "spiral"]),
+    "an unknown rope scaling": (
+        spoilt(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
+        ["config.json", "spiral"],
+    ),
     "text of a flag": (spoilt(tie_word_embeddings="no"), ["config.json", "tie_word_embeddings"]),
     "weights of another shape": (spoilt(intermediate_size=25), ["another shape"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
     "weights cut short": (_cut, ["model.safetensors", "truncated"]),
     "empty weights": (put("model.safetensors", b""), ["model.safetensors"]),
-    "a missing tensor": (tensors(lambda held: held.pop("model.norm.weight")), ["model.norm.weight"]),
-    "a foreign tensor": (tensors(lambda held: held.update(extra=np.ones(3, np.float32))), ["extra"]),
-    "whole numbers": (tensors(lambda held: held.update({"model.norm.weight": np.ones(16, np.int32)})), ["model.norm.weight"]),
+    "a missing tensor": (
+        tensors(lambda held: held.pop("model.norm.weight")),
+        ["model.norm.weight"],
+    ),
+    "a foreign tensor": (
+        tensors(lambda held: held.update(extra=np.ones(3, np.float32))),
+        ["extra"],
+    ),
+    "whole numbers": (
+        tensors(lambda held: held.update({"model.norm.weight": np.ones(16, np.int32)})),
+        ["model.norm.weight"],
+    ),
     "an index of a list": (put("model.safetensors.index.json", "[]"), ["index.json"]),
     "an index that leads outside": (
-        put("model.safetensors.index.json", json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})),
+        put(
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}),
+        ),
         ["index.json", "../elsewhere"],
     ),
-    "an index of numbers": (put("model.safetensors.index.json", json.dumps({"weight_map": {"a": 3}})), ["index.json"]),
+    "an index of numbers": (
+        put("model.safetensors.index.json", json.dumps({"weight_map": {"a": 3}})),
+        ["index.json"],
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json"]),
     "an empty tokenizer": (put("tokenizer.json", ""), ["tokenizer.json"]),
-    "half a tokenizer": (lambda folder: put("tokenizer.json", (folder / "tokenizer.json").read_bytes()[:500])(folder), ["tokenizer.json"]),
-    "a tokenizer of text": (edited("tokenizer.json", lambda content: content.update(model="words")), ["tokenizer.json"]),
-    "a number of an end": (edited("tokenizer_config.json", lambda content: content.update(eos_token=3)), ["eos_token"]),
-    "an unknown end": (edited("tokenizer_config.json", lambda content: content.update(eos_token="<end>")), ["eos_token"]),
-    "a number of a template": (edited("tokenizer_config.json", lambda content: content.update(chat_template=3)), ["chat_template"]),
-    "half a template": (edited("tokenizer_config.json", lambda content: content.update(chat_template="{% for")), ["chat template"]),
+    "half a tokenizer": (
+        lambda folder: put("tokenizer.json", (folder / "tokenizer.json").read_bytes()[:500])(
+            folder
+        ),
+        ["tokenizer.json"],
+    ),
+    "a tokenizer of text": (
+        edited("tokenizer.json", lambda content: content.update(model="words")),
+        ["tokenizer.json"],
+    ),
+    "a number of an end": (
+        edited("tokenizer_config.json", lambda content: content.update(eos_token=3)),
+        ["eos_token"],
+    ),
+    "an unknown end": (
+        edited("tokenizer_config.json", lambda content: content.update(eos_token="<end>")),
+        ["eos_token"],
+    ),
+    "a number of a template": (
+        edited("tokenizer_config.json", lambda content: content.update(chat_template=3)),
+        ["chat_template"],
+    ),
+    "half a template": (
+        edited("tokenizer_config.json", lambda content: content.update(chat_template="{% for")),
+        ["chat template"],
+    ),
     "a template without end": (
         edited(
             "tokenizer_config.json",
-            lambda content: content.update(chat_template="{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+            lambda content: content.update(
+                chat_template=(
+                    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+                )
+            ),
         ),
         ["chat template", "seconds"],
     ),
-    "an end beyond the vocabulary": (put("generation_config.json", '{"eos_token_id": 999}'), ["generation_config.json", "999"]),
-    "text of an end": (put("generation_config.json", '{"eos_token_id": "x"}'), ["generation_config.json", "eos_token_id"]),
+    "an end beyond the vocabulary": (
+        put("generation_config.json", '{"eos_token_id": 999}'),
+        ["generation_config.json", "999"],
+    ),
+    "text of an end": (
+        put("generation_config.json", '{"eos_token_id": "x"}'),
+        ["generation_config.json", "eos_token_id"],
+    ),
 }
 
 
@@ -395,7 +562,9 @@ def test_checkpoint_folders(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     folder = save_policy(tmp_path / "policy", MODEL)
     character_tokenizer().save(str(folder))
     spoil(folder)
-    status, printed = ended(lambda: trained("--model.path", str(folder), *ALONE, "--workdir", "run"), capsys)
+    status, printed = ended(
+        lambda: trained("--model.path", str(folder), *ALONE, "--workdir", "run"), capsys
+    )
     assert status == 2
     assert_one_line(printed, *words)
 
@@ -405,7 +574,9 @@ def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = save_policy(tmp_path / "policy", MODEL)
     character_tokenizer().save(str(folder))
     tensors(_nan)(folder)
-    status, printed = ended(lambda: trained("--model.path", str(folder), *ALONE, "--workdir", "run"), capsys)
+    status, printed = ended(
+        lambda: trained("--model.path", str(folder), *ALONE, "--workdir", "run"), capsys
+    )
     assert status == 2
     assert_one_line(printed, "model.norm.weight", "not finite")
 
@@ -415,17 +586,24 @@ PATHS = ["--model.path", "--rollout.draft.path", "--lora.path", "--data.tokenize
 
 @pytest.mark.parametrize("setting", PATHS)
 @pytest.mark.parametrize("path", ["nowhere", "file", "~nosuch/x"])
-def test_folders_that_are_none(setting: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_none(
+    setting: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("no folder")
     kind = "eagle3" if "draft" in setting else "none"
     sizes = [] if setting == "--model.path" else TINY
-    status, printed = ended(lambda: trained(*sizes, "--sft.steps", "0", "--rollout.draft.kind", kind, setting, path), capsys)
+    status, printed = ended(
+        lambda: trained(*sizes, "--sft.steps", "0", "--rollout.draft.kind", kind, setting, path),
+        capsys,
+    )
     assert status == 2
     assert_one_line(printed, setting.removeprefix("--"), path)
 
 
 @pytest.mark.parametrize("setting", ["--workdir", "--checkpoint", "--out"])
-def test_a_home_that_nobody_has(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_that_nobody_has(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, place = loaded_run.Run(tmp_path, 4, answering_config()), "~nosuch/x"
     work: dict[str, Callable[[], Any]] = {
         "--workdir": lambda: prepare_workdir(place),
@@ -434,7 +612,9 @@ def test_a_home_that_nobody_has(setting: str, tmp_path: Path, capsys: pytest.Cap
     }
     status, printed = ended(lambda: reported(work[setting]), capsys)
     assert status == 2
-    assert_one_line(printed, f"{setting} is '{place}', and no home directory of ~nosuch is known here")
+    assert_one_line(
+        printed, f"{setting} is '{place}', and no home directory of ~nosuch is known here"
+    )
 
 
 def test_a_folder_without_a_config_is_named_with_its_setting(
@@ -447,7 +627,8 @@ def test_a_folder_without_a_config_is_named_with_its_setting(
 
 
 def a_run(folder: Path) -> Path:
-    """What a run of two batches leaves, by the command that the tests give, with a checkpoint that holds nothing."""
+    """What a run of two batches leaves, by the command that the tests give, with a checkpoint that
+    holds nothing."""
     config, _ = load_config(["--config", "rl_think.py", *QUICK], "train", "Trains.")
     (folder / "checkpoints" / "4").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_json(resolved(config, print))))
@@ -457,33 +638,76 @@ def a_run(folder: Path) -> Path:
 
 RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no folder": (shutil.rmtree, "no such folder", ""),
-    "no config": (lambda run: (run / "config.json").unlink(), "has no config.json", "holds checkpoints but no config.json"),
-    "an empty config": (put("config.json", ""), "config.json is not JSON", "config.json is not JSON"),
-    "a list of config": (put("config.json", "[1]"), "config.json holds a list", "config.json holds a list"),
-    "half a config": (put("config.json", '{"steps": 3'), "config.json is not JSON", "config.json is not JSON"),
-    "a key too few": (edited("config.json", lambda content: content.pop("seed")), "it lacks seed", "seed: "),
-    "a key too many": (edited("config.json", lambda content: content.update(stepz=1)), "it has stepz", "stepz: 1"),
-    "text of a number": (edited("config.json", lambda content: content.update(seed="one")), "seed is 'one'", "seed: one -> 0"),
+    "no config": (
+        lambda run: (run / "config.json").unlink(),
+        "has no config.json",
+        "holds checkpoints but no config.json",
+    ),
+    "an empty config": (
+        put("config.json", ""),
+        "config.json is not JSON",
+        "config.json is not JSON",
+    ),
+    "a list of config": (
+        put("config.json", "[1]"),
+        "config.json holds a list",
+        "config.json holds a list",
+    ),
+    "half a config": (
+        put("config.json", '{"steps": 3'),
+        "config.json is not JSON",
+        "config.json is not JSON",
+    ),
+    "a key too few": (
+        edited("config.json", lambda content: content.pop("seed")),
+        "it lacks seed",
+        "seed: ",
+    ),
+    "a key too many": (
+        edited("config.json", lambda content: content.update(stepz=1)),
+        "it has stepz",
+        "stepz: 1",
+    ),
+    "text of a number": (
+        edited("config.json", lambda content: content.update(seed="one")),
+        "seed is 'one'",
+        "seed: one -> 0",
+    ),
     "a bad number": (
         edited("config.json", lambda content: content["grpo"].update(grad_clip=-1)),
         "grpo.grad_clip is -1",
         "grpo.grad_clip: -1 -> ",
     ),
-    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint yet", "checkpoints is missing"),
-    "an empty checkpoint": (lambda run: None, "checkpoints/4 cannot be read", "checkpoints/4 cannot be read"),
+    "no checkpoints": (
+        lambda run: shutil.rmtree(run / "checkpoints"),
+        "has no checkpoint yet",
+        "checkpoints is missing",
+    ),
+    "an empty checkpoint": (
+        lambda run: None,
+        "checkpoints/4 cannot be read",
+        "checkpoints/4 cannot be read",
+    ),
     "a file of checkpoints": (
         lambda run: (shutil.rmtree(run / "checkpoints"), put("checkpoints", "x")(run)),
         "checkpoints is not a folder",
         "checkpoints is not a folder",
     ),
-    "a file as a checkpoint": (put("checkpoints/13", "x"), "checkpoints/13 is called like", "checkpoints/13 is called like"),
+    "a file as a checkpoint": (
+        put("checkpoints/13", "x"),
+        "checkpoints/13 is called like",
+        "checkpoints/13 is called like",
+    ),
 }
-"""What is done to a run's folder, and what is said of it to who reads it and to who goes on with it."""
+"""What is done to a run's folder, and what is said of it to who reads it and to who goes on with
+it."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("program", ["sample", "export"])
-def test_run_folders(name: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_folders(
+    name: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, (spoil, words, _) = a_run(tmp_path / "run"), RUNS[name]
     spoil(folder)
 
@@ -491,7 +715,9 @@ def test_run_folders(name: str, program: str, tmp_path: Path, capsys: pytest.Cap
         if program == "sample":
             return reported(lambda: sample.main(["--checkpoint", str(folder), "--prompt", "1+1="]))
         with Interrupt() as interrupt:
-            return reported(lambda: export.main(["--checkpoint", str(folder), "--out", "out"], interrupt))
+            return reported(
+                lambda: export.main(["--checkpoint", str(folder), "--out", "out"], interrupt)
+            )
 
     status, printed = ended(work, capsys)
     assert status == 2
@@ -501,7 +727,9 @@ def test_run_folders(name: str, program: str, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "no folder"])
-def test_run_folders_that_are_resumed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_folders_that_are_resumed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, (spoil, _, words) = a_run(tmp_path / "run"), RUNS[name]
     spoil(folder)
     before = (folder / "metrics.jsonl").read_bytes()
@@ -513,7 +741,9 @@ def test_run_folders_that_are_resumed(name: str, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["/proc/run", "file/run", "/dev/null"])
-def test_folders_that_cannot_be_written(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_written(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("no folder")
     status, printed = ended(lambda: trained(*QUICK, "--workdir", place), capsys)
     assert status == 2
@@ -528,8 +758,14 @@ def test_folders_that_cannot_be_written(place: str, tmp_path: Path, capsys: pyte
         *(("JAXSPEC_COORDINATOR", value) for value in ("nowhere", "127.0.0.1:0", "127.0.0.1:port")),
     ],
 )
-def test_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"JAXSPEC_PROCESSES": "2", "JAXSPEC_PROCESS_ID": "0", "JAXSPEC_COORDINATOR": "127.0.0.1:1234"}
+def test_environment(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {
+        "JAXSPEC_PROCESSES": "2",
+        "JAXSPEC_PROCESS_ID": "0",
+        "JAXSPEC_COORDINATOR": "127.0.0.1:1234",
+    }
     for variable, text in (good | {name: value}).items():
         monkeypatch.setenv(variable, text)
     status, printed = ended(lambda: trained(*QUICK), capsys)
@@ -585,12 +821,17 @@ def test_benchmarks(argv: str, word: str, capsys: pytest.CaptureFixture[str]) ->
     ("argv", "words"),
     [
         ("generate --draft ngram --draft_length 500 --new 10", "--draft_length 500 and --new 10"),
-        ("generate --draft mtp --draft_length auto --new 4", "--draft_length 5 (the longest of auto) and --new 4"),
+        (
+            "generate --draft mtp --draft_length auto --new 4",
+            "--draft_length 5 (the longest of auto) and --new 4",
+        ),
         ("load --tensor 3", "--tensor 3 does not divide"),
         ("load --data 100000", "--data 100000"),
     ],
 )
-def test_benchmarks_of_a_folder(argv: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_of_a_folder(
+    argv: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_policy(tmp_path / "DIR", MODEL)
     character_tokenizer().save(str(folder))
     status, printed = ended(lambda: bench_main([*argv.split(), "--model", "DIR"]), capsys)
@@ -601,8 +842,14 @@ def test_benchmarks_of_a_folder(argv: str, words: str, tmp_path: Path, capsys: p
 PREPARATIONS = [
     ("--steps 10", "--offline.steps", OF_DRAFT),
     ("--steps 80", "--steps", OF_DRAFT),
-    *((f"--{words}", f"--{words.split()[0]}", OF_DRAFT) for words in ("workdir a", "profile 1:2", "staged", "save_every 3")),
-    *((f"--{words}", f"--{words.split()[0]}", OF_DRAFT) for words in ("grpo.group_size 4", "rollout.verify token", "lora.rank 4")),
+    *(
+        (f"--{words}", f"--{words.split()[0]}", OF_DRAFT)
+        for words in ("workdir a", "profile 1:2", "staged", "save_every 3")
+    ),
+    *(
+        (f"--{words}", f"--{words.split()[0]}", OF_DRAFT)
+        for words in ("grpo.group_size 4", "rollout.verify token", "lora.rank 4")
+    ),
     ("--draft_training.no_online", "--draft_training.online", OF_DRAFT),
     ("--draft_training.learning_rate 1e-3", "--offline.learning_rate", OF_DRAFT),
     ("--rollout.draft.kind mtp", "--rollout.draft.kind", OF_POLICY),
@@ -612,15 +859,25 @@ PREPARATIONS = [
 
 
 @pytest.mark.parametrize(("words", "named", "used"), PREPARATIONS)
-def test_settings_that_a_preparation_does_not_look_at(words: str, named: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_a_preparation_does_not_look_at(
+    words: str, named: str, used: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--config", "rl_think.py", *words.split()]
     status, printed = ended(lambda: run("prepare", "", lambda *_: 0, argv, used=used), capsys)
     assert status == 2
     assert_one_line(printed, "no use for", words.split()[0].replace("no_", ""), named)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"bytes_per_s": {"one": 1}}', '{"bytes_per_s": {"1": "x"}, "flops_per_s": 1}'])
-def test_a_damaged_roofline(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"bytes_per_s": {"one": 1}}', '{"bytes_per_s": {"1": "x"}, "flops_per_s": 1}'],
+)
+def test_a_damaged_roofline(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     file = roofline._file("float32")
     file.parent.mkdir(parents=True)

@@ -49,7 +49,11 @@ from tests.conftest import save_policy, small_mesh, tiny_model
 
 CONFIG = Config(
     model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
-    rollout=RolloutConfig(max_new_tokens=8, draft=DraftConfig(draft_length=2), lookup=LookupConfig(past=2, min_match=1)),
+    rollout=RolloutConfig(
+        max_new_tokens=8,
+        draft=DraftConfig(draft_length=2),
+        lookup=LookupConfig(past=2, min_match=1),
+    ),
     grpo=GrpoConfig(prompts=4, group_size=4),
     data=DataConfig(digits=1, max_prompt_length=6),
     sft=SftConfig(steps=0),
@@ -75,31 +79,68 @@ SMALL = {
     "grpo.prompts": 4,
     "grpo.group_size": 4,
 }
-LAYERS = ("--rollout.draft.temperature", "0.8", "--rollout.lookup.past", "4", "--rollout.draft.layers")
-ROWS = ["draft", "sampling", "verify", "K", "lengths", "acceptance_length", "tokens_per_target_pass", "coverage", "conditional_rate"]
+LAYERS = (
+    "--rollout.draft.temperature",
+    "0.8",
+    "--rollout.lookup.past",
+    "4",
+    "--rollout.draft.layers",
+)
+ROWS = [
+    "draft",
+    "sampling",
+    "verify",
+    "K",
+    "lengths",
+    "acceptance_length",
+    "tokens_per_target_pass",
+    "coverage",
+    "conditional_rate",
+]
 ROWS += ["expected_acceptance", "draft_temperature", "round_cost", "tokens_per_s"]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
 def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
     vocab = 16 if kind == "eagle3" else 0
-    own = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7))
+    own = dataclasses.replace(
+        CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
+    )
     for variant in VARIANTS:
-        config = config_of(variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig()))
+        config = config_of(
+            variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig())
+        )
         check(config, devices=1)
         draft = config.rollout.draft
-        assert (draft.kind, draft.draft_length, draft.temperature) == (variant.kind, "auto" if variant.chosen else 2, 0.7)
+        assert (draft.kind, draft.draft_length, draft.temperature) == (
+            variant.kind,
+            "auto" if variant.chosen else 2,
+            0.7,
+        )
         assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
         assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
     names = [variant.name for variant in VARIANTS]
     assert names[0] == "none"  # the yardstick of round_cost
     assert set(names) == {
-        *("none", "eagle3", "eagle3-generic", "mtp", "model", "ngram", "history", "eagle3+history", "eagle3+ngram"),
+        *(
+            "none",
+            "eagle3",
+            "eagle3-generic",
+            "mtp",
+            "model",
+            "ngram",
+            "history",
+            "eagle3+history",
+            "eagle3+ngram",
+        ),
     }
 
 
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
-    jobs = [make_job(config_of(variant, CONFIG), small_mesh(2)) for variant in (Variant("none", "none"), Variant("history", "history"))]
+    jobs = [
+        make_job(config_of(variant, CONFIG), small_mesh(2))
+        for variant in (Variant("none", "none"), Variant("history", "history"))
+    ]
     batches = [Batches(job, *load_problems(CONFIG.data, job.tokenizer)) for job in jobs]
     with Interrupt() as interrupt:
         policy = bench.load_policy(jobs[0], interrupt)
@@ -122,16 +163,39 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
         (["drafts", "--rows", "0", "--config", "rl_think.py"], ["--rows is '0'"]),
         (["drafts", "--rows", "many"], ["--rows is 'many'"]),
         (["drafts"], ["no --config", "python -m jaxspec.bench drafts --config rl_think.py"]),
-        (["drafts", "--config", "rl_think.py", "--offline.steps", "0"], ["offline.steps is 0", "--offline.steps 300"]),
-        (["drafts", "--config", "rl_think.py", "--rollout.verify", "token"], ["by itself", "--rollout.verify", "leave it out"]),
-        (["drafts", "--config", "rl_think.py", "--rollout.draft.kind=mtp"], ["by itself", "--rollout.draft.kind"]),
-        (["drafts", "--config", "rl_think.py", "--rollout.draft.sampling", "argmax"], ["by itself", "--rollout.draft.sampling"]),
-        (["drafts", "--config", "rl_think.py", "--rollout.lookup.beside", "ngram"], ["by itself", "--rollout.lookup.beside"]),
+        (
+            ["drafts", "--config", "rl_think.py", "--offline.steps", "0"],
+            ["offline.steps is 0", "--offline.steps 300"],
+        ),
+        (
+            ["drafts", "--config", "rl_think.py", "--rollout.verify", "token"],
+            ["by itself", "--rollout.verify", "leave it out"],
+        ),
+        (
+            ["drafts", "--config", "rl_think.py", "--rollout.draft.kind=mtp"],
+            ["by itself", "--rollout.draft.kind"],
+        ),
+        (
+            ["drafts", "--config", "rl_think.py", "--rollout.draft.sampling", "argmax"],
+            ["by itself", "--rollout.draft.sampling"],
+        ),
+        (
+            ["drafts", "--config", "rl_think.py", "--rollout.lookup.beside", "ngram"],
+            ["by itself", "--rollout.lookup.beside"],
+        ),
         # Settings of some rows are taken, and judged for these rows.
-        (["drafts", "--config", "rl_think.py", "--rollout.lookup.max_match", "6", *LAYERS, "4"], ["ttt_steps 3", "layers 4"]),
+        (
+            ["drafts", "--config", "rl_think.py", "--rollout.lookup.max_match", "6", *LAYERS, "4"],
+            ["ttt_steps 3", "layers 4"],
+        ),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], words: list[str]) -> None:
+def test_refusals(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    words: list[str],
+) -> None:
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "kept")
     assert main(argv) == 2
@@ -139,7 +203,9 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert [word for word in words if word not in error] == []
 
 
-def test_the_config_is_judged_and_the_problems_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_is_judged_and_the_problems_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read, job = [], make_job(dataclasses.replace(CONFIG, offline=OfflineConfig()), small_mesh(2))
 
     class Enough(Exception):
@@ -148,7 +214,9 @@ def test_the_config_is_judged_and_the_problems_are_read_once(monkeypatch: pytest
     def enough(*_: object) -> None:
         raise Enough
 
-    monkeypatch.setattr(bench, "load_problems", lambda *given: read.append(given) or load_problems(*given))
+    monkeypatch.setattr(
+        bench, "load_problems", lambda *given: read.append(given) or load_problems(*given)
+    )
     monkeypatch.setattr(bench, "load_policy", enough)
     with Interrupt() as interrupt, pytest.raises(Enough):
         bench.drafts(job, interrupt, 16)
@@ -158,22 +226,50 @@ def test_the_config_is_judged_and_the_problems_are_read_once(monkeypatch: pytest
 @pytest.mark.parametrize("depths", [3, 7])
 @pytest.mark.parametrize("width", [80, 160])
 def test_nothing_is_cut_off(width: int, depths: int) -> None:
-    numbers = {"acceptance_length": 3.41, "tokens_per_target_pass": 3.2, "coverage": 0.987, "round_cost": 1.33, "tokens_per_s": 123456.7}
-    lists = {name: [0.75] * depths for name in ("conditional_rate", "expected_acceptance", "draft_temperature")}
-    rows = [{"draft": each.name, "sampling": each.sampling, "verify": each.verify, "K": depths, **numbers, **lists} for each in VARIANTS]
+    numbers = {
+        "acceptance_length": 3.41,
+        "tokens_per_target_pass": 3.2,
+        "coverage": 0.987,
+        "round_cost": 1.33,
+        "tokens_per_s": 123456.7,
+    }
+    lists = {
+        name: [0.75] * depths
+        for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
+    }
+    rows = [
+        {
+            "draft": each.name,
+            "sampling": each.sampling,
+            "verify": each.verify,
+            "K": depths,
+            **numbers,
+            **lists,
+        }
+        for each in VARIANTS
+    ]
     file = io.StringIO()
     Console(file=file, width=width).print(*bench._tables(rows))
     words = file.getvalue().split()
-    titles = "draft sampling verify K acceptance length tokens a pass coverage round cost tokens/s conditional rate expected acceptance T"
+    titles = (
+        "draft sampling verify K acceptance length tokens a pass coverage round cost tokens/s"
+        " conditional rate expected acceptance T"
+    )
     assert set(titles.split()) <= set(words)
     assert not [word for word in words if "…" in word]
-    assert [words.count(text) for text in ("3.41", "123,457", "0.75")] == [len(rows), len(rows), 3 * depths * len(rows)]
+    assert [words.count(text) for text in ("3.41", "123,457", "0.75")] == [
+        len(rows),
+        len(rows),
+        3 * depths * len(rows),
+    ]
     assert all(words.count(each.name) >= 2 for each in VARIANTS)
     assert max(map(len, file.getvalue().splitlines())) <= width
 
 
 @pytest.mark.parametrize(("argv", "status"), [([], 2), (["everything"], 2), (["--help"], 0)])
-def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], status: int) -> None:
+def test_the_first_word_names_the_benchmark(
+    capsys: pytest.CaptureFixture[str], argv: list[str], status: int
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == status
@@ -181,18 +277,33 @@ def test_the_first_word_names_the_benchmark(capsys: pytest.CaptureFixture[str], 
     assert "drafts" in printed.out + printed.err
 
 
-def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Onto eight devices; the sizes are those of the weights, worked out by hand, in the type that was asked for."""
+def test_reading_a_checkpoint_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Onto eight devices; the sizes are those of the weights, worked out by hand, in the type that
+    was asked for."""
     model = tiny_model(dtype="float32")
     save_policy(tmp_path, model)
     layer = 16 * 4 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16 + 2 * 4
     elements = 2 * 11 * 16 + 4 * layer + 16
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        assert main(["load", "--model", str(tmp_path), "--data", "4", "--tensor", "2", "--dtype", dtype]) == 0
+        assert (
+            main(
+                ["load", "--model", str(tmp_path), "--data", "4", "--tensor", "2", "--dtype", dtype]
+            )
+            == 0
+        )
         *_, words, last = capsys.readouterr().out.splitlines()
         line = json.loads(last)
-        assert (line["bench"], line["dtype"], line["weight_bytes"]) == ("load", dtype, size * elements)
-        assert (line["machine"]["mesh"], line["held_bytes"] >= line["weight_bytes"]) == ({"data": 4, "tensor": 2}, True)
+        assert (line["bench"], line["dtype"], line["weight_bytes"]) == (
+            "load",
+            dtype,
+            size * elements,
+        )
+        assert (line["machine"]["mesh"], line["held_bytes"] >= line["weight_bytes"]) == (
+            {"data": 4, "tensor": 2},
+            True,
+        )
         assert f"{line['peak_over_weights']:.2f} x the weights" in words
     assert main(["load"]) == 2
     assert main(["load", "--model", str(tmp_path / "nothing")]) == 2
@@ -200,18 +311,47 @@ def test_reading_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_reading_needs_little_more_memory_than_the_weights(tmp_path: Path, repository: Path) -> None:
-    """0.26 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in the type that is stored and held."""
-    model = ModelConfig(vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False)
+def test_reading_needs_little_more_memory_than_the_weights(
+    tmp_path: Path, repository: Path
+) -> None:
+    """0.26 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in
+    the type that is stored and held."""
+    model = ModelConfig(
+        vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False
+    )
     shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
     random = np.random.default_rng(0)
     tensors = [place for row in policy_rows(model) for place in places(row, shapes[row.ours].shape)]
-    made = [(at.name, 4 * math.prod(at.shape), lambda at=at: random.standard_normal(at.shape, np.float32)) for at in tensors]
+    made = [
+        (
+            at.name,
+            4 * math.prod(at.shape),
+            lambda at=at: random.standard_normal(at.shape, np.float32),
+        )
+        for at in tensors
+    ]
     list(write_tensors(tmp_path, made))
     (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
-    command = [sys.executable, "-m", "jaxspec.bench", "load", "--model", str(tmp_path), "--data", "8"]
-    done = subprocess.run(command, env=variables, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "jaxspec.bench",
+        "load",
+        "--model",
+        str(tmp_path),
+        "--data",
+        "8",
+    ]
+    done = subprocess.run(
+        command,
+        env=variables,
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["weight_bytes"] > 2.5e8
@@ -236,7 +376,9 @@ def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Pat
 @pytest.mark.slow
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
     wanted = [("none", False), ("eagle3", True), ("model", False), ("history", False)]
-    chosen = [place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted]
+    chosen = [
+        place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted
+    ]
     script = f"""
 import sys
 from jaxspec.bench import drafts
@@ -245,10 +387,32 @@ drafts.VARIANTS = tuple(drafts.VARIANTS[place] for place in {chosen})
 sys.exit(main(sys.argv[1:]))
 """
     flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
-    variables = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    variables = os.environ | {
+        "JAXSPEC_CACHE": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(repository),
+    }
     variables = variables | {"JAX_NUM_CPU_DEVICES": "2"}
-    command = [sys.executable, "-c", script, "drafts", "--config", str(repository / "configs/rl_think.py"), "--rows", "40", *flags]
-    done = subprocess.run(command, env=variables, cwd=repository, capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "drafts",
+        "--config",
+        str(repository / "configs/rl_think.py"),
+        "--rows",
+        "40",
+        *flags,
+    ]
+    done = subprocess.run(
+        command,
+        env=variables,
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     *before, last = done.stdout.splitlines()
     line = json.loads(last)
@@ -262,7 +426,10 @@ sys.exit(main(sys.argv[1:]))
         assert f"{row['acceptance_length']:.2f}" == shown[4]
         assert f"{row['round_cost']:.2f}" == shown[-2]
         depths = 5 if row["K"] == "auto" else row["K"]
-        assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [depths, depths]
+        assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [
+            depths,
+            depths,
+        ]
         drafts_kept = float(np.sum(np.cumprod(row["conditional_rate"])))
         # A round keeps its accepted drafts and one token more, unless the row ends with a draft.
         assert drafts_kept - 1e-5 <= row["acceptance_length"] <= 1 + drafts_kept + 1e-5
@@ -270,12 +437,33 @@ sys.exit(main(sys.argv[1:]))
         assert row["tokens_per_target_pass"] == pytest.approx(every, rel=1e-5)
         assert row["tokens_per_s"] > 0
     none, chosen, model, history = line["rows"]
-    assert (chosen["K"], list(chosen["lengths"]), none["lengths"], model["lengths"]) == ("auto", ["0", "1", "3", "5"], {}, {})
+    assert (chosen["K"], list(chosen["lengths"]), none["lengths"], model["lengths"]) == (
+        "auto",
+        ["0", "1", "3", "5"],
+        {},
+        {},
+    )
     assert sum(chosen["lengths"].values()) == pytest.approx(1)
     assert 1 - chosen["lengths"]["0"] == pytest.approx(chosen["coverage"])
-    assert sum(text.startswith("of the rounds that chose their length with eagle3, ") for text in before) == 1
-    assert (none["K"], none["acceptance_length"], none["tokens_per_target_pass"], none["round_cost"]) == (0, 1, 1, 1)
-    assert (none["sampling"], none["verify"], history["sampling"], history["verify"]) == (None, None, None, "block")
+    assert (
+        sum(
+            text.startswith("of the rounds that chose their length with eagle3, ")
+            for text in before
+        )
+        == 1
+    )
+    assert (
+        none["K"],
+        none["acceptance_length"],
+        none["tokens_per_target_pass"],
+        none["round_cost"],
+    ) == (0, 1, 1, 1)
+    assert (none["sampling"], none["verify"], history["sampling"], history["verify"]) == (
+        None,
+        None,
+        None,
+        "block",
+    )
     assert (model["sampling"], model["verify"], model["coverage"]) == ("auto", "block", 1)
     assert 0 < history["coverage"] < 1
     assert history["draft_temperature"] == []
@@ -286,14 +474,39 @@ sys.exit(main(sys.argv[1:]))
 def test_a_step_and_a_generation_are_measured_and_traced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a folder of random weights; both have the keys that the comparison with other programs reads."""
+    """On a folder of random weights; both have the keys that the comparison with other programs
+    reads."""
     folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
     character_tokenizer().save(str(folder))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    shared = ["--model", str(folder), "--prompt", "6", "--new", "16", "--repeats", "2", "--budget", "0"]
-    needed = {"peer", "kind", "model", "batch", "prompt", "new", "threads", "tokens", "wall_s", "tokens_per_s", "phases_s", "peak_rss_mib"}
+    shared = [
+        "--model",
+        str(folder),
+        "--prompt",
+        "6",
+        "--new",
+        "16",
+        "--repeats",
+        "2",
+        "--budget",
+        "0",
+    ]
+    needed = {
+        "peer",
+        "kind",
+        "model",
+        "batch",
+        "prompt",
+        "new",
+        "threads",
+        "tokens",
+        "wall_s",
+        "tokens_per_s",
+        "phases_s",
+        "peak_rss_mib",
+    }
 
     def line_of(*argv: str) -> dict[str, Any]:
         assert main([*argv, *shared]) == 0
@@ -302,18 +515,44 @@ def test_a_step_and_a_generation_are_measured_and_traced(
     step = line_of("step", "--batch", "8", "--group", "4", "--draft", "eagle3", "--profile", "2:3")
     assert step.keys() >= {*needed, "group", "beta", "versions", "compile_s", "check_logprob"}
     assert (step["peer"], step["kind"], step["tokens"]) == ("jaxspec/eagle3", "grpo_step", 8 * 16)
-    phases = {"import", "load", "first_call", "data", "prepare", "generate", "score", "ref", "train"}
+    phases = {
+        "import",
+        "load",
+        "first_call",
+        "data",
+        "prepare",
+        "generate",
+        "score",
+        "ref",
+        "train",
+    }
     assert step["phases_s"].keys() == phases
     assert 0 < step["generation_share"] < 1
     assert 0 < step["packing"] <= 1
     assert step["tokens_per_s"] == pytest.approx(8 * 16 / step["wall_s"])
     assert 1 <= step["acceptance_length"] <= 4
-    problems = [{"question": f"{number}+{number}=", "answer": str(2 * number)} for number in range(6)]
+    problems = [
+        {"question": f"{number}+{number}=", "answer": str(2 * number)} for number in range(6)
+    ]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    asked = line_of("step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl")
+    asked = line_of(
+        "step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl"
+    )
     assert 0 < asked["tokens"] < 8 * 16  # a policy of random weights ends some of its answers
     assert 0 < asked["plain_generation_share"] < 1
-    made = line_of("generate", "--batch", "4", "--draft", "eagle3", "--draft_length", "2", "--live", "1", "--profile", "1:2")
+    made = line_of(
+        "generate",
+        "--batch",
+        "4",
+        "--draft",
+        "eagle3",
+        "--draft_length",
+        "2",
+        "--live",
+        "1",
+        "--profile",
+        "1:2",
+    )
     assert made.keys() >= {*needed, "versions", "compile_s", "check_logprob", "rounds"}
     assert made["check_logprob"] == step["check_logprob"]
     assert [row["K"] for row in made["rounds"]] == [0, 2]
@@ -327,30 +566,43 @@ def test_a_step_and_a_generation_are_measured_and_traced(
     assert {"learn", "train", "train_draft"} & named == set()
 
 
-def test_a_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_vocabulary_larger_than_the_policys_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
     character_tokenizer().save(str(folder))
-    assert main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
+    assert (
+        main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
+    )
     error = " ".join(capsys.readouterr().err.split())
-    assert [word for word in ("--draft_vocab 33", "model.vocab 32", "at most that") if word not in error] == []
+    assert [
+        word for word in ("--draft_vocab 33", "model.vocab 32", "at most that") if word not in error
+    ] == []
 
 
 def test_every_call_asks_digits_of_its_own() -> None:
     """So that a draft which learns in the steps is never asked what it has learnt from."""
     nothing: Any = None
-    loaded = Loaded(nothing, nothing, nothing, GenerateOptions(model="folder", prompt=16, seed=3), None, {})
+    loaded = Loaded(
+        nothing, nothing, nothing, GenerateOptions(model="folder", prompt=16, seed=3), None, {}
+    )
     first, second = (loaded.texts(4, call) for call in (0, 1))
     assert not set(first) & set(second)
     assert first == loaded.texts(4, 0)
     assert [len(text) for text in first] == [16] * 4
 
 
-def test_problems_that_cannot_be_asked_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_that_cannot_be_asked_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
     character_tokenizer().save(str(folder))
     absent, long = tmp_path / "absent.jsonl", tmp_path / "long.jsonl"
     long.write_text('{"question": "1000000+1=", "answer": "1000001"}\n')
-    for file, words in ((absent, ["--data", "absent.jsonl", "No such file"]), (long, ["--data", "none of 1 prompts fits --prompt = 6"])):
+    for file, words in (
+        (absent, ["--data", "absent.jsonl", "No such file"]),
+        (long, ["--data", "none of 1 prompts fits --prompt = 6"]),
+    ):
         assert main(["step", "--model", str(folder), "--prompt", "6", "--data", str(file)]) == 2
         error = " ".join(capsys.readouterr().err.split())
         assert [word for word in words if word not in error] == []
@@ -366,7 +618,9 @@ def test_problems_that_cannot_be_asked_are_refused(tmp_path: Path, capsys: pytes
         (["--draft", "ngram", "--no_online"], ["--draft ngram", "no use for --no_online"]),
     ],
 )
-def test_a_step_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]) -> None:
+def test_a_step_that_cannot_be_measured_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+) -> None:
     assert main(["step", "--model", "nowhere", *argv]) == 2
     error = capsys.readouterr().err
     assert [word for word in words if word not in error] == []

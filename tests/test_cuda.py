@@ -1,4 +1,5 @@
-"""What the compiler makes of the learner's attention on GPUs that are not there: which kernels, and how much memory."""
+"""What the compiler makes of the learner's attention on GPUs that are not there: which kernels, and
+how much memory."""
 
 import functools
 import importlib.util
@@ -12,7 +13,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.settings import DataConfig, DraftConfig, DraftTrainingConfig, GrpoConfig, LearnerConfig, MeshConfig, RolloutConfig
+from jaxspec.config.settings import (
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    GrpoConfig,
+    LearnerConfig,
+    MeshConfig,
+    RolloutConfig,
+)
 from jaxspec.host.runner import abstract
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
@@ -50,20 +59,30 @@ def attention(card: cuda.Card, length: int, size: int = 128, tensor: int = 1) ->
     """Forward and backward, a row of packed texts for each of two shards."""
     mesh = cuda.mesh_of(card, 2, tensor)
 
-    def shard(query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, cotangent: jax.Array) -> Any:
-        output, pull = jax.vjp(lambda query, key, value: attend_segments(query, key, value, first), query, key, value)
+    def shard(
+        query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, cotangent: jax.Array
+    ) -> Any:
+        output, pull = jax.vjp(
+            lambda query, key, value: attend_segments(query, key, value, first), query, key, value
+        )
         return output, pull(cotangent)
 
-    run = jax.shard_map(shard, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA}, check_vma=False)
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA}, check_vma=False
+    )
     by_head = NamedSharding(mesh, P(DATA, None, "tensor"))
-    query, key = (jax.ShapeDtypeStruct((2, length, heads, size), jnp.bfloat16, sharding=by_head) for heads in (HEADS, KV_HEADS))
+    query, key = (
+        jax.ShapeDtypeStruct((2, length, heads, size), jnp.bfloat16, sharding=by_head)
+        for heads in (HEADS, KV_HEADS)
+    )
     first = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=NamedSharding(mesh, P(DATA)))
     return _found(cuda.compiled(run, mesh, query, key, key, first, query))
 
 
 @functools.cache
 def learn(card: cuda.Card, tokens: int, draft: DraftConfig) -> Found:
-    """What `Learner.learn` makes of a rollout, with a narrow policy of two layers, on two shards."""
+    """What `Learner.learn` makes of a rollout, with a narrow policy of two layers, on two
+    shards."""
     sizes = {"layers": 2, "embed": 256, "heads": 2, "kv_heads": 1, "head_size": 128, "ffn": 512}
     vocab, prompts, group, longest = 512, 64, 2, 512
     config = tiny_config(
@@ -87,14 +106,19 @@ def learn(card: cuda.Card, tokens: int, draft: DraftConfig) -> Found:
 
 @pytest.fixture(scope="module", params=[cuda.H200, cuda.GB200], ids=str)
 def card(request: pytest.FixtureRequest) -> Any:
-    """A GPU, and a process of its own to compile for it: code for another kind would be taken from where traces are kept."""
+    """A GPU, and a process of its own to compile for it: code for another kind would be taken from
+    where traces are kept."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        yield lambda function, *arguments: process.submit(function, request.param, *arguments).result()
+        yield lambda function, *arguments: process.submit(
+            function, request.param, *arguments
+        ).result()
 
 
 def square(found: Found, length: int) -> set[tuple[int, ...]]:
     """Arrays with two axes of positions."""
-    return {shape for shape in found.shapes if sum(length <= size < length + 256 for size in shape) > 1}
+    return {
+        shape for shape in found.shapes if sum(length <= size < length + 256 for size in shape) > 1
+    }
 
 
 def test_attention_is_a_kernel_and_linear_in_the_length(card: Any) -> None:
@@ -107,7 +131,9 @@ def test_attention_is_a_kernel_and_linear_in_the_length(card: Any) -> None:
 
 @pytest.mark.skipif(not KERNELS, reason="needs tokamax")
 @pytest.mark.parametrize(("length", "size", "tensor"), [(1000, 96, 1), (1001, 64, 2)])
-def test_kernels_take_any_length_and_the_heads_of_all_families(card: Any, length: int, size: int, tensor: int) -> None:
+def test_kernels_take_any_length_and_the_heads_of_all_families(
+    card: Any, length: int, size: int, tensor: int
+) -> None:
     found = card(attention, length, size, tensor)
     assert found.mosaic >= 2
     assert not square(found, length)
@@ -119,7 +145,9 @@ def test_the_learner_attends_by_kernels(card: Any) -> None:
     assert not square(found, LENGTHS[0])
 
 
-@pytest.mark.parametrize("card", [cuda.H200, pytest.param(cuda.GB200, marks=pytest.mark.slow)], ids=str, indirect=True)
+@pytest.mark.parametrize(
+    "card", [cuda.H200, pytest.param(cuda.GB200, marks=pytest.mark.slow)], ids=str, indirect=True
+)
 def test_the_learners_memory_is_linear_in_the_positions(card: Any) -> None:
     short, long = (card(learn, tokens, DraftConfig(kind="none")) for tokens in LENGTHS)
     assert short.temporaries < long.temporaries <= 2.2 * short.temporaries
@@ -129,7 +157,10 @@ def test_the_learners_memory_is_linear_in_the_positions(card: Any) -> None:
 @pytest.mark.slow
 def test_beside_the_policys_kernels_the_drafts_attention_stays_plain(card: Any) -> None:
     """Its log-sum-exp has a gradient, which the kernels do not give."""
-    alone, both = (card(learn, 4096, draft) for draft in (DraftConfig(kind="none"), DraftConfig(draft_length=2)))
+    alone, both = (
+        card(learn, 4096, draft)
+        for draft in (DraftConfig(kind="none"), DraftConfig(draft_length=2))
+    )
     assert alone.mosaic == both.mosaic
     assert not square(both, 4096)
 
@@ -138,7 +169,9 @@ def test_beside_the_policys_kernels_the_drafts_attention_stays_plain(card: Any) 
 def test_a_card_without_mosaics_backward_pass_has_tritons() -> None:
     """Which reads a mask of all pairs: one for all heads, and up to some length only."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        short, long = (process.submit(attention, cuda.RTX_4090, length).result() for length in (4096, 32768))
+        short, long = (
+            process.submit(attention, cuda.RTX_4090, length).result() for length in (4096, 32768)
+        )
     assert short.triton >= 2
     assert square(short, 4096) == {(4096, 4096)}
     assert not long.triton + long.mosaic

@@ -1,4 +1,5 @@
-"""What leaves a run as Hugging Face folders comes back bit for bit, and transformers reads it; what cannot be written is refused."""
+"""What leaves a run as Hugging Face folders comes back bit for bit, and transformers reads it; what
+cannot be written is refused."""
 
 import json
 from dataclasses import replace
@@ -43,14 +44,26 @@ from tests.conftest import answering_config, small_mesh, tiny_network
 BASE = answering_config()
 MODEL = replace(BASE.model, rope=RopeConfig(context=64))
 KINDS: dict[str, tuple[DraftConfig, HeadConfig, FamilyConfig]] = {
-    "eagle3": (DraftConfig(vocab=12, ffn=40), HeadConfig(taps=(0, 2, 4), norm_output=True, fuse_norms=True), FamilyConfig()),
-    "mtp": (DraftConfig(kind="mtp", layers=2, ffn=20), HeadConfig(), FamilyConfig(experts=3, experts_per_token=2)),
+    "eagle3": (
+        DraftConfig(vocab=12, ffn=40),
+        HeadConfig(taps=(0, 2, 4), norm_output=True, fuse_norms=True),
+        FamilyConfig(),
+    ),
+    "mtp": (
+        DraftConfig(kind="mtp", layers=2, ffn=20),
+        HeadConfig(),
+        FamilyConfig(experts=3, experts_per_token=2),
+    ),
     "mimo": (
         DraftConfig(kind="mtp", embedding_first=False),
         HeadConfig(),
         FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
     ),
-    "model": (DraftConfig(kind="model", layers=2, ffn=20), HeadConfig(), FamilyConfig(model_type="llama", query_key_norm=False)),
+    "model": (
+        DraftConfig(kind="model", layers=2, ffn=20),
+        HeadConfig(),
+        FamilyConfig(model_type="llama", query_key_norm=False),
+    ),
 }
 
 
@@ -68,7 +81,10 @@ def config_of(kind: str) -> Config:
     if family.experts:
         family = replace(family, model_type="qwen3_moe")
     return replace(
-        BASE, model=replace(MODEL, family=family), head=head, rollout=replace(BASE.rollout, draft=replace(draft, draft_length=3))
+        BASE,
+        model=replace(MODEL, family=family),
+        head=head,
+        rollout=replace(BASE.rollout, draft=replace(draft, draft_length=3)),
     )
 
 
@@ -80,7 +96,9 @@ def networks(config: Config) -> tuple[Decoder, Any]:
 
 
 def trained(network: Any) -> Trained:
-    return Trained(network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0))
+    return Trained(
+        network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0)
+    )
 
 
 def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
@@ -88,8 +106,12 @@ def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_json(config)))
     step = make_job(config, small_mesh()).step
-    measured = jnp.zeros((step.generator.draft_length, len(step.generator.settings.grid)), jnp.float32)
-    learner = LearnerState(policy=trained(policy), draft=trained(draft), online=jnp.array(True), version=jnp.int32(3))
+    measured = jnp.zeros(
+        (step.generator.draft_length, len(step.generator.settings.grid)), jnp.float32
+    )
+    learner = LearnerState(
+        policy=trained(policy), draft=trained(draft), online=jnp.array(True), version=jnp.int32(3)
+    )
     state = TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=measured))
     save = Checkpoints(folder / "checkpoints")
     save.save(7, (state, None), {"batch": 3})
@@ -99,12 +121,16 @@ def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
 
 def placed_on(data: int, tensor: int, shapes: Any) -> Any:
     whole = jax.sharding.NamedSharding(small_mesh(data, tensor), jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
+    )
 
 
 def read_policy(folder: Path) -> Decoder:
     config = policy_config(ModelConfig(path=str(folder), remat=False))
-    return policy_checkpoint(config, placed_on(2, 1, jax.eval_shape(lambda: Decoder(config, jax.random.key(0))))).load(lambda _: None)
+    return policy_checkpoint(
+        config, placed_on(2, 1, jax.eval_shape(lambda: Decoder(config, jax.random.key(0))))
+    ).load(lambda _: None)
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -117,15 +143,25 @@ def assert_same(found: Any, wanted: Any) -> None:
     [("eagle3", "raw"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
 )
 def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> None:
-    """Through the folders that the next run names; MiMo's own layers stand in the policy's files."""
+    """Through the folders that the next run names; MiMo's own layers stand in the policy's
+    files."""
     config = config_of(kind)
     policy, draft = networks(config)
-    out = export(find_run(str(save_run(tmp_path / "run", config, policy, draft))), Options(out=str(tmp_path / "out"), draft=form))
+    out = export(
+        find_run(str(save_run(tmp_path / "run", config, policy, draft))),
+        Options(out=str(tmp_path / "out"), draft=form),
+    )
     native = kind == "mimo"
     assert (out / "draft").is_dir() != native
     assert_same(read_policy(out), policy)
-    chosen = DraftConfig(kind=config.rollout.draft.kind, draft_length=3, path="" if native else str(out / "draft"))
-    wanted = replace(BASE, model=ModelConfig(path=str(out), remat=False), rollout=replace(BASE.rollout, draft=chosen))
+    chosen = DraftConfig(
+        kind=config.rollout.draft.kind, draft_length=3, path="" if native else str(out / "draft")
+    )
+    wanted = replace(
+        BASE,
+        model=ModelConfig(path=str(out), remat=False),
+        rollout=replace(BASE.rollout, draft=chosen),
+    )
     again = resolved(wanted, print)
     assert replace(again.model, path="") == config.model
     shapes = placed_on(1, 2, jax.eval_shape(lambda: build_network(again, jax.random.key(0))))
@@ -147,31 +183,51 @@ def test_weights_can_be_narrowed_and_the_draft_left_out(tmp_path: Path) -> None:
     assert not (out / "draft").exists()
     assert {str(array.dtype) for array in load_file(out / WEIGHTS).values()} == {"bfloat16"}
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert_same(read_policy(out), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), policy))
+    assert_same(
+        read_policy(out),
+        jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), policy),
+    )
 
 
 @pytest.mark.slow
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
-    """Files of a folder as they are, with its generation_config.json; the built-in one is written, and both end alike."""
+    """Files of a folder as they are, with its generation_config.json; the built-in one is written,
+    and both end alike."""
     config = config_of("eagle3")
     policy, draft = networks(config)
-    own = export(find_run(str(save_run(tmp_path / "one", config, policy, draft))), Options(out=str(tmp_path / "own"), draft="none"))
+    own = export(
+        find_run(str(save_run(tmp_path / "one", config, policy, draft))),
+        Options(out=str(tmp_path / "own"), draft="none"),
+    )
     source = tmp_path / "tokenizer"
     character_tokenizer().save(str(source))
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_k": 20}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, 2], "top_k": 20})
+    )
     told = replace(config, data=DataConfig(tokenizer=str(source), max_prompt_length=6))
-    kept = export(find_run(str(save_run(tmp_path / "two", told, policy, draft))), Options(out=str(tmp_path / "kept"), draft="none"))
+    kept = export(
+        find_run(str(save_run(tmp_path / "two", told, policy, draft))),
+        Options(out=str(tmp_path / "kept"), draft="none"),
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (kept / name).read_bytes() == (source / name).read_bytes()
     built_in, found = character_tokenizer(), load_tokenizer(str(own))
-    assert (found.encode("12+3="), found.stop_ids, found.pad_id) == (built_in.encode("12+3="), built_in.stop_ids, built_in.pad_id)
+    assert (found.encode("12+3="), found.stop_ids, found.pad_id) == (
+        built_in.encode("12+3="),
+        built_in.stop_ids,
+        built_in.pad_id,
+    )
     written = json.loads((own / "generation_config.json").read_text())
     assert (written["eos_token_id"], written["do_sample"]) == (list(built_in.stop_ids), True)
     source.rename(tmp_path / "moved")
     run = find_run(str(tmp_path / "two"))
-    with pytest.raises(ConfigError, match=r"not at .*tokenizer\.json; name its folder with --tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"not at .*tokenizer\.json; name its folder with --tokenizer"
+    ):
         export(run, Options(out=str(tmp_path / "none")))
-    export(run, Options(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none"))
+    export(
+        run, Options(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none")
+    )
 
 
 @pytest.mark.slow
@@ -182,11 +238,22 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     base, draft = networks(config)
     adapted = Adapted(base, lora, jax.random.key(1))
     adapted.adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapted.adapters)
-    out = export(find_run(str(save_run(tmp_path / "run", config, adapted, draft))), Options(out=str(tmp_path / "out"), draft="none"))
-    assert sorted(file.name for file in (out / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert_same(read_policy(out / "base"), base)  # the run started from no checkpoint that could be named
+    out = export(
+        find_run(str(save_run(tmp_path / "run", config, adapted, draft))),
+        Options(out=str(tmp_path / "out"), draft="none"),
+    )
+    assert sorted(file.name for file in (out / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    # the run started from no checkpoint that could be named
+    assert_same(read_policy(out / "base"), base)
     content = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert (content["r"], content["lora_alpha"], content["target_modules"]) == (2, 6, ["q_proj", "down_proj"])
+    assert (content["r"], content["lora_alpha"], content["target_modules"]) == (
+        2,
+        6,
+        ["q_proj", "down_proj"],
+    )
     assert content["base_model_name_or_path"] == str(out / "base")
     whole = read_policy(out)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(merged(adapted)), strict=True):
@@ -204,19 +271,30 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     config = config_of("eagle3")
     policy, draft = networks(config)
-    out = export(find_run(str(save_run(tmp_path / "run", config, policy, draft))), Options(out=str(tmp_path / "out")))
+    out = export(
+        find_run(str(save_run(tmp_path / "run", config, policy, draft))),
+        Options(out=str(tmp_path / "out")),
+    )
     tokens = np.random.default_rng(0).integers(0, 24, (2, 9)).astype(np.int32)
     positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9))
-    ours = jax.jit(lambda made, tokens: made.logits(made(tokens, positions).hidden))(policy, jnp.asarray(tokens))
+    ours = jax.jit(lambda made, tokens: made.logits(made(tokens, positions).hidden))(
+        policy, jnp.asarray(tokens)
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
-        np.testing.assert_allclose(ours, model(torch.tensor(tokens)).logits.numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            ours, model(torch.tensor(tokens)).logits.numpy(), rtol=0, atol=1e-5
+        )
     assert model.generation_config.eos_token_id == list(character_tokenizer().stop_ids)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    assert tokenizer.encode("12+34=", add_special_tokens=False) == character_tokenizer().encode("12+34=")
+    assert tokenizer.encode("12+34=", add_special_tokens=False) == character_tokenizer().encode(
+        "12+34="
+    )
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of("eagle3")
     run = save_run(tmp_path / "run", config, *networks(config))
     (tmp_path / "there").mkdir()
@@ -229,7 +307,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(program, "write_tensors", full)
-    with pytest.raises(SaveError, match=r"out cannot be written: No space left on device; free some space"):
+    with pytest.raises(
+        SaveError, match=r"out cannot be written: No space left on device; free some space"
+    ):
         export(find_run(str(run)), Options(out=str(tmp_path / "out")))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "there"]
 
@@ -238,7 +318,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     config = config_of("eagle3")
     run = save_run(tmp_path / "run", config, *networks(config))
     with Interrupt() as interrupt:
-        assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--draft", "none"], interrupt) == 0
+        assert (
+            main(
+                ["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--draft", "none"],
+                interrupt,
+            )
+            == 0
+        )
     printed = capsys.readouterr().out
     assert "policy 1/" in printed
     assert f"checkpoint 7 of {run} is in {tmp_path / 'out'}" in printed

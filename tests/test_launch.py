@@ -43,7 +43,8 @@ while not (me == "1" and log.with_name("fail").exists()):
     time.sleep(0.01)
 sys.exit(3)
 """
-"""Saves for some seconds when it is told to stop; process 1 fails with 3 when it finds a file `fail`."""
+"""Saves for some seconds when it is told to stop; process 1 fails with 3 when it finds a file
+`fail`."""
 
 
 FROM_A_TERMINAL = """
@@ -66,7 +67,16 @@ class Launched:
         python.write_text(STAND_IN)
         python.chmod(0o755)
         self.log, self.groups = folder / "log", folder / "groups"
-        command = [sys.executable, "-c", FROM_A_TERMINAL, "bash", str(script), "2", str(self.log), str(saving)]
+        command = [
+            sys.executable,
+            "-c",
+            FROM_A_TERMINAL,
+            "bash",
+            str(script),
+            "2",
+            str(self.log),
+            str(saving),
+        ]
         self.handle = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
 
     def __enter__(self) -> "Launched":
@@ -74,8 +84,12 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the launcher and its stand-ins, which have groups of their own, also where a test has failed."""
-        for group in (self.handle.pid, *map(int, self.groups.read_text().split() if self.groups.exists() else ())):
+        """Ends the launcher and its stand-ins, which have groups of their own, also where a test
+        has failed."""
+        for group in (
+            self.handle.pid,
+            *map(int, self.groups.read_text().split() if self.groups.exists() else ()),
+        ):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         self.handle.wait()
@@ -109,10 +123,18 @@ def test_who_does_not_save_in_time_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_test_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="stands for a failed one"), Launched(tmp_path, 600) as launched:
+    with (
+        pytest.raises(AssertionError, match="stands for a failed one"),
+        Launched(tmp_path, 600) as launched,
+    ):
         raise AssertionError("stands for a failed one")
     for group in launched.groups.read_text().split():
-        launched.wait_until(lambda group=group: not Path("/proc", group).exists() or ") Z" in Path("/proc", group, "stat").read_text())
+        launched.wait_until(
+            lambda group=group: (
+                not Path("/proc", group).exists()
+                or ") Z" in Path("/proc", group, "stat").read_text()
+            )
+        )
 
 
 @pytest.mark.slow

@@ -30,8 +30,12 @@ def test_meshes_have_auto_axes_in_order(data: int, tensor: int) -> None:
     ]
 
 
-def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: meshes.Rules, **options: Any) -> P:
-    placed = meshes.shardings(small_mesh(4, 2), _One(jnp.zeros(shape)), {"weight": axes}, rules, **options)
+def spec_of(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], rules: meshes.Rules, **options: Any
+) -> P:
+    placed = meshes.shardings(
+        small_mesh(4, 2), _One(jnp.zeros(shape)), {"weight": axes}, rules, **options
+    )
     return placed.weight.spec
 
 
@@ -55,20 +59,30 @@ class _One:
     [
         ((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, ("data", "tensor")),
         ((8, 6), ("embed", "ffn"), meshes.ROLLOUT_RULES, (None, "tensor")),
-        ((6, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (None, "tensor")),  # 4 shards do not divide 6
+        # 4 shards do not divide 6
+        ((6, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (None, "tensor")),
         ((8, 5), ("embed", "vocab"), meshes.TRAIN_RULES, ("data",)),
-        ((3, 8, 2, 5), (None, "embed", "kv_heads", None), meshes.TRAIN_RULES, (None, "data", "tensor")),
+        (
+            (3, 8, 2, 5),
+            (None, "embed", "kv_heads", None),
+            meshes.TRAIN_RULES,
+            (None, "data", "tensor"),
+        ),
         ((8,), ("embed", "ffn"), meshes.TRAIN_RULES, ()),  # not the rank its entry describes
         ((8, 6), (), meshes.TRAIN_RULES, ()),
     ],
 )
-def test_logical_axes_become_mesh_axes_where_they_fit(shape: Any, axes: Any, rules: meshes.Rules, wanted: Any) -> None:
+def test_logical_axes_become_mesh_axes_where_they_fit(
+    shape: Any, axes: Any, rules: meshes.Rules, wanted: Any
+) -> None:
     assert trimmed(spec_of(shape, axes, rules)) == wanted
 
 
 @pytest.mark.parametrize(("above", "wanted"), [(48, ("data", "tensor")), (49, (None, "tensor"))])
 def test_small_weights_are_not_sharded_over_data(above: int, wanted: Any) -> None:
-    assert trimmed(spec_of((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, shard_above=above)) == wanted
+    assert (
+        trimmed(spec_of((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, shard_above=above)) == wanted
+    )
 
 
 def test_rows_and_replicas() -> None:
@@ -86,12 +100,21 @@ class Device(NamedTuple):
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_every_row_is_owned_once_also_where_tensor_spans_processes(monkeypatch: pytest.MonkeyPatch, tensor: int) -> None:
+def test_every_row_is_owned_once_also_where_tensor_spans_processes(
+    monkeypatch: pytest.MonkeyPatch, tensor: int
+) -> None:
     """Four processes of two devices each, as one of them sees the mesh."""
     rows, shards = 16, 8 // tensor
     width = rows // shards
-    indices = {Device(number, number // 2): (slice(number // tensor * width, (number // tensor + 1) * width),) for number in range(8)}
-    monkeypatch.setattr(meshes, "rows_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices))
+    indices = {
+        Device(number, number // 2): (
+            slice(number // tensor * width, (number // tensor + 1) * width),
+        )
+        for number in range(8)
+    }
+    monkeypatch.setattr(
+        meshes, "rows_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices)
+    )
     held, owners = np.zeros(rows, int), np.zeros(rows, int)
     for process in range(4):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
@@ -107,16 +130,28 @@ def test_every_row_is_owned_once_also_where_tensor_spans_processes(monkeypatch: 
 
 def devices_with(**environment: str) -> tuple[int, str | None]:
     """Devices and NPROC after `prepare_devices(3)` in a process of its own."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")
+    }
     program = "import json, os, jax; from jaxspec.mesh import prepare_devices; prepare_devices(3); "
     program += "print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
-    found = subprocess.run([sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     count, threads = json.loads(found.stdout)
     return count, threads
 
 
 def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     assert devices_with() == (3, str(max(1, cores // 3)))
     assert devices_with(JAXSPEC_LOCAL_DEVICES="2", XLA_FLAGS=" ") == (2, str(max(1, cores // 2)))
     assert devices_with(XLA_FLAGS="--xla_force_host_platform_device_count=5") == (5, None)
@@ -126,20 +161,41 @@ def test_cpu_devices_follow_the_mesh_unless_the_environment_says_otherwise() -> 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("JAXSPEC_LOCAL_DEVICES", "abc", "JAXSPEC_LOCAL_DEVICES is 'abc'; give a whole number, 1 or more"),
+        (
+            "JAXSPEC_LOCAL_DEVICES",
+            "abc",
+            "JAXSPEC_LOCAL_DEVICES is 'abc'; give a whole number, 1 or more",
+        ),
         ("JAXSPEC_LOCAL_DEVICES", "0", "JAXSPEC_LOCAL_DEVICES is '0'"),
         ("JAXSPEC_LOCAL_DEVICES", "-2", "JAXSPEC_LOCAL_DEVICES is '-2'"),
         ("NPROC", "many", "NPROC is 'many'"),
         ("NPROC", "0", "NPROC is '0'"),
         ("JAX_NUM_CPU_DEVICES", "0", "JAX_NUM_CPU_DEVICES is '0'"),
         ("XLA_FLAGS", "garbage", "XLA_FLAGS starts with .'garbage'.: neither a flag .* nor a file"),
-        ("XLA_FLAGS", "--xla_force_host_platform_device_count=abc", "device_count=abc; give a whole number"),
-        ("XLA_FLAGS", "--xla_force_host_platform_device_count=0", "device_count=0; give a whole number"),
-        *((name, "1000000", f"{name} is '1000000'.*at most 512") for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")),
-        ("XLA_FLAGS", "--xla_force_host_platform_device_count=1000000", "device_count=1000000; give a whole number.*at most 512"),
+        (
+            "XLA_FLAGS",
+            "--xla_force_host_platform_device_count=abc",
+            "device_count=abc; give a whole number",
+        ),
+        (
+            "XLA_FLAGS",
+            "--xla_force_host_platform_device_count=0",
+            "device_count=0; give a whole number",
+        ),
+        *(
+            (name, "1000000", f"{name} is '1000000'.*at most 512")
+            for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
+        ),
+        (
+            "XLA_FLAGS",
+            "--xla_force_host_platform_device_count=1000000",
+            "device_count=1000000; give a whole number.*at most 512",
+        ),
     ],
 )
-def test_numbers_of_devices_that_make_no_sense_are_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
+def test_numbers_of_devices_that_make_no_sense_are_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
+) -> None:
     for other in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC", "JAXSPEC_LOCAL_DEVICES"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the tests' own devices stay
@@ -148,8 +204,13 @@ def test_numbers_of_devices_that_make_no_sense_are_named(monkeypatch: pytest.Mon
         meshes.prepare_devices(2)
 
 
-@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': none\nand a page more")])
-def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': none\nand a page more")],
+)
+def test_a_device_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """What JAX raises for JAX_PLATFORMS=cuda without and with the plug-in."""
 
     def missing() -> int:
@@ -157,5 +218,11 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "device_count", missing)
-    with pytest.raises(ConfigError, match=r"^JAX_PLATFORMS is 'cuda', and there is no such device here.*; unset JAX_PLATFORMS[^\n]*$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^JAX_PLATFORMS is 'cuda', and there is no such device here.*; unset"
+            r" JAX_PLATFORMS[^\n]*$"
+        ),
+    ):
         meshes.count_devices()

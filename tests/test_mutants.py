@@ -1,7 +1,9 @@
-"""Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test fail.
+"""Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test
+fail.
 
-The rows are those of the table in the README's section on losslessness (drafters.md, section 7, with the engines' issue numbers). A mutant
-replaces text that must be there exactly once, so that none of them can rot into a change that changes nothing.
+The rows are those of the table in the README's section on losslessness (drafters.md, section 7,
+with the engines' issue numbers). A mutant replaces text that must be there exactly once, so that
+none of them can rot into a change that changes nothing.
 """
 
 import os
@@ -32,7 +34,10 @@ class Mutant(NamedTuple):
 LAW = "rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding"
 SAMPLED = "rollout/test_monte_carlo.py::test_answers_of_the_engine_pass_a_chi_square"
 ONE_ROUND = "rollout/test_verify.py::test_one_round_then_plain_decoding_has_the_targets_law"
-CUTS = "rollout/test_generate.py::test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]"
+CUTS = (
+    "rollout/test_generate.py::"
+    "test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]"
+)
 SLOTS = "rollout/test_slots.py::test_slots_are_full_until_nobody_waits"
 MUTANTS = [
     Mutant(
@@ -80,15 +85,18 @@ MUTANTS = [
         "processors see the start of the block at all its positions",
         "rollout/round.py",
         "return block_positions(now.lengths - now.prompt_lengths, count)",
-        "return block_positions(now.lengths - now.prompt_lengths, count) * 0 + (now.lengths - now.prompt_lengths)[:, None]",
+        "return block_positions(now.lengths - now.prompt_lengths, count) * 0 + (now.lengths -"
+        " now.prompt_lengths)[:, None]",
         f"{LAW}[eagle3, block, 3, at (0.7,), truncated]",
     ),
     Mutant(
         "7",
         "the recorded log-probability is that before temperature and truncation",
         "rollout/round.py",
-        "_commit(engine, now, verdict, proposal.tokens, follows, target_logprobs, finite, settings)",
-        "_commit(engine, now, verdict, proposal.tokens, follows, jax.nn.log_softmax(logits), finite, settings)",
+        "_commit(engine, now, verdict, proposal.tokens, follows, target_logprobs, finite,"
+        " settings)",
+        "_commit(engine, now, verdict, proposal.tokens, follows, jax.nn.log_softmax(logits),"
+        " finite, settings)",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
     Mutant(
@@ -120,7 +128,8 @@ MUTANTS = [
         "attention sees what stands in the cache above the block",
         "kernels/sight.py",
         "return (true & (slots >= self.first) if self.first else true) | beyond",
-        "return (true & (slots >= self.first) if self.first else true) | beyond | (slots > own.max(axis=1, keepdims=True))",
+        "return (true & (slots >= self.first) if self.first else true) | beyond | (slots >"
+        " own.max(axis=1, keepdims=True))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
     Mutant(
@@ -200,7 +209,8 @@ MUTANTS = [
         "block coins are keyed by absolute position",
         "rollout/round.py",
         "coins, draws = numbers[:, :length],",
-        "coins, draws = sampling.uniforms(keys, block_positions(lengths, length), 1, dtype)[:, :, 0],",
+        "coins, draws = sampling.uniforms(keys, block_positions(lengths, length), 1, dtype)[:,"
+        " :, 0],",
         f"{SAMPLED}[block, one_hot, 3]",
     ),
     Mutant(
@@ -208,7 +218,8 @@ MUTANTS = [
         "drafts are drawn with noise keyed by absolute position",
         "rollout/round.py",
         "sampling.Uniforms(draws[:, :length])",
-        "sampling.Uniforms(sampling.uniforms(keys, block_positions(lengths, length), length + levels, dtype)[:, :, length:])",
+        "sampling.Uniforms(sampling.uniforms(keys, block_positions(lengths, length), length +"
+        " levels, dtype)[:, :, length:])",
         f"{SAMPLED}[block, opposite, 3]",
     ),
     Mutant(
@@ -224,9 +235,8 @@ MUTANTS = [
         "the log-probabilities of a row that goes through its text again are overwritten",
         "rollout/round.py",
         "logprobs=rollout.logprobs.at[number, where]",
-        "logprobs=rollout.logprobs.at[\n"
-        "            number, jnp.where((now.running & ~running)[:, None] & within, now.lengths[:, None] + offsets, where)\n"
-        "        ]",
+        "logprobs=rollout.logprobs.at[\n            number, jnp.where((now.running & ~running)[:,"
+        " None] & within, now.lengths[:, None] + offsets, where)\n        ]",
         SLOTS,
     ),
     Mutant(
@@ -265,8 +275,10 @@ MUTANTS = [
         "-",
         "plain rounds in a row share their noise",
         "rollout/round.py",
-        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)), None, None, None)",
-        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels, dtype)), None, None, None)",
+        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)),"
+        " None, None, None)",
+        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels,"
+        " dtype)), None, None, None)",
         "rollout/test_monte_carlo.py::test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square[3]",
     ),
     Mutant(
@@ -274,8 +286,10 @@ MUTANTS = [
         "the tail forgets the rows that lost their pages in it",
         "rollout/slots.py",
         "row=None if engine.row is None else put(engine.row, _row(fewer)),",
-        "row=None if engine.row is None else put(engine.row, _row(fewer)),\n        queue=engine.queue,",
-        "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their pages]",
+        "row=None if engine.row is None else put(engine.row, _row(fewer)),\n       "
+        " queue=engine.queue,",
+        "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their"
+        " pages]",
     ),
     Mutant(
         "-",
@@ -289,31 +303,60 @@ MUTANTS = [
 
 
 def mutated(mutant: Mutant, text: str) -> str:
-    """The file with the bug in it."""
-    assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} places like {mutant.old!r}"
-    return text.replace(mutant.old, mutant.new)
+    """The file with the bug in it, however its lines are broken."""
+    tokens = re.findall(r"\w+|[^\w\s]", mutant.old)
+    before = dict.fromkeys(")]}", r",?\s*")
+    place = r"\s*".join(before.get(token, "") + re.escape(token) for token in tokens)
+    changed, count = re.subn(place, lambda _: mutant.new, text)
+    assert count == 1, f"{mutant.file} has {count} places like {mutant.old!r}"
+    return changed
 
 
 @pytest.fixture
 def copied(repository: Path, tmp_path: Path) -> Path:
     """The tree, to be changed."""
     for folder in ("jaxspec", "tests", "configs"):
-        shutil.copytree(repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(repository / "pyproject.toml", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def run(copied: Path, request: pytest.FixtureRequest) -> Run:
-    """Runs tests of the copied tree, for 15 minutes at most; what they compile is kept apart from the suite's own."""
+    """Runs tests of the copied tree, for 15 minutes at most; what they compile is kept apart from
+    the suite's own."""
     folder = request.config.cache.mkdir("mutants")  # pyright: ignore[reportOptionalMemberAccess]
 
     def call(*tests: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={folder}", *(f"tests/{test}" for test in tests)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-o",
+            f"cache_dir={folder}",
+            *(f"tests/{test}" for test in tests),
+        ]
         environment = os.environ | {"PYTHONPATH": str(copied)}
-        return subprocess.run(command, cwd=copied, env=environment, capture_output=True, text=True, check=False, timeout=900)
+        return subprocess.run(
+            command,
+            cwd=copied,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
 
     return call
+
+
+def test_every_bug_has_one_place(repository: Path) -> None:
+    for mutant in MUTANTS:
+        mutated(mutant, (repository / "jaxspec" / mutant.file).read_text())
 
 
 @pytest.mark.slow
@@ -324,7 +367,9 @@ def test_the_suite_fails_on_every_mutant(mutant: Mutant, copied: Path, run: Run)
     done = run(mutant.killer)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     # By what it checks, not because the bug broke the program.
-    assert re.search(r"^E +(assert |AssertionError)", done.stdout, re.MULTILINE), done.stdout[-2000:]
+    assert re.search(r"^E +(assert |AssertionError)", done.stdout, re.MULTILINE), done.stdout[
+        -2000:
+    ]
 
 
 @pytest.mark.slow
@@ -342,6 +387,8 @@ def test_every_mutant_is_a_change(repository: Path) -> None:
 
 def test_the_readme_lists_every_mutant_and_nothing_else(repository: Path) -> None:
     """Bug and killing test stand side by side in the section on losslessness."""
-    table = re.findall(r"^\| (.+) \| `(.+::.+)` \|$", (repository / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| (.+) \| `(.+::.+)` \|$", (repository / "README.md").read_text(), re.MULTILINE
+    )
     assert len(table) == len(MUTANTS)
     assert set(table) == {(mutant.bug, re.sub(r"\[.*", "", mutant.killer)) for mutant in MUTANTS}

@@ -1,4 +1,5 @@
-"""Moments in host memory: the same training in every bit, saved and resumed alike, and no bytes of a device."""
+"""Moments in host memory: the same training in every bit, saved and resumed alike, and no bytes of
+a device."""
 
 import contextlib
 import dataclasses
@@ -18,20 +19,39 @@ from jaxspec.rl import optimizers
 from jaxspec.step import HOST, Step, build_step
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import small_mesh
-from tests.test_step import MODEL, PROMPTS, STOP, TOKENS, Program, config_of, finish, host, nothing_finished, prompts_of, score, start
+from tests.test_step import (
+    MODEL,
+    PROMPTS,
+    STOP,
+    TOKENS,
+    Program,
+    config_of,
+    finish,
+    host,
+    nothing_finished,
+    prompts_of,
+    score,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
 def made(offload: bool, data: int = 2) -> Program:
-    config = dataclasses.replace(config_of(shard_above=0), learner=LearnerConfig(tokens=TOKENS, offload=offload))
+    config = dataclasses.replace(
+        config_of(shard_above=0), learner=LearnerConfig(tokens=TOKENS, offload=offload)
+    )
     built = build_step(config, small_mesh(data, 1), STOP, MODEL.vocab)
     layout = built.state_shardings(), rows_sharding(built.mesh), None, None
     return Program(built, jax.jit(built.train_step, out_shardings=layout, donate_argnums=0), [])
 
 
 def kinds(state: Any) -> set[str]:
-    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.learner.policy.optimizer) if leaf.ndim}
+    return {
+        leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(state.learner.policy.optimizer)
+        if leaf.ndim
+    }
 
 
 def spoilt(given: Step, rollout: Any) -> Any:
@@ -41,7 +61,8 @@ def spoilt(given: Step, rollout: Any) -> Any:
 
 
 def trained(made: Program, folder: Path) -> list[Any]:
-    """The states after calls that learn nothing, learn, are skipped, and learn again from a checkpoint; and their metrics."""
+    """The states after calls that learn nothing, learn, are skipped, and learn again from a
+    checkpoint; and their metrics."""
     given, seen = made.step, []
     state, finished = start(given), nothing_finished(given)
     for batch in range(5):
@@ -60,7 +81,9 @@ def trained(made: Program, folder: Path) -> list[Any]:
 
 
 def test_training_is_the_same_in_every_bit(tmp_path: Path) -> None:
-    plain, offloaded = (trained(made(offload, 1), tmp_path / str(offload)) for offload in (False, True))
+    plain, offloaded = (
+        trained(made(offload, 1), tmp_path / str(offload)) for offload in (False, True)
+    )
     jax.tree.map(np.testing.assert_array_equal, offloaded, plain)
     skipped = [metrics["skipped/policy"] for _, metrics in plain]
     assert skipped == [0, 0, 1, 1, 1], "the third call's batch has no loss"
@@ -70,7 +93,9 @@ def test_training_is_the_same_in_every_bit(tmp_path: Path) -> None:
 
 def test_no_device_has_them_and_they_are_looked_at_there() -> None:
     parts = [
-        {part.name: part.size for part in memory.parts(made(offload, 1).step, PROMPTS, {})}["the policy's optimizer"]
+        {part.name: part.size for part in memory.parts(made(offload, 1).step, PROMPTS, {})}[
+            "the policy's optimizer"
+        ]
         for offload in (False, True)
     ]
     assert parts[0] > 1000 * parts[1]
@@ -80,5 +105,7 @@ def test_no_device_has_them_and_they_are_looked_at_there() -> None:
 
 def test_a_backend_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "HOST", "moon")
-    with pytest.raises(ConfigError, match=r"learner.offload .* of kind moon, .* only device.*; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"learner.offload .* of kind moon, .* only device.*; leave it out"
+    ):
         made(True)

@@ -1,4 +1,5 @@
-"""What the documents tell a reader to type: it parses, names only settings that exist, and uses only files that an earlier line makes."""
+"""What the documents tell a reader to type: it parses, names only settings that exist, and uses
+only files that an earlier line makes."""
 
 import re
 import shlex
@@ -28,9 +29,18 @@ PYTHON = r"(?:\.venv/bin/)?python -m jaxspec"
 
 
 def fenced(text: str) -> list[str]:
-    """The commands of the blocks that a shell can run: one line each, with here-documents as `> FILE`."""
-    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
-    return [line for line in re.sub(r"<<'END'\n.*?^END$", "", blocks, flags=re.MULTILINE | re.DOTALL).splitlines() if line.strip()]
+    """The commands of the blocks that a shell can run: one line each, with here-documents as `>
+    FILE`."""
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace(
+        "\\\n", " "
+    )
+    return [
+        line
+        for line in re.sub(
+            r"<<'END'\n.*?^END$", "", blocks, flags=re.MULTILINE | re.DOTALL
+        ).splitlines()
+        if line.strip()
+    ]
 
 
 class Reader:
@@ -71,12 +81,22 @@ class Reader:
             config, _ = load_config(words, name, "")
             data, draft = config.data, config.rollout.draft
             text = config.offline.text if config.offline.text != "generic" else ""
-            self.needs(config.model.path, draft.path, data.path, data.eval_path, data.tokenizer, config.lora.path, text)
+            self.needs(
+                config.model.path,
+                draft.path,
+                data.path,
+                data.eval_path,
+                data.tokenizer,
+                config.lora.path,
+                text,
+            )
             self.made.add(config.workdir)
         elif name in ("sample", "export"):
             path, rest = take_option(words, module, "checkpoint", "RUN")
             self.needs(path)
-            options = override(sample.Options() if name == "sample" else export.Options(), rest, module, "")
+            options = override(
+                sample.Options() if name == "sample" else export.Options(), rest, module, ""
+            )
             if isinstance(options, export.Options):
                 self.made |= {options.out, f"{options.out}/draft"}
         else:
@@ -92,10 +112,14 @@ class Reader:
 
     def needs(self, *paths: str) -> None:
         for path in filter(None, paths):
-            assert path in self.made, f"{path} is made by no earlier command; made so far: {sorted(self.made)}"
+            assert path in self.made, (
+                f"{path} is made by no earlier command; made so far: {sorted(self.made)}"
+            )
 
 
-def test_every_example_of_the_readme_can_be_typed_from_a_clean_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_example_of_the_readme_can_be_typed_from_a_clean_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     reader, commands = Reader(), fenced(README)
     assert len(commands) >= 15
@@ -106,23 +130,35 @@ def test_every_example_of_the_readme_can_be_typed_from_a_clean_checkout(monkeypa
 
 def test_an_example_with_a_folder_that_nothing_makes_is_noticed() -> None:
     start = "```sh\n.venv/bin/python -m jaxspec.train --config rl_think.py {}\n```\n"
-    for words in ("--model.path small", "--data.path a.jsonl", "--rollout.draft.path trained/draft"):
+    for words in (
+        "--model.path small",
+        "--data.path a.jsonl",
+        "--rollout.draft.path trained/draft",
+    ):
         with pytest.raises(AssertionError, match="is made by no earlier command"):
             Reader().type(fenced(start.format(words))[0])
     with pytest.raises(SystemExit, match="2"):
         Reader().type(fenced(start.format("--rollout.draft.lenght 3"))[0])
 
 
+def shown(text: str) -> list[str]:
+    """The indented commands of a text; one that goes on in the next line ends in a backslash."""
+    return re.findall(rf"^  {PYTHON}\.(.+)$", re.sub(r" \\\n *", " ", text), re.MULTILINE)
+
+
 INLINE = re.findall(rf"`{PYTHON}\.([^`]+)`", README)
 HEADERS = [
-    match for file in sorted((ROOT / "configs").glob("*.py")) for match in re.findall(rf"^  {PYTHON}\.(.+)$", file.read_text(), re.M)
+    match for file in sorted((ROOT / "configs").glob("*.py")) for match in shown(file.read_text())
 ]
-EXAMPLES = re.findall(rf"^  {PYTHON}\.(.+)$", f"{cli._guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}", re.MULTILINE)
+EXAMPLES = shown(f"{cli._guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}")
 
 
 def test_there_are_other_commands() -> None:
-    """What finds them may find nothing once their form changes, and the next test would be content."""
-    assert [len(found) >= least for found, least in ((INLINE, 5), (HEADERS, 5), (EXAMPLES, 5))] == [True] * 3
+    """What finds them may find nothing once their form changes, and the next test would be
+    content."""
+    assert [len(found) >= least for found, least in ((INLINE, 5), (HEADERS, 5), (EXAMPLES, 5))] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("command", [*INLINE, *HEADERS, *EXAMPLES])
@@ -134,9 +170,10 @@ def test_other_commands_parse_with_names_in_capitals_for_what_a_reader_has(comma
 
     class Given(Reader):
         def needs(self, *paths: str) -> None:
-            assert all(path.isupper() or path.split("/")[0] in ("trained", "runs", "qwen3-8b-grpo") for path in filter(None, paths)), (
-                command
-            )
+            assert all(
+                path.isupper() or path.split("/")[0] in ("trained", "runs", "qwen3-8b-grpo")
+                for path in filter(None, paths)
+            ), command
 
     Given().run(f"jaxspec.{name}", words)
 
@@ -151,19 +188,30 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_that_the_readme_names_exists() -> None:
-    others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}  # the last is SLURM's
+    # the last is SLURM's
+    others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
         known |= set(settings(options))
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", README))
-    unknown = {name for name in named if name not in known and re.sub(r"(^|\.)no_(?=\w+$)", r"\1", name) not in known}
+    unknown = {
+        name
+        for name in named
+        if name not in known and re.sub(r"(^|\.)no_(?=\w+$)", r"\1", name) not in known
+    }
     assert len(named) > 30
     assert not unknown - {"model.rope"}, unknown
 
 
-def test_the_programs_that_are_listed_are_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_programs_that_are_listed_are_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     package = ROOT / "jaxspec"
-    runnable = {file.stem for file in package.glob("*.py") if 'if __name__ == "__main__":\n    sys.exit' in file.read_text()} - {"__main__"}
+    runnable = {
+        file.stem
+        for file in package.glob("*.py")
+        if 'if __name__ == "__main__":\n    sys.exit' in file.read_text()
+    } - {"__main__"}
     assert programs.PROGRAMS.keys() == runnable | {Path(str(bench.__file__)).parent.name}
     assert programs.main([]) == 0
     printed = capsys.readouterr().out
@@ -180,4 +228,6 @@ def test_nothing_tells_users_to_install_the_namesake() -> None:
         *(ROOT / "configs").glob("*.py"),
     ]
     for file in files:
-        assert not re.search(r"pip install[^\n`]*\bjaxspec\b|\bjaxspec\[", file.read_text(encoding="utf-8")), file
+        assert not re.search(
+            r"pip install[^\n`]*\bjaxspec\b|\bjaxspec\[", file.read_text(encoding="utf-8")
+        ), file

@@ -1,5 +1,7 @@
 """Processors in their order, against a plain oracle and Hugging Face's."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,19 @@ from jaxspec import sampling
 from jaxspec.sampling import Processing
 
 
-def oracle(logits: np.ndarray, processing: Processing, produced: int, factor: float = 1.0, keep: int | None = None) -> np.ndarray:
+def oracle(
+    logits: np.ndarray,
+    processing: Processing,
+    produced: int,
+    factor: float = 1.0,
+    keep: int | None = None,
+) -> np.ndarray:
     """The law of one token by plain loops; what is tied with the last token kept stays."""
     logits = np.array(logits, np.float64)
     ends = processing.stop_ids if produced < processing.min_new_tokens else ()
-    logits[[*processing.banned, *ends, *range(processing.known or len(logits), len(logits))]] = -np.inf
+    logits[
+        [*processing.banned, *ends, *range(processing.known or len(logits), len(logits))]
+    ] = -np.inf
     temperature = processing.temperature * factor
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
@@ -24,9 +34,17 @@ def oracle(logits: np.ndarray, processing: Processing, produced: int, factor: fl
         if rule == "top_k":
             count = processing.top_k or len(probs)
         else:
-            count = next((n for n in range(1, len(probs)) if sum(probs[order[:n]]) >= processing.top_p), len(probs))
+            count = next(
+                (n for n in range(1, len(probs)) if sum(probs[order[:n]]) >= processing.top_p),
+                len(probs),
+            )
         least = probs[order[:count][-1]]
-        probs = np.array([probability if probability >= least or token == keep else 0 for token, probability in enumerate(probs)])
+        probs = np.array(
+            [
+                probability if probability >= least or token == keep else 0
+                for token, probability in enumerate(probs)
+            ]
+        )
     return probs / probs.sum()
 
 
@@ -43,20 +61,32 @@ PROCESSINGS = {
     "top-k of more than there are": Processing(top_k=50),
     "top-p": Processing(top_p=0.7),
     "tiny top-p": Processing(top_p=1e-6),
-    "all": Processing(banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8),
-    "all known": Processing(banned=(2,), min_new_tokens=3, stop_ids=(1,), temperature=1.7, top_k=3, top_p=0.8, known=6),
-    "all, cold": Processing(banned=(2, 6), min_new_tokens=4, stop_ids=(0,), temperature=0.4, top_k=4, top_p=0.95),
+    "all": Processing(
+        banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8
+    ),
+    "all known": Processing(
+        banned=(2,), min_new_tokens=3, stop_ids=(1,), temperature=1.7, top_k=3, top_p=0.8, known=6
+    ),
+    "all, cold": Processing(
+        banned=(2, 6), min_new_tokens=4, stop_ids=(0,), temperature=0.4, top_k=4, top_p=0.95
+    ),
 }
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("name", PROCESSINGS)
 def test_processors_follow_their_order(name: str, factor: float) -> None:
-    """Rows before and after the minimum length; a factor that is a number, an array, or one of several along an axis, traced or not."""
+    """Rows before and after the minimum length; a factor that is a number, an array, or one of
+    several along an axis, traced or not."""
     processing, random = PROCESSINGS[name], np.random.default_rng(0)
     logits = random.normal(size=(40, 2, 8)) * 2
     produced = random.integers(0, 6, (40, 2)).astype(np.int32)
-    wanted = np.array([[oracle(logits[i, j], processing, int(produced[i, j]), factor) for j in range(2)] for i in range(40)])
+    wanted = np.array(
+        [
+            [oracle(logits[i, j], processing, int(produced[i, j]), factor) for j in range(2)]
+            for i in range(40)
+        ]
+    )
     given = jnp.asarray(logits, jnp.float32), processing, jnp.asarray(produced)
     traced = jax.jit(sampling.processed_logprobs, static_argnums=1)
     for found in (
@@ -75,16 +105,19 @@ def test_each_order_that_is_not_the_documented_one_gives_another_law() -> None:
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
     none = jnp.int32(0)
 
-    def kept(**settings: float) -> list[int]:
-        return np.flatnonzero(np.asarray(sampling.processed_logprobs(logits, Processing(**settings), none)) > -np.inf).tolist()  # pyright: ignore[reportArgumentType]
+    def kept(**settings: Any) -> list[int]:
+        logprobs = sampling.processed_logprobs(logits, Processing(**settings), none)
+        return np.flatnonzero(np.asarray(logprobs) > -np.inf).tolist()
 
     assert kept(top_p=0.65) == [0, 1]
     assert kept(top_p=0.65, temperature=3.0) == [0, 1, 2]  # top-p is of the tempered law
-    assert kept(top_p=0.65, top_k=2, temperature=3.0) == [0, 1]  # and of what top-k left: .524, .476
+    # and of what top-k left: .524, .476
+    assert kept(top_p=0.65, top_k=2, temperature=3.0) == [0, 1]
     assert kept(top_p=0.5, top_k=2, temperature=3.0) == [0]
     assert kept(top_p=0.5, temperature=3.0) == [0, 1]
     banned = sampling.processed_logprobs(logits, Processing(banned=(0,), top_k=2), none)
-    np.testing.assert_allclose(np.exp(banned), [0, 0.6, 0.4, 0], atol=1e-6)  # what is banned does not use up a place
+    # what is banned does not use up a place
+    np.testing.assert_allclose(np.exp(banned), [0, 0.6, 0.4, 0], atol=1e-6)
 
 
 def test_factors_along_an_axis_are_each_their_own() -> None:
@@ -93,7 +126,9 @@ def test_factors_along_an_axis_are_each_their_own() -> None:
     factors = jnp.array([0.5, 0.0, 1.0])
     found = sampling.processed_logprobs(logits, Processing(temperature=0.8), produced, factors)
     for depth, factor in enumerate(factors):
-        alone = sampling.processed_logprobs(logits[:, depth], Processing(temperature=0.8), produced[:, depth], factor)
+        alone = sampling.processed_logprobs(
+            logits[:, depth], Processing(temperature=0.8), produced[:, depth], factor
+        )
         np.testing.assert_array_equal(found[:, depth], alone)
 
 
@@ -107,21 +142,32 @@ def test_the_plain_case_costs_nothing() -> None:
     ]
     for processing in plain:
         assert sampling.processed_logits(logits, processing, produced) is logits
-        assert not jax.make_jaxpr(lambda x, given=processing: sampling.processed_logits(x, given, produced))(logits).eqns
+        assert not jax.make_jaxpr(
+            lambda x, given=processing: sampling.processed_logits(x, given, produced)
+        )(logits).eqns
     assert sampling.processed_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
-    tempered = str(jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(temperature=0.5), produced))(logits))
+    tempered = str(
+        jax.make_jaxpr(
+            lambda x: sampling.processed_logits(x, Processing(temperature=0.5), produced)
+        )(logits)
+    )
     assert tempered.count(" div ") == 1
     assert not any(name in tempered for name in ("sort", "top_k", "argmax", "select"))
-    known = jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(known=3), produced))(logits)
+    known = jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(known=3), produced))(
+        logits
+    )
     assert not known.consts, "a vocabulary of 151,936 ids is counted, not stored"
 
 
 def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
-    logits, produced = jnp.array([[2.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]]), jnp.zeros((2,), jnp.int32)
+    logits, produced = (
+        jnp.array([[2.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]]),
+        jnp.zeros((2,), jnp.int32),
+    )
 
-    def kept(**settings: float) -> list[list[int]]:
-        found = np.asarray(sampling.processed_logits(logits, Processing(**settings), produced)) > -np.inf  # pyright: ignore[reportArgumentType]
-        return found.astype(int).tolist()
+    def kept(**settings: Any) -> list[list[int]]:
+        processed = sampling.processed_logits(logits, Processing(**settings), produced)
+        return (np.asarray(processed) > -np.inf).astype(int).tolist()
 
     assert kept(top_p=1e-9) == kept(top_p=0.0) == kept(top_k=1) == [[1, 1, 0, 0], [1, 0, 0, 0]]
     assert kept(top_k=2) == [[1, 1, 0, 0], [1, 1, 1, 1]]
@@ -131,16 +177,27 @@ def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
 def test_top_p_stops_at_the_token_that_reaches_the_sum() -> None:
     logits, none = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125])), jnp.int32(0)
     for top_p, count in [(0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.9999, 4)]:
-        assert (sampling.processed_logits(logits, Processing(top_p=top_p), none) > -jnp.inf).sum() == count
+        assert (
+            sampling.processed_logits(logits, Processing(top_p=top_p), none) > -jnp.inf
+        ).sum() == count
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.3, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.3, "temperature": 0.7}]
+)
 def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
     random = np.random.default_rng(1)
     logits, keep = random.normal(size=(60, 6)), random.integers(0, 6, 60).astype(np.int32)
     produced = jnp.zeros((60,), jnp.int32)
-    found = sampling.processed_logprobs(jnp.asarray(logits, jnp.float32), Processing(**settings), produced, keep=jnp.asarray(keep))
-    wanted = np.array([oracle(row, Processing(**settings), 0, keep=token) for row, token in zip(logits, keep, strict=True)])
+    found = sampling.processed_logprobs(
+        jnp.asarray(logits, jnp.float32), Processing(**settings), produced, keep=jnp.asarray(keep)
+    )
+    wanted = np.array(
+        [
+            oracle(row, Processing(**settings), 0, keep=token)
+            for row, token in zip(logits, keep, strict=True)
+        ]
+    )
     np.testing.assert_allclose(np.exp(found), wanted, atol=2e-6)
     assert np.isfinite(np.asarray(found)[np.arange(60), keep]).all()
 
@@ -148,8 +205,16 @@ def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
 @pytest.mark.parametrize("name", PROCESSINGS)
 def test_nan_logits_are_not_hidden(name: str) -> None:
     last = (PROCESSINGS[name].known or 8) - 1
-    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]).at[0, last].set(jnp.nan)
-    found = np.asarray(sampling.processed_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32)))
+    logits = (
+        jnp.array(
+            [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]
+        )
+        .at[0, last]
+        .set(jnp.nan)
+    )
+    found = np.asarray(
+        sampling.processed_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32))
+    )
     assert np.isnan(found[0]).any()
     assert not np.isnan(found[1]).any()
     assert np.isnan(sampling.entropy(jnp.asarray(found))).tolist() == [True, False]
@@ -161,12 +226,18 @@ def test_gradients_pass_the_processors() -> None:
     processing = PROCESSINGS["all"]
     left = oracle(np.asarray(logits), processing, 0)
     chosen = int(left.argmax())
-    gradient = jax.grad(lambda x: sampling.processed_logprobs(x, processing, jnp.int32(0))[chosen])(logits)
-    np.testing.assert_allclose(gradient, ((np.arange(8) == chosen) - left) / processing.temperature, atol=1e-6)
+    gradient = jax.grad(lambda x: sampling.processed_logprobs(x, processing, jnp.int32(0))[chosen])(
+        logits
+    )
+    np.testing.assert_allclose(
+        gradient, ((np.arange(8) == chosen) - left) / processing.temperature, atol=1e-6
+    )
 
 
 def test_entropy_counts_only_what_is_possible() -> None:
-    law = np.array([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.2, 0.0]])
+    law = np.array(
+        [[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.2, 0.0]]
+    )
     with np.errstate(divide="ignore"):
         logprobs = jnp.asarray(np.log(law), jnp.float32)
     wanted = [-sum(chance * np.log(chance) for chance in row if chance > 0) for row in law]
@@ -187,11 +258,19 @@ def test_processors_agree_with_hugging_face(name: str) -> None:
         if never:
             chain.append(transformers.SuppressTokensLogitsProcessor(never))
         if processing.min_new_tokens:
-            chain.append(transformers.MinNewTokensLengthLogitsProcessor(prompt, processing.min_new_tokens, list(processing.stop_ids)))
+            chain.append(
+                transformers.MinNewTokensLengthLogitsProcessor(
+                    prompt, processing.min_new_tokens, list(processing.stop_ids)
+                )
+            )
         chain.append(transformers.TemperatureLogitsWarper(processing.temperature))
         if processing.top_k:
             chain.append(transformers.TopKLogitsWarper(processing.top_k))
         chain.append(transformers.TopPLogitsWarper(processing.top_p))
-        scores = transformers.LogitsProcessorList(chain)(torch.zeros((200, prompt + produced), dtype=torch.long), torch.tensor(logits))
-        found = sampling.processed_logprobs(jnp.asarray(logits), processing, jnp.full((200,), produced, jnp.int32))
+        scores = transformers.LogitsProcessorList(chain)(
+            torch.zeros((200, prompt + produced), dtype=torch.long), torch.tensor(logits)
+        )
+        found = sampling.processed_logprobs(
+            jnp.asarray(logits), processing, jnp.full((200,), produced, jnp.int32)
+        )
         np.testing.assert_allclose(np.exp(found), torch.softmax(scores, -1).numpy(), atol=2e-6)

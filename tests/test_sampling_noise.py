@@ -26,7 +26,11 @@ def at(positions: list[int]) -> jax.Array:
 def uniforms_of_rounds(rows: int, length: int, count: int) -> np.ndarray:
     """The numbers that so many rows draw with in rounds that start at this committed length."""
     keys = keys_of(list(range(rows)), stream=sampling.ROUND)
-    return np.asarray(sampling.uniforms(keys, jnp.full((rows, 1), length, jnp.int32), count, jnp.dtype("float32"))[:, 0])
+    return np.asarray(
+        sampling.uniforms(
+            keys, jnp.full((rows, 1), length, jnp.int32), count, jnp.dtype("float32")
+        )[:, 0]
+    )
 
 
 def log(law: np.ndarray) -> np.ndarray:
@@ -35,7 +39,8 @@ def log(law: np.ndarray) -> np.ndarray:
 
 
 def law_of(vocab: int) -> np.ndarray:
-    """An uneven law with impossible tokens: the first ones, the last ones, whole stretches, and some between."""
+    """An uneven law with impossible tokens: the first ones, the last ones, whole stretches, and
+    some between."""
     random = np.random.default_rng(vocab + 1)
     law = random.dirichlet(np.ones(vocab))
     law[random.random(vocab) < 0.2] = 0
@@ -47,25 +52,35 @@ def law_of(vocab: int) -> np.ndarray:
 
 
 def pair(stretch: Any, token: Any) -> Uniforms:
-    """Numbers that find a stretch, and a token in it; in a vocabulary of one stretch, the second does all."""
+    """Numbers that find a stretch, and a token in it; in a vocabulary of one stretch, the second
+    does all."""
     return Uniforms(jnp.stack([jnp.asarray(token), jnp.asarray(stretch)], axis=-1))
 
 
 @jax.jit
 def draw(logprobs: jax.Array, noise: Uniforms) -> jax.Array:
     """One token of the same law for each draw's numbers."""
-    return sampling.categorical(jnp.broadcast_to(logprobs, (*noise.levels.shape[:-1], len(logprobs))), noise)
+    return sampling.categorical(
+        jnp.broadcast_to(logprobs, (*noise.levels.shape[:-1], len(logprobs))), noise
+    )
 
 
 VOCABULARIES = [5, 100, STRETCH, STRETCH + 1, 300, 2 * STRETCH, 1000]
-BELOW_ONE = {dtype: np.nextafter(np.dtype(dtype).type(1), np.dtype(dtype).type(0)) for dtype in ("float32", "float64")}
+BELOW_ONE = {
+    dtype: np.nextafter(np.dtype(dtype).type(1), np.dtype(dtype).type(0))
+    for dtype in ("float32", "float64")
+}
 
 
 @pytest.mark.parametrize("uniform", [False, True], ids=["gumbel", "uniforms"])
 def test_categorical_has_the_law_it_is_given(uniform: bool) -> None:
     law = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     rows = 100_000
-    keys, start, dtype = keys_of(list(range(rows))), jnp.zeros((rows,), jnp.int32), jnp.dtype("float32")
+    keys, start, dtype = (
+        keys_of(list(range(rows))),
+        jnp.zeros((rows,), jnp.int32),
+        jnp.dtype("float32"),
+    )
     gumbel = sampling.gumbel(sampling.position_keys(keys, start, 1), 5, dtype)[:, 0]
     noise = Uniforms(sampling.uniforms(keys, start[:, None], 1, dtype)[:, 0]) if uniform else gumbel
     logprobs = jnp.broadcast_to(jnp.asarray(log(law), jnp.float32), (rows, 5))
@@ -81,7 +96,9 @@ def test_uniform_numbers_of_a_round_draw_the_law(vocab: int) -> None:
     assert levels == 1 + (vocab > STRETCH) + (vocab > STRETCH**2)
     numbers = jnp.asarray(uniforms_of_rounds(rows, 7, 2 * levels).reshape(rows, 2, levels))
     logprobs = jnp.asarray(log(law), jnp.float32)
-    tokens = np.concatenate([np.asarray(draw(logprobs, Uniforms(some))) for some in jnp.split(numbers, 20)])
+    tokens = np.concatenate(
+        [np.asarray(draw(logprobs, Uniforms(some))) for some in jnp.split(numbers, 20)]
+    )
     assert tokens.dtype == np.int32
     for column in tokens.T:
         assert chi_square(np.bincount(column, minlength=vocab), rows * law) > 1e-3
@@ -91,7 +108,8 @@ def test_uniform_numbers_of_a_round_draw_the_law(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_a_grid_of_uniform_numbers_draws_exactly_the_law(vocab: int) -> None:
-    """Every token has an interval as long as it is likely: the middles of N equal parts hit it N times its probability, give or take 1."""
+    """Every token has an interval as long as it is likely: the middles of N equal parts hit it N
+    times its probability, give or take 1."""
     size, law = 2000, law_of(vocab)
     middles = (np.arange(size) + 0.5) / size
     stretches = np.pad(law, (0, -vocab % STRETCH)).reshape(-1, STRETCH)
@@ -111,16 +129,21 @@ def test_a_grid_of_uniform_numbers_draws_exactly_the_law(vocab: int) -> None:
 
 
 def test_intervals_are_closed_below_and_open_above() -> None:
-    """Weights whose sums are exact; the last possible token ends at 1, though impossible ones follow it."""
+    """Weights whose sums are exact; the last possible token ends at 1, though impossible ones
+    follow it."""
     weights = np.zeros(2 * STRETCH + 3, np.float32)
     weights[[3, 5, STRETCH + 1, 2 * STRETCH + 1]] = 1, 1, 2, 4
     below = BELOW_ONE["float32"]
     for stretch, token, wanted in [
-        (0, 0, 3), (0, 0.5 * below, 3), (0, 0.5, 5), (0.25 * below, below, 5), (0.25, 0, STRETCH + 1), (0.5 * below, below, STRETCH + 1),
+        (0, 0, 3), (0, 0.5 * below, 3), (0, 0.5, 5), (0.25 * below, below, 5),
+        (0.25, 0, STRETCH + 1), (0.5 * below, below, STRETCH + 1),
         (0.5, 0, 2 * STRETCH + 1), (below, below, 2 * STRETCH + 1),
     ]:  # fmt: skip
         noise = pair(np.array([stretch], np.float32), np.array([token], np.float32))
-        assert sampling.drawn(jnp.asarray(weights)[None], noise).tolist() == [wanted], (stretch, token)
+        assert sampling.drawn(jnp.asarray(weights)[None], noise).tolist() == [wanted], (
+            stretch,
+            token,
+        )
     for token, wanted in [(0, 3), (0.5 * below, 3), (0.5, 5), (below, 5)]:
         noise = pair(np.array([0.9], np.float32), np.array([token], np.float32))
         assert sampling.drawn(jnp.asarray(weights)[None, :9], noise).tolist() == [wanted], token
@@ -128,10 +151,14 @@ def test_intervals_are_closed_below_and_open_above() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_extreme_uniform_numbers_draw_the_first_and_the_last_possible_token(vocab: int, dtype: str) -> None:
+def test_extreme_uniform_numbers_draw_the_first_and_the_last_possible_token(
+    vocab: int, dtype: str
+) -> None:
     """Never one of probability 0, however the sums are rounded."""
     random, rows = np.random.default_rng(0), 300
-    laws = random.dirichlet(np.full(vocab, 0.1), rows) * (random.random((rows, vocab)) < random.choice([0.02, 0.5, 0.9], (rows, 1)))
+    laws = random.dirichlet(np.full(vocab, 0.1), rows) * (
+        random.random((rows, vocab)) < random.choice([0.02, 0.5, 0.9], (rows, 1))
+    )
     laws[:, vocab // 2] += 1e-3
     laws[0] = law_of(vocab)
     with jax.enable_x64(True):
@@ -146,8 +173,12 @@ def test_extreme_uniform_numbers_draw_the_first_and_the_last_possible_token(voca
                     likely = np.exp(np.asarray(logprobs)) > 0
                     np.testing.assert_array_equal(tokens, likely.argmax(1))
                 if stretch == token > 0:
-                    # What rounding may leave out at the end is as unlikely as the number's last bit.
-                    beyond = [np.exp(np.asarray(row, np.float64))[number + 1 :].sum() for row, number in zip(logprobs, tokens, strict=True)]
+                    # What rounding may leave out at the end is as unlikely as the number's last
+                    # bit.
+                    beyond = [
+                        np.exp(np.asarray(row, np.float64))[number + 1 :].sum()
+                        for row, number in zip(logprobs, tokens, strict=True)
+                    ]
                     assert max(beyond) <= vocab * np.finfo(dtype).eps
     assert (~possible).any()
 
@@ -160,7 +191,11 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_a_law_gone_nan_still_draws_some_token(vocab: int) -> None:
     """Which is never kept; but it is looked up."""
-    for law in (np.full(vocab, np.nan), np.where(np.arange(vocab) == 2, np.nan, -1.0), np.full(vocab, -np.inf)):
+    for law in (
+        np.full(vocab, np.nan),
+        np.where(np.arange(vocab) == 2, np.nan, -1.0),
+        np.full(vocab, -np.inf),
+    ):
         for number in (0.0, 0.5, float(BELOW_ONE["float32"])):
             noise = pair(np.array([number], np.float32), np.array([number], np.float32))
             (token,) = sampling.categorical(jnp.asarray(law, jnp.float32)[None], noise).tolist()
@@ -168,9 +203,14 @@ def test_a_law_gone_nan_still_draws_some_token(vocab: int) -> None:
 
 
 def test_threefry_is_that_of_jax() -> None:
-    keys, counters = np.array([123, 4_000_000_000], np.uint32), np.arange(10, dtype=np.uint32) * 400_000_000
+    keys, counters = (
+        np.array([123, 4_000_000_000], np.uint32),
+        np.arange(10, dtype=np.uint32) * 400_000_000,
+    )
     wanted = threefry_2x32(jnp.asarray(keys), jnp.asarray(counters))
-    found = sampling.threefry(*(jnp.uint32(word) for word in keys), *jnp.split(jnp.asarray(counters), 2))
+    found = sampling.threefry(
+        *(jnp.uint32(word) for word in keys), *jnp.split(jnp.asarray(counters), 2)
+    )
     np.testing.assert_array_equal(jnp.concatenate(found), wanted)
 
 
@@ -182,26 +222,48 @@ def test_uniform_numbers_are_uniform() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_no_bits_give_0_or_1_nor_draw_what_is_rarer_than_a_bin(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two extremes of the bits, whose numbers are middles of bins: a token of 1e-35 that stands first, or last, is not theirs."""
+def test_no_bits_give_0_or_1_nor_draw_what_is_rarer_than_a_bin(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two extremes of the bits, whose numbers are middles of bins: a token of 1e-35 that stands
+    first, or last, is not theirs."""
     with jax.enable_x64(True):
         half = 0.5 * np.finfo(dtype).eps  # of a bin
         for bits, wanted in ((0, half), (2**32 - 1, 1 - half)):
-            monkeypatch.setattr(sampling, "threefry", lambda *_, bits=bits: (jnp.full((1, 1, 4), bits, jnp.uint32),) * 2)
+            monkeypatch.setattr(
+                sampling,
+                "threefry",
+                lambda *_, bits=bits: (jnp.full((1, 1, 4), bits, jnp.uint32),) * 2,
+            )
             numbers = sampling.uniforms(keys_of([0]), at([0])[:, None], 4, jnp.dtype(dtype))
             assert np.asarray(numbers, np.float64).tolist() == [[[wanted] * 4]]
-            for law in ([1e-35, 0.5, 0.5, 1e-35], [1e-35] * 40 + [1.0] + [1e-35] * 40, [0, 1e-30, 1, 1, 1, 1e-30, 0]):
+            for law in (
+                [1e-35, 0.5, 0.5, 1e-35],
+                [1e-35] * 40 + [1.0] + [1e-35] * 40,
+                [0, 1e-30, 1, 1, 1, 1e-30, 0],
+            ):
                 weights = jnp.asarray(law, dtype)
-                token = int(draw(jnp.log(weights), Uniforms(numbers[0, :, : sampling.level_count(len(law))]))[0])
+                token = int(
+                    draw(
+                        jnp.log(weights), Uniforms(numbers[0, :, : sampling.level_count(len(law))])
+                    )[0]
+                )
                 assert weights[token] > 0.1, (bits, token)
-        last = np.concatenate([2.0 ** np.arange(-20, 20), np.random.default_rng(0).uniform(1, 2, 10_000)]).astype(dtype)
-        assert (np.dtype(dtype).type(1 - half) * last < last).all(), "no product reaches the end of the cumulated sums"
+        last = np.concatenate(
+            [2.0 ** np.arange(-20, 20), np.random.default_rng(0).uniform(1, 2, 10_000)]
+        ).astype(dtype)
+        assert (np.dtype(dtype).type(1 - half) * last < last).all(), (
+            "no product reaches the end of the cumulated sums"
+        )
 
 
 def test_large_gumbel_noise_is_as_fine_as_float32() -> None:
-    """Of 23 bits there would be 51 numbers above 12, and none above 16; rare tokens are drawn by these alone."""
+    """Of 23 bits there would be 51 numbers above 12, and none above 16; rare tokens are drawn by
+    these alone."""
     keys = sampling.position_keys(keys_of([0, 1, 2, 3]), at([0, 0, 0, 0]), 16)
-    noise = np.asarray(jax.jit(lambda keys: sampling.gumbel(keys, 151_936, jnp.dtype("float32")))(keys))
+    noise = np.asarray(
+        jax.jit(lambda keys: sampling.gumbel(keys, 151_936, jnp.dtype("float32")))(keys)
+    )
     assert noise.dtype == np.float32
     assert np.isfinite(noise).all()
     large = noise[noise > 12]
@@ -213,7 +275,8 @@ def test_large_gumbel_noise_is_as_fine_as_float32() -> None:
 
 @pytest.mark.slow
 def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
-    """100,000 tokens of probability 1e-7, in the vocabulary of Qwen: 1 draw of 100 is one of them."""
+    """100,000 tokens of probability 1e-7, in the vocabulary of Qwen: 1 draw of 100 is one of
+    them."""
     vocab, rare, rows, calls = 151_936, 100_000, 32, 384
     law = np.full(vocab, 0.99 / (vocab - rare))
     law[:rare] = 1e-7
@@ -221,9 +284,17 @@ def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
 
     @jax.jit
     def drawn(first: jax.Array) -> jax.Array:
-        keys = sampling.row_keys(jax.random.key(3), first + jnp.arange(rows, dtype=jnp.int32), sampling.TARGET)
-        noise = sampling.gumbel(sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1), vocab, jnp.dtype("float32"))
-        return jnp.sum(sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise[:, 0]) < rare)
+        keys = sampling.row_keys(
+            jax.random.key(3), first + jnp.arange(rows, dtype=jnp.int32), sampling.TARGET
+        )
+        noise = sampling.gumbel(
+            sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1),
+            vocab,
+            jnp.dtype("float32"),
+        )
+        return jnp.sum(
+            sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise[:, 0]) < rare
+        )
 
     found = sum(int(drawn(jnp.int32(rows * call))) for call in range(calls))
     expected = rows * calls * rare * 1e-7
@@ -231,9 +302,12 @@ def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
 
 
 def test_numbers_of_different_rounds_are_unrelated() -> None:
-    """Block verification with the coins of the round before is biased (drafters.md section 7, bug 8); so are drafts with its noise."""
+    """Block verification with the coins of the round before is biased (drafters.md section 7, bug
+    8); so are drafts with its noise."""
     rows, count = 50_000, 3 * 3 + 2
-    together = np.concatenate([uniforms_of_rounds(rows, length, count) for length in range(4)], axis=1)
+    together = np.concatenate(
+        [uniforms_of_rounds(rows, length, count) for length in range(4)], axis=1
+    )
     for shown in (together, together > 0.9, np.abs(together - 0.5)):
         related = np.corrcoef(np.asarray(shown, float).T) - np.eye(4 * count)
         assert np.abs(related).max() < 4.5 / np.sqrt(rows)
@@ -244,37 +318,65 @@ def test_rows_keep_their_noise_wherever_they_stand() -> None:
     order, dtype = [2, 3, 0, 1], jnp.dtype("float32")
     for count in (1, 4):
         for stream, make in (
-            (sampling.TARGET, lambda k, p, n=count: sampling.gumbel(sampling.position_keys(k, p, n), 6, dtype)),
-            (sampling.TARGET, lambda k, p, n=count: sampling.uniforms(k, p[:, None] + jnp.arange(n, dtype=jnp.int32), 2, dtype)),
+            (
+                sampling.TARGET,
+                lambda k, p, n=count: sampling.gumbel(sampling.position_keys(k, p, n), 6, dtype),
+            ),
+            (
+                sampling.TARGET,
+                lambda k, p, n=count: sampling.uniforms(
+                    k, p[:, None] + jnp.arange(n, dtype=jnp.int32), 2, dtype
+                ),
+            ),
             (sampling.ROUND, lambda k, p, n=count: sampling.uniforms(k, p[:, None], n, dtype)),
         ):
             straight = make(keys_of(rows, stream=stream), at(positions))
-            mixed = make(keys_of([rows[i] for i in order], stream=stream), at([positions[i] for i in order]))
+            mixed = make(
+                keys_of([rows[i] for i in order], stream=stream), at([positions[i] for i in order])
+            )
             np.testing.assert_array_equal(mixed, straight[jnp.array(order)])
 
 
 def test_target_noise_belongs_to_the_absolute_position() -> None:
-    """However a round is cut, a position gets the same noise: that is what makes the coupled rule plain decoding."""
+    """However a round is cut, a position gets the same noise: that is what makes the coupled rule
+    plain decoding."""
     keys = keys_of([4, 8])
     long = jax.random.key_data(sampling.position_keys(keys, at([10, 20]), 6))
     for shift in range(5):
         np.testing.assert_array_equal(
-            jax.random.key_data(sampling.position_keys(keys, at([10 + shift, 20 + shift]), 2)), long[:, shift : shift + 2]
+            jax.random.key_data(sampling.position_keys(keys, at([10 + shift, 20 + shift]), 2)),
+            long[:, shift : shift + 2],
         )
 
 
 def test_no_two_draws_share_a_key() -> None:
-    """Over seeds, rows, streams, starting lengths and offsets; in particular a draw beyond the cut does not come back in the next round."""
+    """Over seeds, rows, streams, starting lengths and offsets; in particular a draw beyond the cut
+    does not come back in the next round."""
     rows, seen = [0, 1, 2, 3], []
     with jax.enable_x64(True):
         for seed in (0, 1):
             for length in range(6):
                 keys = keys_of(rows, seed, sampling.ROUND)
-                seen.append(sampling.uniforms(keys, at([length] * 4)[:, None], 3 * 5, jnp.dtype("float64")).reshape(-1))
+                seen.append(
+                    sampling.uniforms(
+                        keys, at([length] * 4)[:, None], 3 * 5, jnp.dtype("float64")
+                    ).reshape(-1)
+                )
             positions = jnp.broadcast_to(jnp.arange(11, dtype=jnp.int32), (4, 11))
-            seen.append(sampling.uniforms(keys_of(rows, seed), positions, 2, jnp.dtype("float64")).reshape(-1))
+            seen.append(
+                sampling.uniforms(keys_of(rows, seed), positions, 2, jnp.dtype("float64")).reshape(
+                    -1
+                )
+            )
         drawn = np.concatenate([np.asarray(part) for part in seen])
     assert len(np.unique(drawn)) == len(drawn) == 2 * (4 * 6 * 3 * 5 + 4 * 11 * 2)
     keys = [keys_of(rows, seed, stream) for seed in (0, 1) for stream in STREAMS]
-    assert len(np.unique(np.concatenate([np.asarray(jax.random.key_data(some)) for some in keys]), axis=0)) == 2 * 4 * 2
+    assert (
+        len(
+            np.unique(
+                np.concatenate([np.asarray(jax.random.key_data(some)) for some in keys]), axis=0
+            )
+        )
+        == 2 * 4 * 2
+    )
     assert len(set(STREAMS)) == 2

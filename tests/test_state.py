@@ -1,4 +1,5 @@
-"""Pytrees that cross files: what they hold survives every transformation, and nothing is changed in place."""
+"""Pytrees that cross files: what they hold survives every transformation, and nothing is changed in
+place."""
 
 import dataclasses
 
@@ -25,7 +26,9 @@ def test_statuses_are_distinct() -> None:
 
 def test_leaves_and_paths() -> None:
     pair = Pair(left=jnp.ones(2), right={"a": jnp.zeros(3), "b": None})
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(pair)[0]]
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(pair)[0]
+    ]
     assert paths == [".left", ".right['a']"]
     doubled = jax.tree.map(lambda leaf: leaf * 2, pair)
     assert isinstance(doubled, Pair)

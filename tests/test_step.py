@@ -1,4 +1,5 @@
-"""The whole step in float64: the same numbers phase by phase, on every mesh, with and without a draft."""
+"""The whole step in float64: the same numbers phase by phase, on every mesh, with and without a
+draft."""
 
 import dataclasses
 import functools
@@ -32,7 +33,15 @@ from jaxspec.rl.train_batch import plan_layout, planned, whole_rows
 from jaxspec.rollout.draft_temperature import DECAY, GRID
 from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step, build_step
-from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts, with_weights
+from tests.conftest import (
+    eagle3,
+    small_mesh,
+    tiny_config,
+    tiny_model,
+    tiny_network,
+    tiny_prompts,
+    with_weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -45,13 +54,22 @@ STOP = (1,)
 
 
 def config_of(
-    verify: Any = "coupled", kind: Any = "eagle3", shard_above: int = 2**20, temperature: float = 1.0, sampling: Any = "sample"
+    verify: Any = "coupled",
+    kind: Any = "eagle3",
+    shard_above: int = 2**20,
+    temperature: float = 1.0,
+    sampling: Any = "sample",
 ) -> Any:
-    draft, engine = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling), EngineConfig(tail=False)
+    draft, engine = (
+        DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling),
+        EngineConfig(tail=False),
+    )
     return tiny_config(
         MODEL,
         learner=LearnerConfig(tokens=TOKENS),
-        rollout=RolloutConfig(max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature),
+        rollout=RolloutConfig(
+            max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature
+        ),
         grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),
@@ -75,19 +93,29 @@ def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
         traces.append(len(traces))
         return step.train_step(state, finished, prompts)
 
-    return Program(step, jax.jit(train_step, out_shardings=(step.state_shardings(), rows_sharding(step.mesh), None, None)), traces)
+    return Program(
+        step,
+        jax.jit(
+            train_step, out_shardings=(step.state_shardings(), rows_sharding(step.mesh), None, None)
+        ),
+        traces,
+    )
 
 
 def start(step: Step, online: bool = True) -> TrainState:
     network = None if step.generator.draft is None else tiny_network(eagle3, MODEL, 2)
-    state = jax.jit(step.start, out_shardings=step.state_shardings())(tiny_network(Decoder, MODEL, 1), network)
+    state = jax.jit(step.start, out_shardings=step.state_shardings())(
+        tiny_network(Decoder, MODEL, 1), network
+    )
     online_there = jax.device_put(jnp.asarray(online), replicated(step.mesh))
     return state.replace(learner=state.learner.replace(online=online_there))
 
 
 def place(step: Step, tree: Any) -> Any:
     def one(leaf: Any) -> jax.Array:
-        sharding: NamedSharding = rows_sharding(step.mesh) if np.ndim(leaf) else replicated(step.mesh)
+        sharding: NamedSharding = (
+            rows_sharding(step.mesh) if np.ndim(leaf) else replicated(step.mesh)
+        )
         return jax.device_put(np.asarray(leaf), sharding)
 
     return jax.tree.map(one, tree)
@@ -97,8 +125,16 @@ def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray)
     """A finished batch with its plan, on the mesh; only valid rows are read."""
     read = np.where(valid, np.asarray(rollout.lengths) - 1, 0).astype(np.int32)
     plan = planned(read, step.mesh.shape["data"], step.learner.tokens)
-    parts: dict[str, Any] = {"rewards": rewards.astype(np.float32), "valid": valid, "learn": np.asarray(True)}
-    return Finished(rollout=place(step, rollout), plan=jax.device_put(plan, plan_layout(step.mesh)), **place(step, parts))
+    parts: dict[str, Any] = {
+        "rewards": rewards.astype(np.float32),
+        "valid": valid,
+        "learn": np.asarray(True),
+    }
+    return Finished(
+        rollout=place(step, rollout),
+        plan=jax.device_put(plan, plan_layout(step.mesh)),
+        **place(step, parts),
+    )
 
 
 def nothing_finished(step: Step) -> Finished:
@@ -114,11 +150,16 @@ def prompts_of(step: Step, batch: int) -> Prompts:
 
 def assert_same_rollout(found: Rollout, wanted: Rollout) -> None:
     """Tokens and counts exactly, sums of logprobs and laws to rounding."""
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10), host(found), host(wanted))
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10),
+        host(found),
+        host(wanted),
+    )
 
 
 def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
-    """A reward anyone can recompute: the share of response tokens divisible by 3; one row of each batch has none."""
+    """A reward anyone can recompute: the share of response tokens divisible by 3; one row of each
+    batch has none."""
     host = jax.tree.map(np.asarray, rollout)
     at = np.arange(host.tokens.shape[1])
     inside = (at >= host.prompt_lengths[:, None]) & (at < host.lengths[:, None])
@@ -163,20 +204,31 @@ def assert_bitwise(found: Any, wanted: Any) -> None:
 
 def assert_close(found: Any, wanted: Any, relative: float) -> None:
     def one(left: np.ndarray, right: np.ndarray) -> None:
-        np.testing.assert_allclose(left, right, rtol=0, atol=relative * max(np.abs(right).max(initial=0), 1e-30))
+        np.testing.assert_allclose(
+            left, right, rtol=0, atol=relative * max(np.abs(right).max(initial=0), 1e-30)
+        )
 
     jax.tree.map(one, found, wanted)
 
 
 def moved(after: Any, before: Any) -> bool:
-    return any(np.any(left != right) for left, right in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))
+    return any(
+        np.any(left != right)
+        for left, right in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    )
 
 
 # ---- identities
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [pytest.param({}, id="coupled"), pytest.param({"verify": "token", "temperature": 0.7}, id="token")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="coupled"),
+        pytest.param({"verify": "token", "temperature": 0.7}, id="token"),
+    ],
+)
 def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> None:
     made = program(**options)
     step = made.step
@@ -188,7 +240,9 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
         if finished is not None:
             state, learnt = learn(state, finished)
             for name, value in learnt.items():
-                assert float(value) == pytest.approx(whole.learnt[batch][name], rel=1e-11, abs=1e-12), name
+                assert float(value) == pytest.approx(
+                    whole.learnt[batch][name], rel=1e-11, abs=1e-12
+                ), name
         ready = load(state)
         running = begin(ready, prompts_of(step, batch))
         for _ in range(NEW):
@@ -197,7 +251,8 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
         assert_same_rollout(rollout, whole.rollouts[batch])
         assert_close(host(state), whole.states[batch], 1e-12)
         finished = score(step, rollout, batch)
-    assert max(learnt["rollout/logprob_gap_max"] for learnt in whole.learnt[1:]) < 1e-9  # also at another temperature
+    # also at another temperature
+    assert max(learnt["rollout/logprob_gap_max"] for learnt in whole.learnt[1:]) < 1e-9
     assert moved(whole.states[2].learner.policy.network, whole.states[0].learner.policy.network)
 
 
@@ -211,7 +266,9 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("data", "tensor", "shard_above"), MESHES)
-def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(data: int, tensor: int, shard_above: int) -> None:
+def test_every_mesh_gives_the_same_tokens_rewards_and_parameters(
+    data: int, tensor: int, shard_above: int
+) -> None:
     spread = drive(program(data, tensor, shard_above=shard_above), 4)
     for batch in range(4):
         one = twenty(True)
@@ -226,7 +283,8 @@ def test_twenty_steps_are_one_trace_and_one_compile() -> None:
     runs = [twenty(online) for online in (True, False)]
     assert made.traces == [0]
     assert made.call._cache_size() == 1
-    assert len({run.rollouts[batch].tokens.tobytes() for run in runs for batch in range(20)}) == 20  # the data did change
+    # the data did change
+    assert len({run.rollouts[batch].tokens.tobytes() for run in runs for batch in range(20)}) == 20
 
 
 def test_the_draft_never_touches_the_policy_over_twenty_steps() -> None:
@@ -238,24 +296,33 @@ def test_the_draft_never_touches_the_policy_over_twenty_steps() -> None:
         np.testing.assert_array_equal(online.rollouts[batch].tokens, frozen.rollouts[batch].tokens)
         np.testing.assert_array_equal(online.rollouts[batch].tokens, plain.rollouts[batch].tokens)
         np.testing.assert_array_equal(online.rewards[batch], plain.rewards[batch])
-        assert_close(plain.states[batch].learner.policy.network, online.states[batch].learner.policy.network, 1e-9)
+        assert_close(
+            plain.states[batch].learner.policy.network,
+            online.states[batch].learner.policy.network,
+            1e-9,
+        )
         assert np.isnan(frozen.learnt[batch]["loss/draft"])
     assert moved(online.states[19].learner.policy.network, online.states[0].learner.policy.network)
     assert moved(online.states[19].learner.draft.network, online.states[0].learner.draft.network)
     # The learner's own logprobs are those that the verify pass recorded.
     assert 0 < max(learnt["rollout/logprob_gap_max"] for learnt in online.learnt[1:]) < 1e-9
-    assert {learnt["learner/micro_batches"] for learnt in online.learnt[1:]} >= {3.0}, "several micro-batches, each of several texts"
+    assert {learnt["learner/micro_batches"] for learnt in online.learnt[1:]} >= {3.0}, (
+        "several micro-batches, each of several texts"
+    )
     losses = [learnt["loss/draft"] for learnt in online.learnt[1:]]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
 @pytest.mark.slow
 def test_the_policy_update_is_bitwise_the_same_with_and_without_draft_training() -> None:
-    """For the same rollouts, under the token rule, where a different draft would give different rollouts later."""
+    """For the same rollouts, under the token rule, where a different draft would give different
+    rollouts later."""
     made = program(verify="token", temperature=0.7)
     run = drive(made, 2)
     finished, prompts = score(made.step, run.rollouts[0]), prompts_of(made.step, 1)
-    states = [host(made.call(start(made.step, online), finished, prompts)[0]) for online in (True, False)]
+    states = [
+        host(made.call(start(made.step, online), finished, prompts)[0]) for online in (True, False)
+    ]
     assert_bitwise(states[0].learner.policy, states[1].learner.policy)
     assert moved(states[0].learner.draft.network, states[1].learner.draft.network)
     assert moved(states[0].learner.policy.network, host(start(made.step)).learner.policy.network)
@@ -283,7 +350,10 @@ def test_nothing_to_learn_leaves_the_state_untouched() -> None:
     assert_bitwise(host(after), before)
     np.testing.assert_array_equal(rollout.tokens, run.rollouts[0].tokens)
     assert np.isnan(float(learnt["loss/policy"]))
-    assert float(generated["rollout/tokens"]) == (run.rollouts[0].lengths - run.rollouts[0].prompt_lengths).sum()
+    assert (
+        float(generated["rollout/tokens"])
+        == (run.rollouts[0].lengths - run.rollouts[0].prompt_lengths).sum()
+    )
 
 
 def with_reward(finished: Finished, step: Step, row: int, reward: float, valid: bool) -> Finished:
@@ -303,12 +373,21 @@ def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
         state, _, learnt, _ = made.call(state, bad, prompts_of(step, 1))
         assert_bitwise(host(state.learner.policy.network), before.learner.policy.network)
         assert_bitwise(host(state.learner.policy.optimizer), before.learner.policy.optimizer)
-        assert (int(state.learner.policy.skipped), int(state.learner.policy.skipped_in_row)) == (times, times)
+        assert (int(state.learner.policy.skipped), int(state.learner.policy.skipped_in_row)) == (
+            times,
+            times,
+        )
         assert (learnt["skipped/policy"], learnt["skipped_in_row/policy"]) == (times, times)
         assert np.isnan(float(learnt["loss/policy"]))
         assert int(state.learner.draft.skipped) == 0
-    # The draft learns from the weights that sampled, so it does not notice whether the policy's update went through.
-    assert_bitwise(*(host(made.call(start(step), finished, prompts_of(step, 1))[0].learner.draft) for finished in (bad, good)))
+    # The draft learns from the weights that sampled, so it does not notice whether the policy's
+    # update went through.
+    assert_bitwise(
+        *(
+            host(made.call(start(step), finished, prompts_of(step, 1))[0].learner.draft)
+            for finished in (bad, good)
+        )
+    )
     state, _, learnt, _ = made.call(state, good, prompts_of(step, 1))
     assert (int(state.learner.policy.skipped), int(state.learner.policy.skipped_in_row)) == (2, 0)
     assert moved(host(state.learner.policy.network), before.learner.policy.network)
@@ -320,9 +399,13 @@ def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
     step, run = made.step, twenty(True)
     state = start(step)
     assert state.learner.draft is not None
-    broken = state.learner.draft.replace(network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.learner.draft.network))
+    broken = state.learner.draft.replace(
+        network=jax.tree.map(lambda leaf: leaf * jnp.nan, state.learner.draft.network)
+    )
     after, rollout, learnt, _ = made.call(
-        state.replace(learner=state.learner.replace(draft=broken)), score(step, run.rollouts[0]), prompts_of(step, 1)
+        state.replace(learner=state.learner.replace(draft=broken)),
+        score(step, run.rollouts[0]),
+        prompts_of(step, 1),
     )
     assert_bitwise(host(after.learner.policy), run.states[1].learner.policy)
     np.testing.assert_array_equal(rollout.tokens, run.rollouts[1].tokens)
@@ -346,7 +429,9 @@ def test_rows_without_a_reward_have_no_influence() -> None:
         (other_text, 0.25, False),
         (same_text, 0.25, True),
     ):
-        state, *_ = made.call(start(step), with_reward(finished, step, row, reward, valid), prompts_of(step, 1))
+        state, *_ = made.call(
+            start(step), with_reward(finished, step, row, reward, valid), prompts_of(step, 1)
+        )
         states.append(host(state))
     for state in states[1:4]:
         assert_bitwise(state, states[0])
@@ -374,25 +459,41 @@ def with_poison(network: Decoder, value: float) -> Decoder:
 
 
 def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> Finished:
-    """One row says nothing but `says` and has no reward; others say `POISON` at most at their end."""
+    """One row says nothing but `says` and has no reward; others say `POISON` at most at their
+    end."""
     tokens = np.where(rollout.tokens == POISON, POISON + 1, rollout.tokens)
     tokens[LAST_WORDS, rollout.lengths[list(LAST_WORDS)] - 1] = POISON
     row = np.arange(ROWS)[:, None] == FAILED_ROW
-    tokens = np.where(row & np.asarray(response_mask(jax.tree.map(jnp.asarray, rollout))), says, tokens).astype(np.int32)
-    return score(step, rollout.replace(tokens=tokens, status=np.where(row[:, 0], FAILED, rollout.status)), batch=FAILED_ROW)
+    tokens = np.where(
+        row & np.asarray(response_mask(jax.tree.map(jnp.asarray, rollout))), says, tokens
+    ).astype(np.int32)
+    return score(
+        step,
+        rollout.replace(tokens=tokens, status=np.where(row[:, 0], FAILED, rollout.status)),
+        batch=FAILED_ROW,
+    )
 
 
 @pytest.mark.parametrize(("data", "tensor", "options"), [(1, 1, {}), (4, 2, {"shard_above": 0})])
-def test_a_failed_row_that_overflows_changes_nothing(data: int, tensor: int, options: dict[str, Any]) -> None:
-    """Policy, draft and all metrics of learning are those of a batch in which the row says something harmless."""
+def test_a_failed_row_that_overflows_changes_nothing(
+    data: int, tensor: int, options: dict[str, Any]
+) -> None:
+    """Policy, draft and all metrics of learning are those of a batch in which the row says
+    something harmless."""
     made = program(data, tensor, **options)
     step, rollout = made.step, twenty(True).rollouts[0]
-    state, *_ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON), prompts_of(step, 1))
-    other, _, learnt, _ = made.call(poisoned(start(step)), with_a_failed_row(step, rollout, POISON + 1), prompts_of(step, 1))
+    state, *_ = made.call(
+        poisoned(start(step)), with_a_failed_row(step, rollout, POISON), prompts_of(step, 1)
+    )
+    other, _, learnt, _ = made.call(
+        poisoned(start(step)), with_a_failed_row(step, rollout, POISON + 1), prompts_of(step, 1)
+    )
     assert_bitwise(host(state), host(other))
     assert state.learner.draft is not None
     assert (int(state.learner.policy.skipped), int(state.learner.draft.skipped)) == (0, 0)
-    assert moved(host(state.learner.policy.network.layers), host(start(step)).learner.policy.network.layers)
+    assert moved(
+        host(state.learner.policy.network.layers), host(start(step)).learner.policy.network.layers
+    )
     assert moved(host(state.learner.draft.network), host(start(step)).learner.draft.network)
     assert float(learnt["grad_norm/policy"]) > 1e-3
 
@@ -400,12 +501,18 @@ def test_a_failed_row_that_overflows_changes_nothing(data: int, tensor: int, opt
 def descending(step: Step) -> Step:
     """The step with plain gradient descent at rate 1: what weights lose is the gradient."""
     return dataclasses.replace(
-        step, learner=dataclasses.replace(step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0))
+        step,
+        learner=dataclasses.replace(
+            step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0)
+        ),
     )
 
 
-def gradients_without(step: Step, state: TrainState, finished: Finished, row: int) -> tuple[Any, Any]:
-    """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has no advantage."""
+def gradients_without(
+    step: Step, state: TrainState, finished: Finished, row: int
+) -> tuple[Any, Any]:
+    """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has
+    no advantage."""
     assert GROUP == 2
     others = np.arange(ROWS) != row
     rows, rewards = finished.rollout, np.asarray(finished.rewards, np.float64).reshape(-1, GROUP)
@@ -417,7 +524,8 @@ def gradients_without(step: Step, state: TrainState, finished: Finished, row: in
 
     @jax.jit
     def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
-        policy = with_poison(policy, 0)  # of the other rows none has it before a token that is learnt
+        # of the other rows none has it before a token that is learnt
+        policy = with_poison(policy, 0)
         texts = whole_rows(tokens, mask)
         forward = policy(texts.tokens, texts.positions, taps=step.generator.taps)
 
@@ -426,8 +534,14 @@ def gradients_without(step: Step, state: TrainState, finished: Finished, row: in
             produced = texts.positions + 1 - starts[:, None]
             logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
             old = jax.lax.stop_gradient(logprobs)
-            losses = clipped_ratio(LossInputs(logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen))
-            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(texts.chosen, dtype=losses.dtype)
+            losses = clipped_ratio(
+                LossInputs(
+                    logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen
+                )
+            )
+            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(
+                texts.chosen, dtype=losses.dtype
+            )
 
         def draft_loss_of(network: Any) -> jax.Array:
             assert step.learner.objective is not None
@@ -446,7 +560,8 @@ def assert_learns_from_the_others(step: Step, learn: Any) -> None:
     before, wanted = host(state), gradients_without(step, host(state), finished, FAILED_ROW)
     after, metrics = learn(state, finished)
     networks = [
-        (with_poison(each.learner.policy.network, 0), each.learner.draft.network) for each in (jax.tree.map(jnp.asarray, before), after)
+        (with_poison(each.learner.policy.network, 0), each.learner.draft.network)
+        for each in (jax.tree.map(jnp.asarray, before), after)
     ]
     for name, gradient, old, new in zip(("policy", "draft"), wanted, *networks, strict=True):
         found = jax.tree.map(np.subtract, host(old), host(new))
@@ -483,7 +598,8 @@ def test_where_no_row_has_a_reward_nothing_is_updated_and_it_counts_as_skipped()
     step, run = made.step, twenty(True)
     good = score(step, run.rollouts[0])
     nothing = finish(step, host(good.rollout), np.asarray(good.rewards), np.zeros(ROWS, bool))
-    trained = made.call(start(step), good, prompts_of(step, 1))[0]  # with momentum, which alone would move weights
+    # with momentum, which alone would move weights
+    trained = made.call(start(step), good, prompts_of(step, 1))[0]
     before = host(trained)
     after, _, learnt, _ = made.call(trained, nothing, prompts_of(step, 1))
     for name in ("policy", "draft"):
@@ -495,7 +611,8 @@ def test_where_no_row_has_a_reward_nothing_is_updated_and_it_counts_as_skipped()
 
 @pytest.mark.slow
 def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> None:
-    """What each batch measured, decayed and added up in numpy, says at which temperature each depth of the next batch is drafted."""
+    """What each batch measured, decayed and added up in numpy, says at which temperature each depth
+    of the next batch is drafted."""
     made = program(sampling="auto", data=2)
     step, sums = made.step, np.zeros((LENGTH, len(GRID)))
     state, finished = start(step), nothing_finished(step)
@@ -503,7 +620,9 @@ def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> N
     for batch in range(5):
         state, rollout, _, generated = made.call(state, finished, prompts_of(step, batch))
         best = [GRID[place] for place in sums.argmax(-1)] if batch else [1.0] * LENGTH
-        assert [float(generated[f"rollout/draft_temperature_{depth}"]) for depth in range(1, LENGTH + 1)] == pytest.approx(best)
+        assert [
+            float(generated[f"rollout/draft_temperature_{depth}"]) for depth in range(1, LENGTH + 1)
+        ] == pytest.approx(best)
         chosen.append(best)
         statistics = host(rollout).statistics
         by_factor, first = statistics.overlap_by_factor, slice(None, None, GROUP)
@@ -519,11 +638,17 @@ def test_auto_drafts_at_the_temperatures_that_its_own_rollouts_found_best() -> N
 def test_metrics_are_those_of_the_rollout() -> None:
     made = program()
     run = twenty(True)
-    _, rollout, _, generated = made.call(start(made.step), nothing_finished(made.step), prompts_of(made.step, 0))
+    _, rollout, _, generated = made.call(
+        start(made.step), nothing_finished(made.step), prompts_of(made.step, 0)
+    )
     rows = host(rollout)
     assert_bitwise(rows.tokens, run.rollouts[0].tokens)
     counts = rows.statistics
-    tokens, rounds, drafted = (rows.lengths - rows.prompt_lengths).sum(), counts.rounds.sum(), counts.drafted[:, 0].sum()
+    tokens, rounds, drafted = (
+        (rows.lengths - rows.prompt_lengths).sum(),
+        counts.rounds.sum(),
+        counts.drafted[:, 0].sum(),
+    )
     assert drafted == rounds, "EAGLE-3 always has a draft"
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,
@@ -541,7 +666,11 @@ def test_metrics_are_those_of_the_rollout() -> None:
         "rollout/acceptance_rate": counts.accepted.sum() / (rounds * LENGTH),
         "rollout/coverage": 1,
         "rollout/target_entropy": counts.target_entropy.sum() / tokens,
-        **{f"rollout/{name}_{depth}": value for name, values in by_depth.items() for depth, value in enumerate(values, start=1)},
+        **{
+            f"rollout/{name}_{depth}": value
+            for name, values in by_depth.items()
+            for depth, value in enumerate(values, start=1)
+        },
         "status/eos": (rows.tokens[np.arange(ROWS), rows.lengths - 1] == STOP[0]).sum(),
         "status/length": (rows.tokens[np.arange(ROWS), rows.lengths - 1] != STOP[0]).sum(),
         "status/failed": 0,

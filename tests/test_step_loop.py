@@ -1,4 +1,5 @@
-"""What the generation loop of the compiled step may not do: talk beyond its tensor peers, or copy the cache."""
+"""What the generation loop of the compiled step may not do: talk beyond its tensor peers, or copy
+the cache."""
 
 import dataclasses
 import re
@@ -13,7 +14,20 @@ from jaxspec.config.settings import LoraConfig
 from jaxspec.host.runner import whole_step
 from jaxspec.models import kv
 from tests.conftest import small_mesh
-from tests.test_step import LENGTH, MODEL, NEW, PROMPTS, ROWS, STOP, WIDTH, config_of, nothing_finished, program, prompts_of, start
+from tests.test_step import (
+    LENGTH,
+    MODEL,
+    NEW,
+    PROMPTS,
+    ROWS,
+    STOP,
+    WIDTH,
+    config_of,
+    nothing_finished,
+    program,
+    prompts_of,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -38,7 +52,13 @@ class Hlo:
 
     def reached_from(self, is_root: Callable[[str], bool]) -> list[str]:
         """All lines of the computations that the chosen instructions call, however deep."""
-        waiting = [name for lines in self.lines.values() for line in lines if is_root(line) for name in self._called(line)]
+        waiting = [
+            name
+            for lines in self.lines.values()
+            for line in lines
+            if is_root(line)
+            for name in self._called(line)
+        ]
         seen: set[str] = set()
         while waiting:
             name = waiting.pop()
@@ -48,7 +68,8 @@ class Hlo:
         return [line for name in sorted(seen) for line in self.lines[name]]
 
     def side_by_side(self) -> list[tuple[str, str]]:
-        """Pairs of instructions that talk, neither of which needs the other's result, and one of which has a computation of its own."""
+        """Pairs of instructions that talk, neither of which needs the other's result, and one of
+        which has a computation of its own."""
         return [pair for lines in self.lines.values() for pair in self._side_by_side(lines)]
 
     def _side_by_side(self, lines: list[str]) -> list[tuple[str, str]]:
@@ -59,7 +80,9 @@ class Hlo:
             made = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
             if made is None:
                 continue
-            needed = {name for name in re.findall(r"%([\w.\-]+)", line[made.end() :]) if name in before}
+            needed = {
+                name for name in re.findall(r"%([\w.\-]+)", line[made.end() :]) if name in before
+            }
             before[made[1]] = needed.union(*(before[name] for name in needed))
             nested = any(self.talks(name) for name in self._called(line))
             if nested or TALKS.search(line):
@@ -72,31 +95,54 @@ class Hlo:
         """Whether a computation, or one that it calls, has a collective."""
         if computation not in self.known:
             lines = self.lines[computation]
-            self.known[computation] = any(TALKS.search(line) or any(map(self.talks, self._called(line))) for line in lines)
+            self.known[computation] = any(
+                TALKS.search(line) or any(map(self.talks, self._called(line))) for line in lines
+            )
         return self.known[computation]
 
     def _called(self, line: str) -> list[str]:
-        return [name for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0]) if name in self.lines]
+        return [
+            name
+            for name in re.findall(r"%([\w.\-]+)", line.split(", metadata=")[0])
+            if name in self.lines
+        ]
 
 
 def groups(line: str) -> list[tuple[int, ...]]:
     """The device groups of a collective, whichever way they are written."""
     listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
     if listed:
-        return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+        return [
+            tuple(int(number) for number in group.split(","))
+            for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))
+        ]
     named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line)
     if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         inner = re.findall(r"'(\w+)'", named.group(2))
         assert set(inner) <= set(sizes), line
-        order = [place for place, name in enumerate(sizes) if name not in inner] + [list(sizes).index(name) for name in inner]
-        devices = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
-        return [tuple(row) for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()]
+        order = [place for place, name in enumerate(sizes) if name not in inner] + [
+            list(sizes).index(name) for name in inner
+        ]
+        devices = (
+            np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
+        )
+        return [
+            tuple(row)
+            for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()
+        ]
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     assert iota, line
     shape, dims = ([int(number) for number in iota.group(place).split(",")] for place in (1, 2))
-    order = [int(number) for number in iota.group(3).split(",")] if iota.group(3) else list(range(len(dims)))
-    return [tuple(row) for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()]
+    order = (
+        [int(number) for number in iota.group(3).split(",")]
+        if iota.group(3)
+        else list(range(len(dims)))
+    )
+    return [
+        tuple(row)
+        for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    ]
 
 
 @pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
@@ -111,7 +157,12 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
         assert "collective-permute" not in line, line
         assert set(groups(line)) <= peers, line
     # Weights are whole over `data` before the loop starts, though the train layout shards them.
-    outside = [line for lines in hlo.lines.values() for line in lines if " all-gather(" in line and line not in loop]
+    outside = [
+        line
+        for lines in hlo.lines.values()
+        for line in lines
+        if " all-gather(" in line and line not in loop
+    ]
     assert any(not set(groups(line)) <= peers for line in outside)
     slots = -(-(WIDTH + NEW + LENGTH) // kv.EVEN) * kv.EVEN
     assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
@@ -120,7 +171,13 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "CHUNK", 4)
     monkeypatch.setattr(kv, "CHUNKED", 0)
-    assert_stays(compiled(8, 1).reached_from(is_loop), ROWS // 8, MODEL.kv_heads, -(-(WIDTH + NEW + LENGTH) // 4) * 4, 4)
+    assert_stays(
+        compiled(8, 1).reached_from(is_loop),
+        ROWS // 8,
+        MODEL.kv_heads,
+        -(-(WIDTH + NEW + LENGTH) // 4) * 4,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,12 +186,20 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
         (4, 2, "eagle3", 0),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(8, 1, "eagle3", 0), (4, 2, "mtp", 0), (4, 2, "model", 0), (4, 2, "eagle3", 2)]
+            for case in [
+                (8, 1, "eagle3", 0),
+                (4, 2, "mtp", 0),
+                (4, 2, "model", 0),
+                (4, 2, "eagle3", 2),
+            ]
         ),
     ],
 )
-def test_no_loop_that_talks_runs_beside_another_that_talks(data: int, tensor: int, kind: Any, rank: int) -> None:
-    """A CPU's devices would then do both in different orders, and wait for each other until XLA ends the process."""
+def test_no_loop_that_talks_runs_beside_another_that_talks(
+    data: int, tensor: int, kind: Any, rank: int
+) -> None:
+    """A CPU's devices would then do both in different orders, and wait for each other until XLA
+    ends the process."""
     config = dataclasses.replace(config_of(kind=kind, shard_above=0), lora=LoraConfig(rank=rank))
     made = step.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
     hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
@@ -144,7 +209,8 @@ def test_no_loop_that_talks_runs_beside_another_that_talks(data: int, tensor: in
 
 def compiled(data: int, tensor: int, **options: Any) -> Hlo:
     """The training step."""
-    made = program.__wrapped__(data, tensor, **options)  # the cached one is for steps that nothing has changed
+    # the cached one is for steps that nothing has changed
+    made = program.__wrapped__(data, tensor, **options)
     arguments = start(made.step), nothing_finished(made.step), prompts_of(made.step, 0)
     return Hlo(made.call.lower(*arguments).compile().as_text())
 
@@ -154,10 +220,20 @@ def is_loop(line: str) -> bool:
 
 
 def assert_stays(loop: list[str], rows: int, heads: int, slots: int, chunk: int) -> None:
-    """Nothing in the loop, whatever its shape, is a copy as large as keys or values of a layer of the policy or the draft."""
-    for page in (f"{heads * slots // chunk},{MODEL.head_size},{chunk}", f"{heads},{slots},{MODEL.head_size}"):
-        assert any(f"f64[{rows},{page}]" in line for line in loop), "the caches are not where they are expected"
+    """Nothing in the loop, whatever its shape, is a copy as large as keys or values of a layer of
+    the policy or the draft."""
+    for page in (
+        f"{heads * slots // chunk},{MODEL.head_size},{chunk}",
+        f"{heads},{slots},{MODEL.head_size}",
+    ):
+        assert any(f"f64[{rows},{page}]" in line for line in loop), (
+            "the caches are not where they are expected"
+        )
     size = rows * heads * slots * MODEL.head_size
     copies = [(line, re.search(r"= f64\[([\d,]+)\]\S* copy(-start)?\(", line)) for line in loop]
-    large = [line for line, copy in copies if copy and np.prod([int(number) for number in copy[1].split(",")]) == size]
+    large = [
+        line
+        for line, copy in copies
+        if copy and np.prod([int(number) for number in copy[1].split(",")]) == size
+    ]
     assert not large, large

@@ -18,13 +18,20 @@ SEEDS, NUMBERS = (0, 1, 7, 2**32 - 1), range(6)
 
 
 def test_all_streams_of_all_seeds_are_distinct() -> None:
-    """Among one another, and from what a library derives of a seed by itself: its key, and the parts it splits it into."""
+    """Among one another, and from what a library derives of a seed by itself: its key, and the
+    parts it splits it into."""
     drawn: dict[tuple[int, ...], set[tuple[int, str, int]]] = {}
     for seed in SEEDS:
-        parts = [jax.random.key(seed), *jax.random.split(jax.random.key(seed)), *jax.random.split(jax.random.key(seed), 3)]
+        parts = [
+            jax.random.key(seed),
+            *jax.random.split(jax.random.key(seed)),
+            *jax.random.split(jax.random.key(seed), 3),
+        ]
         parts += [jax.random.fold_in(jax.random.key(seed), number) for number in range(40)]
         for place, part in enumerate(parts):
-            drawn.setdefault(tuple(jax.random.key_data(part).tolist()), set()).add((seed, "library", place))
+            drawn.setdefault(tuple(jax.random.key_data(part).tolist()), set()).add(
+                (seed, "library", place)
+            )
         for stream, number in itertools.product(Stream, NUMBERS):
             words = tuple(jax.random.key_data(stream_key(seed, stream, number)).tolist())
             drawn.setdefault(words, set()).add((seed, stream.name, number))
@@ -34,7 +41,12 @@ def test_all_streams_of_all_seeds_are_distinct() -> None:
 
 
 def test_all_streams_of_the_host_are_distinct() -> None:
-    drawn = {tuple(stream_rng(seed, stream, number).integers(0, 2**62, 2)) for seed in SEEDS for stream in Stream for number in NUMBERS}
+    drawn = {
+        tuple(stream_rng(seed, stream, number).integers(0, 2**62, 2))
+        for seed in SEEDS
+        for stream in Stream
+        for number in NUMBERS
+    }
     assert len(drawn) == len(SEEDS) * len(Stream) * len(NUMBERS)
 
 
@@ -47,11 +59,16 @@ def test_weights_come_from_streams_of_their_own() -> None:
     learner = state.learner
     assert learner.draft is not None
     for ours, wanted in ((learner.policy.network, policy), (learner.draft.network, network)):
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7), ours, wanted)
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7),
+            ours,
+            wanted,
+        )
 
 
 def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lengths are chosen by must not know how the coins of the batch that they are chosen for will fall."""
+    """What lengths are chosen by must not know how the coins of the batch that they are chosen for
+    will fall."""
     seen: list[int] = []
 
     class Enough(Exception):
@@ -66,5 +83,7 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
     state = jax.jit(step.fresh)()
     with pytest.raises(Enough):
-        round_cost.with_pace(step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN)))
+        round_cost.with_pace(
+            step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN))
+        )
     assert seen == [Stream.PILOT]

@@ -52,12 +52,17 @@ PHASES = {"time/prepare", "time/generate", "time/train"}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all runs of this file: the warm start is trained once, and each program compiled once."""
+    """One cache for all runs of this file: the warm start is trained once, and each program
+    compiled once."""
     return tmp_path_factory.mktemp("cache")
 
 
 def comparable(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith("time/") and not name.endswith("tokens_per_s")}
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.startswith("time/") and not name.endswith("tokens_per_s")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,11 @@ def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "round_cost",
     ):
         assert row in output
-    told = [line for line in output.splitlines() if "eagle3 draft started from random weights (offline.steps 0" in line]
+    told = [
+        line
+        for line in output.splitlines()
+        if "eagle3 draft started from random weights (offline.steps 0" in line
+    ]
     assert len(told) == 2, "at the start, and below the table"
     return workdir
 
@@ -85,10 +94,16 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
     for line in written:
         assert line.keys() >= SCHEMA
         assert line["status/eos"] + line["status/length"] == 32
-        assert line["rollout/tokens_per_target_pass"] == pytest.approx(line["rollout/length_mean"] / line["rollout/rounds"])
-        assert line["rollout/acceptance_length"] == pytest.approx(line["rollout/tokens_per_target_pass"])
+        assert line["rollout/tokens_per_target_pass"] == pytest.approx(
+            line["rollout/length_mean"] / line["rollout/rounds"]
+        )
+        assert line["rollout/acceptance_length"] == pytest.approx(
+            line["rollout/tokens_per_target_pass"]
+        )
         assert line["rollout/logprob_gap_max"] < 1e-9
-        assert line["rollout/tokens_per_s"] == pytest.approx(line["rollout/tokens"] / line["time/step"])
+        assert line["rollout/tokens_per_s"] == pytest.approx(
+            line["rollout/tokens"] / line["time/step"]
+        )
     assert [line["step"] for line in written if "eval/exact_match" in line] == [0, 4, 7]
     assert len({line["reward/mean"] for line in written}) > 1
     assert json.loads((undisturbed / "config.json").read_text())["grpo"]["group_size"] == 4
@@ -98,7 +113,9 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_can_be_extended(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_finished_run_says_so_and_can_be_extended(
+    cache: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     before = (undisturbed / "metrics.jsonl").read_text()
     assert "has all 8 batches already" in launch(cache, undisturbed).finish()
     assert (undisturbed / "metrics.jsonl").read_text() == before
@@ -109,12 +126,18 @@ def test_a_finished_run_says_so_and_can_be_extended(cache: Path, undisturbed: Pa
 
 
 @pytest.mark.slow
-def test_staged_gives_the_same_numbers_and_times_each_phase(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_staged_gives_the_same_numbers_and_times_each_phase(
+    cache: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     launch(cache, tmp_path / "staged", staged=True).finish()
     for line, expected in zip(lines(tmp_path / "staged"), lines(undisturbed), strict=True):
         assert line.keys() >= PHASES or line["step"] == 0
-        assert line["rollout/tokens_per_s"] == pytest.approx(line["rollout/tokens"] / line["time/step"])
-        assert line["rollout/generation_tokens_per_s"] == pytest.approx(line["rollout/tokens"] / line["time/generate"])
+        assert line["rollout/tokens_per_s"] == pytest.approx(
+            line["rollout/tokens"] / line["time/step"]
+        )
+        assert line["rollout/generation_tokens_per_s"] == pytest.approx(
+            line["rollout/tokens"] / line["time/generate"]
+        )
         for name, value in comparable(expected).items():
             assert line[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     expected = weights(final_arrays(undisturbed))
@@ -123,9 +146,13 @@ def test_staged_gives_the_same_numbers_and_times_each_phase(cache: Path, undistu
 
 
 @pytest.mark.slow
-def test_lengths_that_rounds_choose_change_no_token(cache: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_lengths_that_rounds_choose_change_no_token(
+    cache: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     output = launch(cache, tmp_path / "auto", rollout__draft__draft_length="auto").finish()
-    assert re.search(r"measured in [\d.]+ s: K=0 costs 1.00 plain steps and keeps 1.00 tokens; K=1 costs", output)
+    assert re.search(
+        r"measured in [\d.]+ s: K=0 costs 1.00 plain steps and keeps 1.00 tokens; K=1 costs", output
+    )
     for line, expected in zip(lines(tmp_path / "auto"), lines(undisturbed), strict=True):
         for name in ("reward/mean", "rollout/tokens", "status/eos", "status/length"):
             assert line[name] == expected[name], name
@@ -134,25 +161,36 @@ def test_lengths_that_rounds_choose_change_no_token(cache: Path, undisturbed: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sigkill_at_a_random_moment_changes_nothing(cache: Path, undisturbed: Path, tmp_path: Path, seed: int) -> None:
+def test_sigkill_at_a_random_moment_changes_nothing(
+    cache: Path, undisturbed: Path, tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     workdir = tmp_path / "killed"
     file = workdir / "metrics.jsonl"
-    for count in (rng.randint(1, 3), rng.randint(4, 6)):  # at four lines the first checkpoint exists: the second has waited for it
+    # at four lines the first checkpoint exists: the second has waited for it
+    for count in (rng.randint(1, 3), rng.randint(4, 6)):
         began = time.time()
         process = launch(cache, workdir)
-        process.wait_until(lambda count=count, began=began: len(lines(workdir)) >= count and file.stat().st_mtime > began)
+        process.wait_until(
+            lambda count=count, began=began: (
+                len(lines(workdir)) >= count and file.stat().st_mtime > began
+            )
+        )
         time.sleep(rng.random() * 0.3)
         process.signal(signal.SIGKILL)
         process.handle.wait()
     assert "resuming" in launch(cache, workdir).finish()
     assert_same(final_arrays(workdir), final_arrays(undisturbed))
-    assert [comparable(line) for line in lines(workdir)] == [comparable(line) for line in lines(undisturbed)]
+    assert [comparable(line) for line in lines(workdir)] == [
+        comparable(line) for line in lines(undisturbed)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staged", [False, True])
-def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: Path, tmp_path: Path, staged: bool) -> None:
+def test_sigterm_saves_and_leaves_within_ten_seconds(
+    cache: Path, undisturbed: Path, tmp_path: Path, staged: bool
+) -> None:
     workdir = tmp_path / "stopped"
     changes = {"staged": True, "rollout__slice_rounds": 1} if staged else {}
     output = ""
@@ -170,8 +208,13 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(cache: Path, undisturbed: P
     stopped = re.search(r"stopped before batch (\d)", output)
     assert stopped, output
     assert int(stopped.group(1)) >= 1
-    assert f"resuming {workdir} at batch {stopped.group(1)}" in launch(cache, workdir, **changes).finish()
-    assert [comparable(line) for line in lines(workdir)] == [comparable(line) for line in lines(undisturbed)]
+    assert (
+        f"resuming {workdir} at batch {stopped.group(1)}"
+        in launch(cache, workdir, **changes).finish()
+    )
+    assert [comparable(line) for line in lines(workdir)] == [
+        comparable(line) for line in lines(undisturbed)
+    ]
     assert_same(weights(final_arrays(workdir)), weights(final_arrays(undisturbed)))
 
 
@@ -186,14 +229,21 @@ ALSO_REFUSED = [
     ({"data__tokenizer": "nowhere", "sft__steps": 0}, 2, ["nowhere", "tokenizer.json"]),
     ({"mesh__tensor": 3}, 8, ["mesh.tensor 3", "8 devices"]),
     ({"mesh__data": 8, "grpo__prompts": 4}, 8, ["grpo.prompts 4", "8 data shards"]),
-    ({"rollout__draft__kind": "none", "rollout__draft__draft_length": 2}, 2, ["rollout.draft.kind", "draft_length"]),
+    (
+        {"rollout__draft__kind": "none", "rollout__draft__draft_length": 2},
+        2,
+        ["rollout.draft.kind", "draft_length"],
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "words"), [*REFUSED, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO_REFUSED)]
+    ("changes", "devices", "words"),
+    [*REFUSED, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO_REFUSED)],
 )
-def test_bad_input_is_one_message_and_status_two(cache: Path, tmp_path: Path, changes: dict, devices: int, words: list[str]) -> None:
+def test_bad_input_is_one_message_and_status_two(
+    cache: Path, tmp_path: Path, changes: dict, devices: int, words: list[str]
+) -> None:
     output = launch(cache, tmp_path / "refused", devices=devices, **changes).finish(status=2)
     assert "Traceback" not in output
     for word in words:
@@ -210,16 +260,29 @@ def test_adapters_learn_beside_weights_that_stay_and_a_resumed_run_goes_on_with_
     assert "resuming" in launch(cache, tmp_path / "halves", steps=5, **changes).finish()
     arrays, found = final_arrays(tmp_path / "whole"), lines(tmp_path / "whole")
     assert_same(final_arrays(tmp_path / "halves"), arrays)
-    warm = np.load(next(file for file in cache.glob("*/weights.npz") if not file.with_name("acceptance.json").exists()))
+    warm = np.load(
+        next(
+            file
+            for file in cache.glob("*/weights.npz")
+            if not file.with_name("acceptance.json").exists()
+        )
+    )
     for place, (name, _) in enumerate(json.loads(str(warm["index"]))):
         np.testing.assert_array_equal(
-            arrays.pop(f"0.learner.policy.network.base.{name}"), warm[f"arr_{place}"].astype(np.float32), err_msg=name
+            arrays.pop(f"0.learner.policy.network.base.{name}"),
+            warm[f"arr_{place}"].astype(np.float32),
+            err_msg=name,
         )
     assert not any(name.startswith("0.learner.policy.network.base.") for name in arrays)
     assert all(
-        arrays[f"0.learner.policy.network.adapters.{name}_proj_b.value"].all() for name in ("q", "k", "v", "o", "gate", "up", "down")
+        arrays[f"0.learner.policy.network.adapters.{name}_proj_b.value"].all()
+        for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
-    assert {name.partition(".adapters.")[2] != "" for name in arrays if name.startswith("0.learner.policy.optimizer.1.0.mu")} == {True}
+    assert {
+        name.partition(".adapters.")[2] != ""
+        for name in arrays
+        if name.startswith("0.learner.policy.optimizer.1.0.mu")
+    } == {True}
     assert all(line["rollout/logprob_gap_max"] < 1e-9 for line in found)
     for name, value in lines(undisturbed)[0].items():  # fresh adapters change nothing
         if name.startswith("rollout/") and name != "rollout/tokens_per_s":
@@ -230,7 +293,9 @@ def test_a_folder_that_cannot_be_written_is_named(cache: Path) -> None:
     assert "/proc/jaxspec" in launch(cache, Path("/proc/jaxspec")).finish(status=2)
 
 
-def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(cache: Path, undisturbed: Path) -> None:
+def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(
+    cache: Path, undisturbed: Path
+) -> None:
     before = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
     output = launch(cache, undisturbed, seed=7, grpo__group_size=2).finish(status=2)
     assert "seed: 0 -> 7" in output

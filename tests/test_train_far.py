@@ -17,18 +17,30 @@ from tests.runs import ROOT, Process, command, environment, final_arrays, launch
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all runs of this file: the warm start is trained once, and each program compiled once."""
+    """One cache for all runs of this file: the warm start is trained once, and each program
+    compiled once."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path: Path) -> None:
-    offline = {"offline__steps": 20, "offline__samples": 128, "offline__rows": 32}  # both processes find the first run's draft
+    # both processes find the first run's draft
+    offline = {"offline__steps": 20, "offline__samples": 128, "offline__rows": 32}
     changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3, **offline}
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
-    script = ["bash", str(ROOT / "launch" / "multiprocess_cpu.sh"), "2", *command(tmp_path / "two", **changes)]
-    variables = environment(cache, 4) | {"DEVICES_PER_PROCESS": "4", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    script = [
+        "bash",
+        str(ROOT / "launch" / "multiprocess_cpu.sh"),
+        "2",
+        *command(tmp_path / "two", **changes),
+    ]
+    variables = environment(cache, 4) | {
+        "DEVICES_PER_PROCESS": "4",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    output = subprocess.run(
+        script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
     assert output.returncode == 0, output.stdout + output.stderr
     for line, expected in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
         assert line["reward/mean"] == expected["reward/mean"]
@@ -37,46 +49,92 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     expected = weights(final_arrays(tmp_path / "one"))
     for name, value in weights(final_arrays(tmp_path / "two")).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
-    # Seconds that one process measured choose the lengths of both; coupled tokens are the same whatever they are.
-    # Compiling takes three minutes with both cores for itself, and other tests run beside it.
+    # Seconds that one process measured choose the lengths of both; coupled tokens are the same
+    # whatever they are. Compiling takes three minutes with both cores for itself, and other tests
+    # run beside it.
     auto = {"steps": 1, "rollout__draft__draft_length": "auto"}
     script[3:] = command(tmp_path / "auto", **(changes | auto))
-    output = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    output = subprocess.run(
+        script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
     assert output.returncode == 0, output.stdout + output.stderr
     assert "K=5 costs" in output.stdout
-    assert lines(tmp_path / "auto")[0]["rollout/tokens"] == lines(tmp_path / "one")[0]["rollout/tokens"]
+    assert (
+        lines(tmp_path / "auto")[0]["rollout/tokens"]
+        == lines(tmp_path / "one")[0]["rollout/tokens"]
+    )
 
 
 @pytest.mark.slow
-def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(cache: Path, tmp_path: Path) -> None:
-    # Values grow by 1e15 with each weight on their way: the second product of attention is beyond float32.
+def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(
+    cache: Path, tmp_path: Path
+) -> None:
+    # Values grow by 1e15 with each weight on their way: the second product of attention is beyond
+    # float32.
     large = {"model__dtype": "float32", "grpo__learning_rate": 1e15, "grpo__warmup_steps": 0}
     output = launch(cache, tmp_path / "diverged", **large).finish(status=1)
     assert "not finite in 3 updates in a row" in output
     assert "grad_norm/policy" in output
     assert "Traceback" not in output
-    assert [line["skipped_in_row/policy"] for line in lines(tmp_path / "diverged")][-3:] == [1, 2, 3]
+    assert [line["skipped_in_row/policy"] for line in lines(tmp_path / "diverged")][-3:] == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(), reason="needs GSM8K and Qwen3's tokenizer beside the checkout"
+    not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(),
+    reason="needs GSM8K and Qwen3's tokenizer beside the checkout",
 )
-def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path, tmp_path: Path) -> None:
-    """Runs, resumes, leaves as a Hugging Face folder, and goes on from that: policy, draft and tokenizer are the folder's."""
+def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Runs, resumes, leaves as a Hugging Face folder, and goes on from that: policy, draft and
+    tokenizer are the folder's."""
     data = ROOT.parent / "shared/data"
-    narrow = {"model.layers": 4, "model.embed": 32, "model.heads": 2, "model.kv_heads": 2, "model.head_size": 16, "model.ffn": 64}
-    batch = {"grpo.prompts": 2, "grpo.group_size": 2, "rollout.max_new_tokens": 16, "data.max_prompt_length": 96, "data.eval_prompts": 2}
+    narrow = {
+        "model.layers": 4,
+        "model.embed": 32,
+        "model.heads": 2,
+        "model.kv_heads": 2,
+        "model.head_size": 16,
+        "model.ffn": 64,
+    }
+    batch = {
+        "grpo.prompts": 2,
+        "grpo.group_size": 2,
+        "rollout.max_new_tokens": 16,
+        "data.max_prompt_length": 96,
+        "data.eval_prompts": 2,
+    }
     real = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer"}
 
     def launched(*words: str) -> str:
-        return Process([sys.executable, "-m", *words], environment(cache, 1), cache / f"{time.monotonic_ns()}.log").finish()
+        return Process(
+            [sys.executable, "-m", *words],
+            environment(cache, 1),
+            cache / f"{time.monotonic_ns()}.log",
+        ).finish()
 
     def run(name: str, steps: int, settings: dict[str, Any], *more: str) -> str:
-        flags = {"workdir": tmp_path / name, **batch, "data.path": real["data.path"], **settings, "steps": steps}
+        flags = {
+            "workdir": tmp_path / name,
+            **batch,
+            "data.path": real["data.path"],
+            **settings,
+            "steps": steps,
+        }
         words = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
         more = ("--rollout.engine.no_tail", *more)
-        return launched("jaxspec.train", "--config", str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b", *words, *more)
+        return launched(
+            "jaxspec.train",
+            "--config",
+            str(ROOT / "configs/rl_think.py") + ":qwen3_0.6b",
+            *words,
+            *more,
+        )
 
     assert "problems left out" in run("text", 1, narrow | real)
     assert "resuming" in run("text", 2, narrow | real)
@@ -87,16 +145,22 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(cache: Path
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert "\\boxed{}" in sample["prompt"]
     out = tmp_path / "out"
-    assert f"is in {out}" in launched("jaxspec.export", "--checkpoint", str(tmp_path / "text"), "--out", str(out))
+    assert f"is in {out}" in launched(
+        "jaxspec.export", "--checkpoint", str(tmp_path / "text"), "--out", str(out)
+    )
     arrays, weights = final_arrays(tmp_path / "text"), load_file(out / "model.safetensors")
-    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], arrays["0.learner.policy.network.embedding.value"])
+    np.testing.assert_array_equal(
+        weights["model.embed_tokens.weight"], arrays["0.learner.policy.network.embedding.value"]
+    )
     folders = {"model.path": out, "rollout.draft.path": out / "draft", "grpo.learning_rate": 1e-30}
     said = run("again", 2, folders, "--rollout.no_enable_thinking")
     assert "warning: the draft agrees with the policy in" in said  # neither has learnt anything
     assert [line["step"] for line in lines(tmp_path / "again")] == [0, 1]
     again = json.loads((tmp_path / "again/samples.jsonl").read_text().splitlines()[0])
     assert again["prompt"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    launched("jaxspec.export", "--checkpoint", str(tmp_path / "again"), "--out", str(tmp_path / "last"))
+    launched(
+        "jaxspec.export", "--checkpoint", str(tmp_path / "again"), "--out", str(tmp_path / "last")
+    )
     last = load_file(tmp_path / "last/model.safetensors")
     for name, array in weights.items():  # weights that hardly learn come back as they were
         np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-7, err_msg=name)

@@ -1,4 +1,5 @@
-"""What the training loop does between two calls, on states made by hand: what is saved, what is told, and with what status a run ends."""
+"""What the training loop does between two calls, on states made by hand: what is saved, what is
+told, and with what status a run ends."""
 
 import json
 from pathlib import Path
@@ -42,18 +43,26 @@ def state(job: Job) -> TrainState:
 
 
 def spoiled(job: Job, state: TrainState, name: str, how: str) -> TrainState:
-    """A state whose policy or draft has skipped its last update, or has one weight or one moment that is not finite, on some device."""
+    """A state whose policy or draft has skipped its last update, or has one weight or one moment
+    that is not finite, on some device."""
     trained = getattr(state.learner, name)
     if how == "skipped":
         trained = trained.replace(skipped_in_row=jnp.int32(1))
     elif how == "weight":
         query = (trained.network.layers if name == "policy" else trained.network.first).query[...]
-        trained = trained.replace(network=with_weights(trained.network, query=query.at[0, -1, -1, -1].set(jnp.inf)))
+        trained = trained.replace(
+            network=with_weights(trained.network, query=query.at[0, -1, -1, -1].set(jnp.inf))
+        )
     else:
         trained = trained.replace(
-            optimizer=jax.tree.map(lambda leaf: leaf.at[(-1,) * leaf.ndim].set(NAN) if leaf.ndim > 2 else leaf, trained.optimizer)
+            optimizer=jax.tree.map(
+                lambda leaf: leaf.at[(-1,) * leaf.ndim].set(NAN) if leaf.ndim > 2 else leaf,
+                trained.optimizer,
+            )
         )
-    return jax.device_put(state.replace(learner=state.learner.replace(**{name: trained})), job.step.state_shardings())
+    return jax.device_put(
+        state.replace(learner=state.learner.replace(**{name: trained})), job.step.state_shardings()
+    )
 
 
 class Asked(Interrupt):
@@ -64,16 +73,33 @@ class Asked(Interrupt):
         self._requested = came
 
 
-def loop_of(job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None) -> Loop:
-    writer, progress, runner = MetricsWriter(folder, 0), Progress("rl", job.config.steps), Runner(call, {})
+def loop_of(
+    job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None
+) -> Loop:
+    writer, progress, runner = (
+        MetricsWriter(folder, 0),
+        Progress("rl", job.config.steps),
+        Runner(call, {}),
+    )
     profiler = Profiler(range(0), folder / "trace", (), print)
     batches = batches or Batches(job, *load_problems(job.config.data, job.tokenizer))
-    return Loop(job, Asked(asked), batches, Checkpoints(folder / "checkpoints"), writer, progress, runner, profiler)
+    return Loop(
+        job,
+        Asked(asked),
+        batches,
+        Checkpoints(folder / "checkpoints"),
+        writer,
+        progress,
+        runner,
+        profiler,
+    )
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     line = {"step": batch - 1, "reward/mean": NAN, "eval/exact_match": 0.5}
-    return RunState(state=state, finished=job.step.nothing_finished(16), batch=batch, pending=Pending(line, []))
+    return RunState(
+        state=state, finished=job.step.nothing_finished(16), batch=batch, pending=Pending(line, [])
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,9 +113,16 @@ def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     ],
 )
 def test_what_is_nothing_to_go_on_from_is_not_saved(
-    job: Job, state: TrainState, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, how: str, words: str
+    job: Job,
+    state: TrainState,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    how: str,
+    words: str,
 ) -> None:
-    """A stop in that state leaves the checkpoint before it the newest, and says so; a sound state is saved again."""
+    """A stop in that state leaves the checkpoint before it the newest, and says so; a sound state
+    is saved again."""
     loop = loop_of(job, tmp_path, asked=True)
     assert not loop.go(position_of(job, state, 1))
     assert (loop.checkpoints.latest(), loop.unsaved) == (2, "")
@@ -100,18 +133,24 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
     assert "checkpoint 4 is not saved" in told
     assert "checkpoint 2 stays the newest" in told
     loop.checkpoints.wait()
-    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()] == ["2"]
+    assert [
+        entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()
+    ] == ["2"]
     if how == "skipped":
         loop.save(position_of(job, state, 3))
         assert (loop.checkpoints.latest(), loop.unsaved) == (6, "")
     loop.checkpoints.close()
 
 
-def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(job: Job, state: TrainState, tmp_path: Path) -> None:
+def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
+    job: Job, state: TrainState, tmp_path: Path
+) -> None:
     loop = loop_of(job, tmp_path)
     loop.save(position_of(job, state, 1))
     saved = state, position_of(job, state, 1).finished.replace(plan=None)
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
+    )
     _, host = loop.checkpoints.restore(2, like)
     assert np.isnan(host["pending"]["line"]["reward/mean"])
     loop.checkpoints.close()
@@ -126,10 +165,14 @@ def a_line(step: int, **changes: float) -> dict[str, Any]:
 
 def all_failed(step: int, **changes: float) -> dict[str, Any]:
     ended = {"status/eos": 0.0, "status/length": 0.0, "status/failed": 16.0}
-    return a_line(step, **{"reward/mean": NAN, "reward/correct": NAN, "loss/policy": NAN, **ended, **changes})
+    return a_line(
+        step, **{"reward/mean": NAN, "reward/correct": NAN, "loss/policy": NAN, **ended, **changes}
+    )
 
 
-def test_failed_rows_are_told_as_they_come(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_rows_are_told_as_they_come(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     loop = loop_of(job, tmp_path)
     loop.report(a_line(0), [])
     loop.report(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0}), [])
@@ -140,11 +183,19 @@ def test_failed_rows_are_told_as_they_come(job: Job, tmp_path: Path, capsys: pyt
     assert "failed 1" in second
     assert "reward none" in third
     assert "failed 16" in third
-    with pytest.raises(Diverged, match=r"policy's .* 3 updates in a row, the last after batch 3\. None of its rows has a reward\."):
+    with pytest.raises(
+        Diverged,
+        match=(
+            r"policy's .* 3 updates in a row, the last after batch 3\. None of its rows has a"
+            r" reward\."
+        ),
+    ):
         loop.report(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}), [])
 
 
-def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: TrainState, tmp_path: Path) -> None:
+def test_an_evaluation_counts_the_answers_that_have_a_reward(
+    job: Job, state: TrainState, tmp_path: Path
+) -> None:
     """Three calls: 16 answers, none, 4 answers; then none at all."""
     ended = [(12.0, 4.0), (0.0, 0.0), (4.0, 0.0)]
 
@@ -163,9 +214,16 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: Tr
         eos, length = ended[int(prompts.batch)]
         return Called(state, finished.rollout, {}, {"status/eos": eos, "status/length": length}, {})
 
-    loop = loop_of(job, tmp_path, batches=Answers(job, *load_problems(job.config.data, job.tokenizer)), call=answer)
+    loop = loop_of(
+        job,
+        tmp_path,
+        batches=Answers(job, *load_problems(job.config.data, job.tokenizer)),
+        call=answer,
+    )
     position = position_of(job, state, 1)
-    assert loop.evaluate(position, lambda: False) == {"eval/exact_match": pytest.approx((16 * 0.75 + 4 * 0.25) / 20)}
+    assert loop.evaluate(position, lambda: False) == {
+        "eval/exact_match": pytest.approx((16 * 0.75 + 4 * 0.25) / 20)
+    }
     ended[0] = ended[2] = (0.0, 0.0)
     assert np.isnan(loop.evaluate(position, lambda: False)["eval/exact_match"])
 
@@ -174,8 +232,16 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(job: Job, state: Tr
     ("last", "unsaved", "words"),
     [
         (a_line(3, **{"eval/exact_match": 0.5}), "", []),
-        (all_failed(3, **{"eval/exact_match": 0.5}), "", ["last batch, 3, has no reward: 16 of its 16 rows failed"]),
-        (a_line(3, **{"eval/exact_match": NAN}), "", ["last evaluation, after batch 3, has no number"]),
+        (
+            all_failed(3, **{"eval/exact_match": 0.5}),
+            "",
+            ["last batch, 3, has no reward: 16 of its 16 rows failed"],
+        ),
+        (
+            a_line(3, **{"eval/exact_match": NAN}),
+            "",
+            ["last evaluation, after batch 3, has no number"],
+        ),
         (all_failed(3, **{"eval/exact_match": NAN}), "", ["last batch, 3,", "last evaluation"]),
         (
             a_line(3, **{"eval/exact_match": 0.5}),
@@ -194,7 +260,8 @@ def test_a_run_without_a_result_ends_as_one(
     unsaved: str,
     words: list[str],
 ) -> None:
-    """The table comes first, then why, in one line; and so it is when the same command is run again."""
+    """The table comes first, then why, in one line; and so it is when the same command is run
+    again."""
     monkeypatch.setattr(train, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
     with MetricsWriter(tmp_path, 0) as writer:
         for line in (a_line(0, **{"eval/exact_match": 0.25}), a_line(1), a_line(2), last):
@@ -202,7 +269,9 @@ def test_a_run_without_a_result_ends_as_one(
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     batches = Batches(job, *load_problems(job.config.data, job.tokenizer))
     for _ in range(2):
-        status = reported(lambda: close(job, batches, position_of(job, state, 4), tmp_path, unsaved))
+        status = reported(
+            lambda: close(job, batches, position_of(job, state, 4), tmp_path, unsaved)
+        )
         told = capsys.readouterr()
         assert "4 batches" in told.out
         assert status == (1 if words else 0)

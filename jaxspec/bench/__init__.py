@@ -1,1 +1,2 @@
-"""Measurements, each as tables and a last line of JSON: `python -m jaxspec.bench generate --model DIR`, and others."""
+"""Measurements, each as tables and a last line of JSON: `python -m jaxspec.bench generate --model
+DIR`, and others."""

@@ -2,7 +2,8 @@
 
 import sys
 
-if __name__ == "__main__":  # a stop while the rest is imported, which takes seconds, has nothing to save
+# a stop while the rest is imported, which takes seconds, has nothing to save
+if __name__ == "__main__":
     from jaxspec.system.begin import begin
 
     begin()
@@ -15,7 +16,11 @@ from jaxspec.config.version import DISTRIBUTION, version
 from jaxspec.host.job import at_once
 
 BENCHES = {
-    "generate": (generate.main, "--model DIR", "tokens a second of one checkpoint, plain or with a draft, and what a round costs"),
+    "generate": (
+        generate.main,
+        "--model DIR",
+        "tokens a second of one checkpoint, plain or with a draft, and what a round costs",
+    ),
     "step": (step.main, "--model DIR", "a GRPO step of one checkpoint: generate, score, learn"),
     "drafts": (drafts.main, "--config NAME.py[:SCALE]", "every kind of draft on one policy"),
     "load": (load.load, "--model DIR", "reading a checkpoint"),
@@ -25,7 +30,9 @@ BENCHES = {
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    listed = "\n".join(f"  {name:9}{arguments:25}{about}" for name, (_, arguments, about) in BENCHES.items())
+    listed = "\n".join(
+        f"  {name:9}{arguments:25}{about}" for name, (_, arguments, about) in BENCHES.items()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec.bench",
         usage=f"%(prog)s {{{','.join(BENCHES)}}} ...",
@@ -33,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
-    parser.add_argument("bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above")
+    parser.add_argument(
+        "bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above"
+    )
     work = BENCHES[parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench][0]
     return at_once("measuring", lambda _: work(argv[1:]))
 

@@ -19,7 +19,14 @@ from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
 from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
-from jaxspec.config.settings import Config, DraftKind, DraftSampling, LookupKind, VerifyRule, require
+from jaxspec.config.settings import (
+    Config,
+    DraftKind,
+    DraftSampling,
+    LookupKind,
+    VerifyRule,
+    require,
+)
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
@@ -39,11 +46,13 @@ from jaxspec.streams import Stream
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import Progress, short
 
-ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training prompts, at its draft_length and
-temperature, and some with the lengths that each round chooses; drafts are trained on first use. --rows N (default 512) answers each; the
-last line of the output is one JSON object."""
+ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
+prompts, at its draft_length and temperature, and some with the lengths that each round chooses;
+drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is
+one JSON object."""
 TUNING = 4
-"""Calls, on other prompts, from which the draft temperatures are tuned before anything is measured."""
+"""Calls, on other prompts, from which the draft temperatures are tuned before anything is
+measured."""
 REPEATS = 5
 """Timed calls of each row of the table, in turn."""
 VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
@@ -86,9 +95,15 @@ VARIANTS = (
 
 
 def config_of(variant: Variant, config: Config) -> Config:
-    """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers, lookup rules."""
+    """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers,
+    lookup rules."""
     draft = config.rollout.draft
-    draft = replace(draft, kind=variant.kind, sampling=variant.sampling, vocab=draft.vocab if variant.kind == "eagle3" else 0)
+    draft = replace(
+        draft,
+        kind=variant.kind,
+        sampling=variant.sampling,
+        vocab=draft.vocab if variant.kind == "eagle3" else 0,
+    )
     draft = replace(draft, draft_length="auto") if variant.chosen else draft
     lookup = replace(config.rollout.lookup, beside=variant.beside)
     rollout = replace(config.rollout, draft=draft, lookup=lookup, verify=variant.verify)
@@ -116,7 +131,10 @@ class Bench:
     def tuned(self) -> Ready:
         """Policy and draft, at the temperatures that are best by now."""
         drafter = self.ready.drafter
-        choice = put(draft_temperature.choose(self.measured, self.job.step.generator.settings.grid), drafter.choice)
+        choice = put(
+            draft_temperature.choose(self.measured, self.job.step.generator.settings.grid),
+            drafter.choice,
+        )
         return self.ready.replace(drafter=drafter.replace(choice=choice))
 
     def generate(self, prompts: Prompts) -> Rollout:
@@ -124,7 +142,8 @@ class Bench:
         return self.call(self.tuned, prompts).rollout
 
     def time(self, prompts: Prompts) -> None:
-        """Answers a batch against the clock: tokens a second with its prefill, seconds a round without."""
+        """Answers a batch against the clock: tokens a second with its prefill, seconds a round
+        without."""
         made = self.call(self.tuned, prompts)
         tokens = float(jnp.sum(made.rollout.lengths - made.rollout.prompt_lengths))
         self.round_seconds.append(made.loop_seconds / made.rounds)
@@ -142,9 +161,19 @@ class Bench:
         """The row of the table."""
         generator = self.job.step.generator
         grid, length = generator.settings.grid, generator.draft_length
-        every = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(rollout.statistics for rollout in self.rollouts))
-        tokens = sum(int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts)
-        made = acceptance_metrics(jax.tree.map(jnp.asarray, every), jnp.asarray(tokens, jnp.int32), self.tuned.drafter.choice, grid)
+        every = jax.tree.map(
+            lambda *leaves: np.concatenate(leaves),
+            *(rollout.statistics for rollout in self.rollouts),
+        )
+        tokens = sum(
+            int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts
+        )
+        made = acceptance_metrics(
+            jax.tree.map(jnp.asarray, every),
+            jnp.asarray(tokens, jnp.int32),
+            self.tuned.drafter.choice,
+            grid,
+        )
         measured = {name.removeprefix("rollout/"): float(value) for name, value in made.items()}
 
         def by_depth(name: str) -> list[float]:
@@ -157,7 +186,10 @@ class Bench:
             "verify": verify or None,
             "K": "auto" if self.variant.chosen else length,
             "lengths": _shares(every, generator.settings.lengths),
-            **{name: measured[name] for name in ("acceptance_length", "tokens_per_target_pass", "coverage")},
+            **{
+                name: measured[name]
+                for name in ("acceptance_length", "tokens_per_target_pass", "coverage")
+            },
             **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
             "draft_temperature": by_depth("draft_temperature") if sampling else [],
             "round_cost": float(np.median(self.round_seconds)) / plain_round,
@@ -166,46 +198,85 @@ class Bench:
 
 
 def _shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Share of the rounds, over rows, that drafted so many tokens; nothing where all draft alike."""
+    """Share of the rounds, over rows, that drafted so many tokens; nothing where all draft
+    alike."""
     rounds = float(statistics.rounds.sum())
-    at_least = [float(statistics.drafted[:, length - 1].sum()) / rounds if length else 1.0 for length in lengths] + [0.0]
-    return {str(length): more - less for length, (more, less) in zip(lengths, pairwise(at_least), strict=True)}
+    at_least = [
+        float(statistics.drafted[:, length - 1].sum()) / rounds if length else 1.0
+        for length in lengths
+    ] + [0.0]
+    return {
+        str(length): more - less
+        for length, (more, less) in zip(lengths, pairwise(at_least), strict=True)
+    }
 
 
-def prepare(variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts) -> Bench:
+def prepare(
+    variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts
+) -> Bench:
     """Draft weights from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
     shapes = abstract(step, job.config.grpo.prompts)[0]
     if shapes.learner.draft is not None:
         text = training_text(job.config, job.tokenizer, job.say)
-        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), shapes.learner.draft.network)
-    state = with_pace(step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts)
+        network = load_tree(
+            process_0_first(lambda: cached_draft(job, interrupt, text)),
+            shapes.learner.draft.network,
+        )
+    state = with_pace(
+        step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
+    )
     ready = jax.jit(step.load)(state)
     call = TimedGeneration(step.generator, ready, prompts)
-    return Bench(variant=variant, job=job, ready=ready, call=call, measured=state.generator.overlap_by_factor)
+    return Bench(
+        variant=variant, job=job, ready=ready, call=call, measured=state.generator.overlap_by_factor
+    )
 
 
 def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
-    """Measures every variant on the same policy and the same training prompts; `rows` answers each, rounded up to whole batches."""
+    """Measures every variant on the same policy and the same training prompts; `rows` answers each,
+    rounded up to whole batches."""
     config = job.config
-    require(config.offline.steps > 0, "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so")
+    require(
+        config.offline.steps > 0,
+        "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so",
+    )
     length = config.rollout.draft.draft_length
     remedy = "give --rollout.draft.draft_length 3 or another number"
-    require(length != "auto", f"bench drafts compares drafts of one length with those that choose it, in rows of their own; {remedy}")
+    require(
+        length != "auto",
+        "bench drafts compares drafts of one length with those that choose it, in rows of their"
+        f" own; {remedy}",
+    )
     path = config.rollout.draft.path
-    require(not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}")
-    require(jax.process_count() == 1, f"{jax.process_count()} processes: drafts are measured by one alone")
+    require(
+        not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}"
+    )
+    require(
+        jax.process_count() == 1,
+        f"{jax.process_count()} processes: drafts are measured by one alone",
+    )
     configs = [config_of(variant, config) for variant in VARIANTS]
     for each in configs:
         check(each, job.mesh.size)
     problems = load_problems(config.data, job.tokenizer)
-    jobs = [replace(job, config=each, step=build_step(each, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)) for each in configs]
+    jobs = [
+        replace(
+            job,
+            config=each,
+            step=build_step(each, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size),
+        )
+        for each in configs
+    ]
     batches = [Batches(each, *problems) for each in jobs]
     calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
     policy = load_policy(job, interrupt)
     benches = []
     for number, (variant, each) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
-        job.say(f"{number} of {len(VARIANTS)}: {' '.join(filter(None, (variant.name, *_how(variant, each))))}")
+        job.say(
+            f"{number} of {len(VARIANTS)}:"
+            f" {' '.join(filter(None, (variant.name, *_how(variant, each))))}"
+        )
         benches.append(prepare(variant, each, interrupt, policy, batches[number - 1].train(0)))
     with interrupt.nothing_unsaved("measuring drafts"):
         _remember(benches, batches, TUNING + calls)
@@ -217,10 +288,17 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     Console().print(*_tables(table), sep="\n")
     for row in table:
         if row["lengths"]:
-            shares = ", ".join(f"{share:.0%} drafted {length}" for length, share in row["lengths"].items())
+            shares = ", ".join(
+                f"{share:.0%} drafted {length}" for length, share in row["lengths"].items()
+            )
             job.say(f"of the rounds that chose their length with {row['draft']}, {shares}")
-    law = f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
-    job.say(f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T is a factor on the temperature")
+    law = (
+        f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
+    )
+    job.say(
+        f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T"
+        " is a factor on the temperature"
+    )
     about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
     print(json.dumps({**about, "answers": answers, "rows": table}), flush=True)
     return 0
@@ -233,7 +311,8 @@ def _how(variant: Variant, job: Job) -> tuple[str, str]:
 
 
 def _remember(benches: list[Bench], batches: list[Batches], count: int) -> None:
-    """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding, under other noise."""
+    """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding,
+    under other noise."""
     plain, prompts = benches[0], batches[0]
     for batch in range(count):
         asked = prompts.train(batch)
@@ -256,7 +335,8 @@ def _measure(benches: list[Bench], batches: list[Batches], calls: int) -> None:
 
 
 def _time(benches: list[Bench], batches: list[Batches]) -> None:
-    """Times the first batch that counts, variant after variant and all over again: what disturbs the machine disturbs all alike."""
+    """Times the first batch that counts, variant after variant and all over again: what disturbs
+    the machine disturbs all alike."""
     with Progress("timing", REPEATS) as progress:
         for number in range(REPEATS):
             for bench, asked in zip(benches, batches, strict=True):
@@ -265,15 +345,25 @@ def _time(benches: list[Bench], batches: list[Batches]) -> None:
 
 
 def _tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by depth."""
-    whole = _table("drafts", "acceptance\nlength", "tokens\na pass", "coverage", "round\ncost", "tokens/s")
+    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
+    depth."""
+    whole = _table(
+        "drafts", "acceptance\nlength", "tokens\na pass", "coverage", "round\ncost", "tokens/s"
+    )
     depths = _table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
         how = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
-        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_target_pass", "coverage", "round_cost")]
+        numbers = [
+            f"{row[name]:.2f}"
+            for name in ("acceptance_length", "tokens_per_target_pass", "coverage", "round_cost")
+        ]
         whole.add_row(*how, *numbers, short(row["tokens_per_s"]))
-        lists = [row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")]
-        depths.add_row(*how, *(" ".join(f"{number:.2f}" for number in numbers) or "-" for numbers in lists))
+        lists = [
+            row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
+        ]
+        depths.add_row(
+            *how, *(" ".join(f"{number:.2f}" for number in numbers) or "-" for numbers in lists)
+        )
     return whole, depths
 
 
@@ -287,8 +377,21 @@ def _table(name: str, *titles: str) -> Table:
 
 def main(words: Sequence[str]) -> int:
     """Runs the benchmark with what the command line says."""
-    given, words = take_option(words, "python -m jaxspec.bench drafts", "rows", "N --config NAME.py[:SCALE]", "512")
+    given, words = take_option(
+        words, "python -m jaxspec.bench drafts", "rows", "N --config NAME.py[:SCALE]", "512"
+    )
     if not given.isdecimal() or int(given) < 1:
-        print(f"error: --rows is {given!r}; a number of answers, at least 1", file=sys.stderr, flush=True)
+        print(
+            f"error: --rows is {given!r}; a number of answers, at least 1",
+            file=sys.stderr,
+            flush=True,
+        )
         return 2
-    return run("bench drafts", ABOUT, lambda job, interrupt: drafts(job, interrupt, int(given)), words, VARIED, USED)
+    return run(
+        "bench drafts",
+        ABOUT,
+        lambda job, interrupt: drafts(job, interrupt, int(given)),
+        words,
+        VARIED,
+        USED,
+    )

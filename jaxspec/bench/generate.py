@@ -1,4 +1,5 @@
-"""`bench generate`: tokens a second of one checkpoint from text to text, and what rounds of a draft cost beside plain decode steps."""
+"""`bench generate`: tokens a second of one checkpoint from text to text, and what rounds of a draft
+cost beside plain decode steps."""
 
 import contextlib
 import json
@@ -41,34 +42,53 @@ from jaxspec.step import build_step
 from jaxspec.streams import Stream, stream_key
 from jaxspec.system.trace import Profiler
 
-ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that every answer has --new tokens. Tokens a
-second are those of whole calls, tokenizing included, after two calls to warm up; calls that others on the machine disturbed do not count.
-With --live a table of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length over those of a plain
-decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average whatever the draft says, to see what a good draft
-would be worth before there is one; such tokens follow no law. The last line of the output is one JSON object."""
+ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that
+every answer has --new tokens. Tokens a second are those of whole calls, tokenizing included, after
+two calls to warm up; calls that others on the machine disturbed do not count. With --live a table
+of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length
+over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on
+average whatever the draft says, to see what a good draft would be worth before there is one; such
+tokens follow no law. The last line of the output is one JSON object."""
 CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""
 
 
 def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
-    """As many data shards as divide the prompts; on a CPU one a core, but a single one for less than two rows a core and weights that no
-    cache holds: every shard reads them all from the one memory, and where nothing else takes long, that is what a step waits for."""
+    """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
+    than two rows a core and weights that no cache holds: every shard reads them all from the one
+    memory, and where nothing else takes long, that is what a step waits for."""
     cores = min(options.threads or meshes.cores(), meshes.cores())
-    prompts, weights = config.grpo.prompts, work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights
+    prompts, weights = (
+        config.grpo.prompts,
+        work_of(config.model, 1, 0.0, jnp.dtype(config.model.dtype).itemsize).weights,
+    )
     few = weights > CACHE and options.batch < 2 * cores
-    shards = 1 if few else max(count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0)
-    largest = config.model.embed * max(config.model.ffn, config.model.heads * config.model.head_size)
+    shards = (
+        1
+        if few
+        else max(
+            count for count in range(1, cores + 1) if prompts % count == 0 and cores % count == 0
+        )
+    )
+    largest = config.model.embed * max(
+        config.model.ffn, config.model.heads * config.model.head_size
+    )
     start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
     there = [count for count in range(1, meshes.count_devices() + 1) if prompts % count == 0]
     return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(there), 1)
 
 
 def synthetic(kept: float) -> Callable[..., Verdict]:
-    """A rule that keeps `kept` tokens of a round of `SYNTHETIC_LENGTH` drafts on average, by coins alone, each draft as likely."""
+    """A rule that keeps `kept` tokens of a round of `SYNTHETIC_LENGTH` drafts on average, by coins
+    alone, each draft as likely."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**depth for depth in range(SYNTHETIC_LENGTH + 1)) < kept else (low, middle)
+        low, high = (
+            (middle, high)
+            if sum(middle**depth for depth in range(SYNTHETIC_LENGTH + 1)) < kept
+            else (low, middle)
+        )
     chance = high
 
     def rule(
@@ -101,21 +121,30 @@ class Loaded(NamedTuple):
     def generator(self, rows: int, length: Length) -> Generator:
         """That of so many rows, drafting so many tokens a round."""
         options, config = self.options, self.job.config
-        generator = self.job.step.generator.with_(prompts=rows, group_size=1, tail=())  # every row has the same number of tokens
+        # every row has the same number of tokens
+        generator = self.job.step.generator.with_(prompts=rows, group_size=1, tail=())
         if length == 0:
             return generator.plain()
         wanted = replace(config.rollout.draft, draft_length=length)
-        rule: dict[str, Any] = {"rule": synthetic(options.synthetic_acceptance)} if options.synthetic_acceptance else {}
+        rule: dict[str, Any] = (
+            {"rule": synthetic(options.synthetic_acceptance)}
+            if options.synthetic_acceptance
+            else {}
+        )
         draft = build_draft(replace(config, rollout=replace(config.rollout, draft=wanted)), ())
         return generator.with_(draft=draft, lengths=wanted.lengths, **rule)
 
     def ready(self, generator: Generator, prompts: Prompts) -> Ready:
         """Policy and draft as a generator reads them, and what it chooses lengths by."""
         network = None if generator.draft is None else self.network
-        ready = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))(self.policy, network)
+        ready = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))(
+            self.policy, network
+        )
         if ready.drafter.pace is None:
             return ready
-        pace = jax.device_put(measured_pace(generator, ready, prompts), meshes.replicated(generator.mesh))
+        pace = jax.device_put(
+            measured_pace(generator, ready, prompts), meshes.replicated(generator.mesh)
+        )
         return ready.replace(drafter=ready.drafter.replace(pace=pace))
 
     def texts(self, count: int, call: int = 0) -> list[str]:
@@ -144,7 +173,11 @@ class Loaded(NamedTuple):
         """The same on fewer devices."""
         mesh = meshes.make_mesh(shards, 1)
         step = self.job.step
-        step = replace(step, generator=replace(step.generator, mesh=mesh), learner=replace(step.learner, mesh=mesh))
+        step = replace(
+            step,
+            generator=replace(step.generator, mesh=mesh),
+            learner=replace(step.learner, mesh=mesh),
+        )
         job = replace(self.job, mesh=mesh, step=step)
         policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
         return self._replace(job=job, policy=policy, network=network, shapes={})
@@ -156,9 +189,13 @@ def digits(count: int, length: int, seed: int) -> list[str]:
     return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]
 
 
-def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Config] = lambda config: config) -> Loaded:
-    """Reads problems, policy and draft, for the config that `change` makes of the options'; answers to problems end where the policy ends
-    them, those to random digits do not."""
+def load(
+    options: GenerateOptions,
+    group: int = 1,
+    change: Callable[[Config], Config] = lambda config: config,
+) -> Loaded:
+    """Reads problems, policy and draft, for the config that `change` makes of the options'; answers
+    to problems end where the policy ends them, those to random digits do not."""
     config = change(config_of(options, group, print))
     tokenizer, problems = load_tokenizer(config.data.tokenizer), None
     if config.data.path:
@@ -180,20 +217,31 @@ def load(options: GenerateOptions, group: int = 1, change: Callable[[Config], Co
             network = read_draft(config, wanted)
         else:
             network = jax.jit(lambda: build_network(config, key), out_shardings=layout(drawn))()
-    return Loaded(Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step), policy, network, options, problems, {})
+    return Loaded(
+        Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step),
+        policy,
+        network,
+        options,
+        problems,
+        {},
+    )
 
 
 def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollout, float]:
     """Calls from text to text; also the last rollout and the seconds of compiling."""
     options = loaded.options
     texts = loaded.texts(options.batch)
-    generator = loaded.generator(options.batch, options.draft_length if options.draft != "none" else 0)
+    generator = loaded.generator(
+        options.batch, options.draft_length if options.draft != "none" else 0
+    )
     ready = loaded.ready(generator, loaded.prompts(texts, 0))
     began = time.perf_counter()
     program, _ = ahead(generator.generate, ready, loaded.like(options.batch))
     compile_seconds = time.perf_counter() - began
     seen: list[Rollout] = []
-    profiler = Profiler(numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print)
+    profiler = Profiler(
+        numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print
+    )
 
     def call(number: int) -> None:
         moments = [time.perf_counter()]
@@ -202,11 +250,18 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
         with profiler.call(number):
             rollout = jax.device_get(program(ready, prompts))
         moments.append(time.perf_counter())
-        answers = [tokens[start:end] for tokens, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)]
+        answers = [
+            tokens[start:end]
+            for tokens, start, end in zip(
+                rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True
+            )
+        ]
         made = [loaded.job.tokenizer.decode(answer.tolist()) for answer in answers]
         moments.append(time.perf_counter())
         assert len(made) == options.batch, "an answer for each prompt"
-        phases.update(zip(("tokenize", "generate", "detokenize"), np.diff(moments).tolist(), strict=True))
+        phases.update(
+            zip(("tokenize", "generate", "detokenize"), np.diff(moments).tolist(), strict=True)
+        )
         seen[:] = [rollout]
 
     with contextlib.closing(profiler):
@@ -214,7 +269,8 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
 
 
 def check_logprob(loaded: Loaded) -> float:
-    """Summed log-probability of one fixed text's tokens but the first: the same in every program that reads the checkpoint rightly."""
+    """Summed log-probability of one fixed text's tokens but the first: the same in every program
+    that reads the checkpoint rightly."""
     ids = jnp.asarray([loaded.job.tokenizer.encode(digits(1, 64, 1234)[0])], jnp.int32)
 
     def summed(policy: Decoder) -> Float[Array, ""]:
@@ -226,7 +282,8 @@ def check_logprob(loaded: Loaded) -> float:
 
 
 def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
-    """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in turn, so that noise falls on all alike."""
+    """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in
+    turn, so that noise falls on all alike."""
     options = loaded.options
     every = AUTO_LENGTHS if options.draft_length == "auto" else ()
     asked = (*(options.lengths or every), options.draft_length) if options.draft != "none" else ()
@@ -234,7 +291,13 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     rows = []
     for number, live in enumerate(options.live, start=1):
         devices = loaded.job.mesh.size
-        here = loaded.on(max(count for count in range(1, devices + 1) if live % count == 0 and devices % count == 0))
+        here = loaded.on(
+            max(
+                count
+                for count in range(1, devices + 1)
+                if live % count == 0 and devices % count == 0
+            )
+        )
         texts = here.texts(live)
         prompts = [here.prompts(texts, repeat) for repeat in range(options.repeats + 1)]
         calls = {}
@@ -249,12 +312,27 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
                 tokens = float(np.sum(made.rollout.lengths - made.rollout.prompt_lengths))
                 passes = float(np.sum(made.rollout.statistics.rounds))
                 if repeat:
-                    seen[length].append((made.loop_seconds / made.rounds, tokens / passes, tokens / made.rounds))
+                    seen[length].append(
+                        (made.loop_seconds / made.rounds, tokens / passes, tokens / made.rounds)
+                    )
         for length, found in seen.items():
             seconds, plain = (float(np.median(np.array(seen[each])[:, 0])) for each in (length, 0))
-            kept, together = np.mean(np.array(found)[:, 1:], axis=0).tolist()  # chance, not noise: medians would favour one side
-            row = {"live": live, "K": length, "round_s": seconds, "round_cost": seconds / plain, "tokens_per_pass": kept}
-            rows.append(row | {"tokens_per_s": together / seconds, "speedup": together / live * plain / seconds})
+            # chance, not noise: medians would favour one side
+            kept, together = np.mean(np.array(found)[:, 1:], axis=0).tolist()
+            row = {
+                "live": live,
+                "K": length,
+                "round_s": seconds,
+                "round_cost": seconds / plain,
+                "tokens_per_pass": kept,
+            }
+            rows.append(
+                row
+                | {
+                    "tokens_per_s": together / seconds,
+                    "speedup": together / live * plain / seconds,
+                }
+            )
         print(f"timed rounds of {live} rows ({number} of {len(options.live)})", flush=True)
     return rows
 
@@ -264,14 +342,26 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for title in ("rows", "K", "ms a round", "round cost", "tokens a pass", "tokens/s", "speed-up"):
         table.add_column(title, justify="right")
     for row in rows:
-        numbers = f"{1e3 * row['round_s']:.3f}", f"{row['round_cost']:.2f}", f"{row['tokens_per_pass']:.2f}"
-        table.add_row(str(row["live"]), str(row["K"]), *numbers, f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}")
+        numbers = (
+            f"{1e3 * row['round_s']:.3f}",
+            f"{row['round_cost']:.2f}",
+            f"{row['tokens_per_pass']:.2f}",
+        )
+        table.add_row(
+            str(row["live"]),
+            str(row["K"]),
+            *numbers,
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['speedup']:.2f}",
+        )
     return table
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    options = override(GenerateOptions(), argv, "python -m jaxspec.bench generate --model DIR", ABOUT)
+    options = override(
+        GenerateOptions(), argv, "python -m jaxspec.bench generate --model DIR", ABOUT
+    )
     check_model(options.model, "generate")
     phases = {"import": process_seconds()}
     began = time.perf_counter()
@@ -284,7 +374,12 @@ def main(argv: Sequence[str]) -> int:
     if rows:
         Console().print(_table(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
-    work = work_of(model, options.batch, options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize)
+    work = work_of(
+        model,
+        options.batch,
+        options.prompt + (options.new - 1) / 2,
+        jnp.dtype(options.dtype).itemsize,
+    )
     best = remembered(options.dtype)
     drafted = float(np.sum(rollout.statistics.drafted[:, :1]))
     line = {
@@ -300,8 +395,15 @@ def main(argv: Sequence[str]) -> int:
         "rounds": rows,
         "machine": meshes.machine(mesh),
     }
-    share = f", {line['roofline_share']:.0%} of the roofline" if best else " (for its share of the roofline, run bench roofline first)"
-    speed = f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a call{' (noisy)' if taken.noisy else ''}"
+    share = (
+        f", {line['roofline_share']:.0%} of the roofline"
+        if best
+        else " (for its share of the roofline, run bench roofline first)"
+    )
+    speed = (
+        f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a"
+        f" call{' (noisy)' if taken.noisy else ''}"
+    )
     cell = f"{line['peer']} {line['model']}, {options.batch} rows x {options.new} tokens"
     print(f"{cell}: {speed}{share}; compiled in {compile_seconds:.1f} s")
     print(json.dumps(line), flush=True)

@@ -22,9 +22,9 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.rollout import sync
 
-ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and measures seconds and memory.
-On a CPU the devices' memory is the host's, so that the weights themselves are part of what is measured. The last line of the output is one
-JSON object."""
+ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
+measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
+themselves are part of what is measured. The last line of the output is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,29 @@ class LoadOptions(Checked, prefix="--"):
 
 
 def load(argv: Sequence[str]) -> int:
-    """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the host needed on the way."""
+    """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the
+    host needed on the way."""
     options = override(LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT)
     check_model(options.model, "load")
-    require(Path("/proc/self/status").exists(), "bench load reads the memory it takes from /proc, which this system lacks")
+    require(
+        Path("/proc/self/status").exists(),
+        "bench load reads the memory it takes from /proc, which this system lacks",
+    )
     with called({"model.path": "--model"}):
         config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
     meshes.prepare_devices(options.data * options.tensor)
     wanted, there = (options.data or 1) * options.tensor, meshes.count_devices()
-    require(wanted <= there, f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are {there}")
+    require(
+        wanted <= there,
+        f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are"
+        f" {there}",
+    )
     whole = options.data > 0 or there % options.tensor == 0
-    require(whole, f"--tensor {options.tensor} does not divide {there} devices; give one that does, or --data to use fewer")
+    require(
+        whole,
+        f"--tensor {options.tensor} does not divide {there} devices; give one that does, or --data"
+        " to use fewer",
+    )
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
@@ -61,7 +73,9 @@ def load(argv: Sequence[str]) -> int:
         began = time.perf_counter()
         policy = load_shown(checkpoint)
         seconds = time.perf_counter() - began
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards)
+    held = sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
+    )
     line = {
         "bench": "load",
         "model": config.path,
@@ -75,7 +89,13 @@ def load(argv: Sequence[str]) -> int:
         "machine": meshes.machine(mesh),
         "versions": versions(),
     }
-    words = f"{checkpoint.bytes / 1e9:.3g} GB as {options.dtype} on {mesh.size} devices in {seconds:.1f} s ({line['gb_per_s']:.2f} GB/s)"
-    print(f"{words}; at most {memory.peak / 1e9:.3g} GB of anonymous memory, {line['peak_over_weights']:.2f} x the weights")
+    words = (
+        f"{checkpoint.bytes / 1e9:.3g} GB as {options.dtype} on {mesh.size} devices in"
+        f" {seconds:.1f} s ({line['gb_per_s']:.2f} GB/s)"
+    )
+    print(
+        f"{words}; at most {memory.peak / 1e9:.3g} GB of anonymous memory,"
+        f" {line['peak_over_weights']:.2f} x the weights"
+    )
     print(json.dumps(line), flush=True)
     return 0

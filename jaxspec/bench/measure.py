@@ -22,7 +22,10 @@ Budget = Annotated[float, Range(least=0)]
 
 def check_model(model: str, bench: str) -> None:
     """Whether a benchmark of a checkpoint was given one; its options have none by default."""
-    require(bool(model), f"no --model: give the folder of a checkpoint; see python -m jaxspec.bench {bench} --help")
+    require(
+        bool(model),
+        f"no --model: give the folder of a checkpoint; see python -m jaxspec.bench {bench} --help",
+    )
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +35,8 @@ def versions() -> dict[str, str]:
 
 
 class PeakMemory:
-    """The most anonymous memory of this process above what it had at the start, in bytes; looked at every few milliseconds."""
+    """The most anonymous memory of this process above what it had at the start, in bytes; looked at
+    every few milliseconds."""
 
     def __enter__(self) -> "PeakMemory":
         self._first = self.peak = self._now()
@@ -70,7 +74,8 @@ class Call(NamedTuple):
 QUIET = 0.25
 """Cores that others may use while a call counts as undisturbed."""
 SHORTEST = 0.25
-"""Seconds below which several calls are timed as one: the system counts what others use in steps of a hundredth."""
+"""Seconds below which several calls are timed as one: the system counts what others use in steps of
+a hundredth."""
 
 
 class Timed(NamedTuple):
@@ -92,12 +97,18 @@ class Timed(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The median of the quiet calls; where there are too few, the best call: what disturbs only slows down."""
-        return min(call.seconds for call in self.calls) if self.noisy else statistics.median(self.quiet)
+        """The median of the quiet calls; where there are too few, the best call: what disturbs only
+        slows down."""
+        return (
+            min(call.seconds for call in self.calls)
+            if self.noisy
+            else statistics.median(self.quiet)
+        )
 
 
 def timed(function: Callable[[int], Any], repeats: int, budget: float) -> Timed:
-    """Calls a function with 0, 1, 2, ...: twice to warm up, then until `repeats` calls were quiet or `budget` seconds have passed."""
+    """Calls a function with 0, 1, 2, ...: twice to warm up, then until `repeats` calls were quiet
+    or `budget` seconds have passed."""
     began = time.perf_counter()
     function(0)
     first = time.perf_counter() - began
@@ -111,12 +122,15 @@ def timed(function: Callable[[int], Any], repeats: int, budget: float) -> Timed:
             function(number)
             number += 1
         wall, own = time.perf_counter() - began, time.process_time() - own
-        found.calls.append(Call(wall / block, own / block, max(0.0, _busy_seconds() - busy - own) / wall))
+        found.calls.append(
+            Call(wall / block, own / block, max(0.0, _busy_seconds() - busy - own) / wall)
+        )
     return found
 
 
 def _busy_seconds() -> float:
-    """Seconds that all cores have worked since the machine started; 0 where the system does not say."""
+    """Seconds that all cores have worked since the machine started; 0 where the system does not
+    say."""
     file = Path("/proc/stat")
     if not file.exists():
         return 0.0
@@ -129,7 +143,9 @@ def process_seconds() -> float:
     file = Path("/proc/self/stat")
     if not file.exists():
         return 0.0
-    started = int(file.read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    started = int(file.read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
     return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]) - started
 
 

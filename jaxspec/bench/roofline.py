@@ -26,9 +26,10 @@ from jaxspec.system.metrics import Screen
 from jaxspec.system.processes import first_line
 from jaxspec.terminal import say
 
-ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what is read again and again (caches are
-faster than memory), and floating-point operations a second of large products. The result is kept for the other benchmarks. The last line
-of the output is one JSON object."""
+ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what
+is read again and again (caches are faster than memory), and floating-point operations a second of
+large products. The result is kept for the other benchmarks. The last line of the output is one JSON
+object."""
 SIZES_MIB = (1, 3, 16, 96, 512)
 """What is read again and again."""
 
@@ -41,7 +42,8 @@ class Roofline(NamedTuple):
     flops_per_s: float
 
     def bandwidth(self, size: int) -> float:
-        """Bytes a second where `size` bytes are read again and again: of the nearest size that was measured."""
+        """Bytes a second where `size` bytes are read again and again: of the nearest size that was
+        measured."""
         return self.bytes_per_s[min(self.bytes_per_s, key=lambda mib: abs(mib - size / 2**20))]
 
     def floor(self, work: "Work") -> float:
@@ -70,7 +72,11 @@ def work_of(model: ModelConfig, rows: int, length: float, width: int) -> Work:
     read = model.layers * (attention + touched * ffn) + model.vocab * model.embed
     used = model.layers * (attention + routed * ffn) + model.vocab * model.embed
     cached = rows * model.layers * 2 * kv * (length + 1)
-    return Work(width * read, width * (read + cached + rows * model.embed), 2 * rows * used + 4 * rows * model.layers * heads * length)
+    return Work(
+        width * read,
+        width * (read + cached + rows * model.embed),
+        2 * rows * used + 4 * rows * model.layers * heads * length,
+    )
 
 
 def _best(function: Callable[[], Any], seconds: float = 0.4) -> float:
@@ -116,15 +122,22 @@ def _file(dtype: str) -> Path:
 
 
 def remembered(dtype: str) -> Roofline | None:
-    """What this machine has shown before; None where nothing is kept of it, or, with a word, where that is damaged."""
+    """What this machine has shown before; None where nothing is kept of it, or, with a word, where
+    that is damaged."""
     file = _file(dtype)
     if not file.exists():
         return None
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return Roofline({int(mib): float(rate) for mib, rate in kept["bytes_per_s"].items()}, float(kept["flops_per_s"]))
+        return Roofline(
+            {int(mib): float(rate) for mib, rate in kept["bytes_per_s"].items()},
+            float(kept["flops_per_s"]),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as reason:
-        say(f"warning: {file} is damaged ({first_line(reason)}) and is not used; `python -m jaxspec.bench roofline` makes it anew")
+        say(
+            f"warning: {file} is damaged ({first_line(reason)}) and is not used; `python -m"
+            " jaxspec.bench roofline` makes it anew"
+        )
         return None
 
 
@@ -142,20 +155,41 @@ def main(argv: Sequence[str]) -> int:
     meshes.prepare_devices(1)
     meshes.count_devices()  # says it where there is none
     cpu = jax.default_backend() == "cpu"
-    read = {mib: _read_by_threads(mib, meshes.cores()) if cpu else _read_by_device(mib) for mib in SIZES_MIB}
+    read = {
+        mib: _read_by_threads(mib, meshes.cores()) if cpu else _read_by_device(mib)
+        for mib in SIZES_MIB
+    }
     found = Roofline(read, _products(jnp.dtype(options.dtype)))
     before = remembered(options.dtype) or found
-    rates = {mib: max(rate, before.bytes_per_s.get(mib, 0)) for mib, rate in found.bytes_per_s.items()}
+    rates = {
+        mib: max(rate, before.bytes_per_s.get(mib, 0)) for mib, rate in found.bytes_per_s.items()
+    }
     best = Roofline(rates, max(found.flops_per_s, before.flops_per_s))
     file = _file(options.dtype)
     write_whole(file, json.dumps(best._asdict()))
-    table = Table(box=box.SIMPLE, title="what is read again and again", title_justify="left", padding=0, show_edge=False)
+    table = Table(
+        box=box.SIMPLE,
+        title="what is read again and again",
+        title_justify="left",
+        padding=0,
+        show_edge=False,
+    )
     for title in ("MiB", "GB/s now", "GB/s at best"):
         table.add_column(title, justify="right")
     for mib, rate in found.bytes_per_s.items():
         table.add_row(str(mib), f"{rate / 1e9:.1f}", f"{best.bytes_per_s[mib] / 1e9:.1f}")
     Screen().print(table)
-    print(f"{options.dtype} products: {found.flops_per_s / 1e9:.0f} GFLOP/s now, {best.flops_per_s / 1e9:.0f} at best; kept in {file}")
-    about = {"machine": meshes.machine(meshes.make_mesh(1, 1)), "versions": versions(), "dtype": options.dtype}
-    print(json.dumps({"bench": "roofline", "now": found._asdict(), "best": best._asdict()} | about), flush=True)
+    print(
+        f"{options.dtype} products: {found.flops_per_s / 1e9:.0f} GFLOP/s now,"
+        f" {best.flops_per_s / 1e9:.0f} at best; kept in {file}"
+    )
+    about = {
+        "machine": meshes.machine(meshes.make_mesh(1, 1)),
+        "versions": versions(),
+        "dtype": options.dtype,
+    }
+    print(
+        json.dumps({"bench": "roofline", "now": found._asdict(), "best": best._asdict()} | about),
+        flush=True,
+    )
     return 0

@@ -1,4 +1,5 @@
-"""One GRPO step of a checkpoint: generate, score, learn, as one program; and the seconds of its phases."""
+"""One GRPO step of a checkpoint: generate, score, learn, as one program; and the seconds of its
+phases."""
 
 import contextlib
 import dataclasses
@@ -22,7 +23,16 @@ from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
 from jaxspec.config.architecture import Count, Natural
 from jaxspec.config.checked import Checked, Range, require
 from jaxspec.config.cli import override
-from jaxspec.config.settings import Config, DraftConfig, DraftKind, GroupSize, ModelConfig, Seed, VerifyRule, numbers_of
+from jaxspec.config.settings import (
+    Config,
+    DraftConfig,
+    DraftKind,
+    GroupSize,
+    ModelConfig,
+    Seed,
+    VerifyRule,
+    numbers_of,
+)
 from jaxspec.host.round_cost import with_pace
 from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.rl.train_batch import planned
@@ -31,11 +41,13 @@ from jaxspec.step import Step
 from jaxspec.system.metrics import Screen
 from jaxspec.system.trace import Profiler
 
-ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own (--data), rewards the share of digits in each
-answer, and updates all weights with AdamW, once a step; with --draft also the draft. Seconds are those of whole steps as one program, after
-two to warm up; steps that others on the machine disturbed do not count. The phases are those of the same step compiled phase by phase;
-`logprob pass` is a forward pass over the rollout, which a step with one update does not need. With --draft the same step by plain decoding
-is measured as well. The last line of the output is one JSON object."""
+ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own
+(--data), rewards the share of digits in each answer, and updates all weights with AdamW, once a
+step; with --draft also the draft. Seconds are those of whole steps as one program, after two to
+warm up; steps that others on the machine disturbed do not count. The phases are those of the same
+step compiled phase by phase; `logprob pass` is a forward pass over the rollout, which a step with
+one update does not need. With --draft the same step by plain decoding is measured as well. The last
+line of the output is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +67,8 @@ class StepOptions(Checked, prefix="--"):
     new: Count = 128
     """New tokens a row; with --data, the most of them."""
     data: str = ""
-    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where the policy ends them; empty: random
-    digits, and every answer has --new tokens."""
+    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where
+    the policy ends them; empty: random digits, and every answer has --new tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values in generation."""
     draft: DraftKind = "none"
@@ -72,7 +84,8 @@ class StepOptions(Checked, prefix="--"):
     threads: Natural = 0
     """CPU cores to use; 0: all."""
     remat: bool = False
-    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is compared with."""
+    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is
+    compared with."""
     micro_batch: Natural = 0
     """Positions that each data shard learns from at once (learner.tokens); 0: as a run chooses."""
     repeats: Count = 5
@@ -82,43 +95,82 @@ class StepOptions(Checked, prefix="--"):
     seed: Seed = 0
     """Of prompts, sampling and random weights."""
     profile: str = ""
-    """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-step.json.gz. Empty: none."""
+    """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
+    ./trace-step.json.gz. Empty: none."""
 
     def check(self) -> None:
         whole = self.batch >= self.group and self.batch % self.group == 0
-        require(whole, f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every prompt has all its answers")
+        require(
+            whole,
+            f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
+            " prompt has all its answers",
+        )
         learned = DraftConfig(kind=self.draft).learned
-        require(learned or self.online, f"with --draft {self.draft} there is no use for --no_online: nothing of it learns; leave it out")
-        require(self.beta == 0, f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured")
+        require(
+            learned or self.online,
+            f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
+            " leave it out",
+        )
+        require(
+            self.beta == 0,
+            f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured",
+        )
 
     def learning(self, config: Config) -> Config:
         """A run's config that asks and learns as is wanted."""
-        model, learner = dataclasses.replace(config.model, remat=self.remat), dataclasses.replace(config.learner, tokens=self.micro_batch)
+        model, learner = (
+            dataclasses.replace(config.model, remat=self.remat),
+            dataclasses.replace(config.learner, tokens=self.micro_batch),
+        )
         data = dataclasses.replace(config.data, path=self.data)
         training = dataclasses.replace(config.draft_training, online=self.online)
-        return dataclasses.replace(config, model=model, learner=learner, data=data, draft_training=training)
+        return dataclasses.replace(
+            config, model=model, learner=learner, data=data, draft_training=training
+        )
 
     def workload(self) -> GenerateOptions:
         """The generation of such a step."""
-        shared = ("model", "batch", "prompt", "new", "dtype", "draft", "draft_path", "draft_length", "verify", "threads")
-        calls = {"repeats": self.repeats, "budget": self.budget, "seed": self.seed, "profile": self.profile}
+        shared = (
+            "model",
+            "batch",
+            "prompt",
+            "new",
+            "dtype",
+            "draft",
+            "draft_path",
+            "draft_length",
+            "verify",
+            "threads",
+        )
+        calls = {
+            "repeats": self.repeats,
+            "budget": self.budget,
+            "seed": self.seed,
+            "profile": self.profile,
+        }
         return GenerateOptions(**{name: getattr(self, name) for name in shared}, **calls)
 
 
 class Stepper:
     """Steps one after the other, each from the weights that the one before it left."""
 
-    def __init__(self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)) -> None:
+    def __init__(
+        self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)
+    ) -> None:
         """Traces the calls of `numbers`."""
         self._count = loaded.job.config.grpo.prompts
         self._loaded, self._runner = loaded, runner
-        self.profiler = Profiler(numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print)
+        self.profiler = Profiler(
+            numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print
+        )
         self._like = abstract(step, self._count)[1]
         self.finished = put(step.nothing_finished(loaded.options.batch), self._like)
         # Whoever steps gives its state away, and another one may still want these weights.
         network = loaded.network if step.generator.draft else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
-        state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(*weights)
+        state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(
+            *weights
+        )
         self.state, self._learner = with_pace(step, state, self.prompts(0)), step.learner
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
@@ -145,14 +197,23 @@ class Stepper:
         assert called.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
-        ended, lengths = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH)), np.asarray(called.rollout.lengths)
+        ended, lengths = (
+            np.isin(np.asarray(called.rollout.status), (EOS, LENGTH)),
+            np.asarray(called.rollout.lengths),
+        )
         read = np.where(ended, lengths - 1, 0).astype(np.int32)
         plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
-        valid, plan, learn = put((ended, plan, True), (self._like.valid, self._like.plan, self._like.learn))
+        valid, plan, learn = put(
+            (ended, plan, True), (self._like.valid, self._like.plan, self._like.learn)
+        )
         self.state = called.state
-        self.finished = Finished(rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
+        self.finished = Finished(
+            rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
+        )
         score = {"time/score": time.perf_counter() - began}
-        phases = {name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")}
+        phases = {
+            name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")
+        }
         self.seconds.append(phases | called.seconds | score | data)
         self.generated.append(called.generated)
         self.learnt = called.learnt
@@ -161,13 +222,22 @@ class Stepper:
 
     def _rewards(self, rollout: Rollout) -> np.ndarray:
         """The share of digits in each answer's text."""
-        tokens, starts, ends = (np.asarray(leaf) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
-        texts = [self._loaded.job.tokenizer.decode(row[start:end].tolist()) for row, start, end in zip(tokens, starts, ends, strict=True)]
-        return np.array([sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts], np.float32)
+        tokens, starts, ends = (
+            np.asarray(leaf) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
+        )
+        texts = [
+            self._loaded.job.tokenizer.decode(row[start:end].tolist())
+            for row, start, end in zip(tokens, starts, ends, strict=True)
+        ]
+        return np.array(
+            [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts],
+            np.float32,
+        )
 
 
 def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner, dict[str, float]]:
-    """Steps phase by phase, and the median seconds of each phase after the two steps that warm up."""
+    """Steps phase by phase, and the median seconds of each phase after the two steps that warm
+    up."""
     runner = staged_step(step, loaded.job.config.grpo.prompts)
     stepper = Stepper(loaded, step, runner)
     for number in range(2 + repeats):
@@ -176,7 +246,11 @@ def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner
     def median(name: str) -> float:
         return float(np.median([each[f"time/{name}"] for each in stepper.seconds[2:]]))
 
-    return stepper, runner, {name: median(name) for name in ("data", "prepare", "generate", "score", "train")}
+    return (
+        stepper,
+        runner,
+        {name: median(name) for name in ("data", "prepare", "generate", "score", "train")},
+    )
 
 
 def acceptance_length(stepper: Stepper) -> float:
@@ -190,7 +264,8 @@ def share_of_generation(phases: dict[str, float]) -> float:
 
 
 def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
-    """Median seconds of a forward pass over the last rollout, which others make to have the old logprobs and jaxspec does not."""
+    """Median seconds of a forward pass over the last rollout, which others make to have the old
+    logprobs and jaxspec does not."""
 
     def forward(state: TrainState, finished: Finished) -> Any:
         return step.learner.evaluate(state.learner.policy.network, step.batch_of(finished))
@@ -205,21 +280,27 @@ def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
 
 
 def learning_work(model: ModelConfig, read: np.ndarray) -> float:
-    """Floating-point operations of a forward and a backward pass over rows of so many positions, head and causal attention included."""
+    """Floating-point operations of a forward and a backward pass over rows of so many positions,
+    head and causal attention included."""
     one = work_of(model, 1, 0.0, 4).flops  # a position that attends to itself alone
     attention = 4 * model.layers * model.heads * model.head_size * (read - 1) / 2
     return float(np.sum(3 * read * (one + attention)))
 
 
-def speculation(loaded: Loaded, options: StepOptions, whole: Stepper, taken: Timed, logprob: float) -> dict[str, float]:
-    """The same step by plain decoding, and what speculation is worth: of generation, of the step, and of a step with a logprob pass; and
-    what its rounds cost, both ways."""
+def speculation(
+    loaded: Loaded, options: StepOptions, whole: Stepper, taken: Timed, logprob: float
+) -> dict[str, float]:
+    """The same step by plain decoding, and what speculation is worth: of generation, of the step,
+    and of a step with a logprob pass; and what its rounds cost, both ways."""
     step = loaded.job.step
     alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
-    alone = dataclasses.replace(alone, learner=dataclasses.replace(step.learner, objective=None, taps=()))
+    alone = dataclasses.replace(
+        alone, learner=dataclasses.replace(step.learner, objective=None, taps=())
+    )
     stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.grpo.prompts))
     plain = timed(stepper, options.repeats, options.budget)
-    made = compare(step, whole.state, whole.prompts(len(whole.seconds)))  # which the draft has learnt nothing of
+    # which the draft has learnt nothing of
+    made = compare(step, whole.state, whole.prompts(len(whole.seconds)))
     generation = made.plain_seconds / made.spec_seconds
     return {
         "plain_step_s": plain.seconds,
@@ -243,15 +324,21 @@ def main(argv: Sequence[str]) -> int:
     agreed = check_logprob(loaded)
     seconds["load"] = time.perf_counter() - began
     began = time.perf_counter()
-    whole = Stepper(loaded, step, whole_step(step, prompts), numbers_of("--profile", options.profile))
+    whole = Stepper(
+        loaded, step, whole_step(step, prompts), numbers_of("--profile", options.profile)
+    )
     compile_seconds = time.perf_counter() - began
     with contextlib.closing(whole.profiler):
         taken = timed(whole, options.repeats, options.budget)
     staged, runner, phases = in_phases(loaded, step, options.repeats)
     logprob = logprob_seconds(staged, step, options.repeats)
     told = speculation(loaded, options, whole, taken, logprob) if options.draft != "none" else {}
-    work, best = np.mean([learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]), remembered(options.dtype)
-    rate = None if step.learner.objective else work / phases["train"]  # the work is the policy's; the seconds are a draft's too
+    work, best = (
+        np.mean([learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]),
+        remembered(options.dtype),
+    )
+    # the work is the policy's; the seconds are a draft's too
+    rate = None if step.learner.objective else work / phases["train"]
     memory = runner.programs["train"].memory_analysis()
     line = {
         **common("grpo_step", options, taken, round(np.mean(whole.tokens[2:]))),
@@ -278,23 +365,58 @@ def main(argv: Sequence[str]) -> int:
 
 def _table(line: dict[str, Any]) -> Table:
     """What a step takes, for rich to print."""
-    table = Table(box=box.SIMPLE, show_header=False, title=f"one step of {line['model']}", title_justify="left", padding=0, show_edge=False)
+    table = Table(
+        box=box.SIMPLE,
+        show_header=False,
+        title=f"one step of {line['model']}",
+        title_justify="left",
+        padding=0,
+        show_edge=False,
+    )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     phases = line["phases_s"]
-    table.add_row("step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}")
-    table.add_row("phases", ", ".join(f"{name} {phases[name]:.3f}" for name in ("data", "prepare", "generate", "score", "train")))
+    table.add_row(
+        "step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}"
+    )
+    table.add_row(
+        "phases",
+        ", ".join(
+            f"{name} {phases[name]:.3f}"
+            for name in ("data", "prepare", "generate", "score", "train")
+        ),
+    )
     table.add_row("generation", f"{line['generation_share']:.0%} of the phases")
     rate, share = line["learning_flops_per_s"], line["learning_roofline_share"]
-    of_best = f", {share:.0%} of what this machine's products reach" if share else " (run bench roofline for its share)"
+    of_best = (
+        f", {share:.0%} of what this machine's products reach"
+        if share
+        else " (run bench roofline for its share)"
+    )
     reached = f"{rate / 1e9:,.0f} GFLOP/s{of_best}; " if rate else ""
-    packing = f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
+    packing = (
+        f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
+    )
     table.add_row("learning", f"{reached}{packing}")
-    table.add_row("logprob pass", f"{line['logprob_pass_s']:.3f} s, not made: the pass that learns has them")
+    table.add_row(
+        "logprob pass", f"{line['logprob_pass_s']:.3f} s, not made: the pass that learns has them"
+    )
     if "plain_step_s" in line:
         gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"
-        table.add_row("speculation", f"{gains}, with a logprob pass {line['speedup_step_with_logprob']:.2f} times as fast")
-        table.add_row("plain", f"step {line['plain_step_s']:.3f} s, of which generation takes {line['plain_generation_share']:.0%}")
-        cost = f"{line['round_cost']:.2f} (a round's seconds over a plain step's), {line['round_cost_of_the_paper']:.2f} (acceptance length"
-        table.add_row("round cost", f"{cost} {line['acceptance_length']:.2f} over generation's speed-up)")
+        table.add_row(
+            "speculation",
+            f"{gains}, with a logprob pass {line['speedup_step_with_logprob']:.2f} times as fast",
+        )
+        table.add_row(
+            "plain",
+            f"step {line['plain_step_s']:.3f} s, of which generation takes"
+            f" {line['plain_generation_share']:.0%}",
+        )
+        cost = (
+            f"{line['round_cost']:.2f} (a round's seconds over a plain step's),"
+            f" {line['round_cost_of_the_paper']:.2f} (acceptance length"
+        )
+        table.add_row(
+            "round cost", f"{cost} {line['acceptance_length']:.2f} over generation's speed-up)"
+        )
     return table

@@ -63,14 +63,19 @@ class GenerateOptions(Checked, prefix="--"):
     """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
     verify: VerifyRule = "block"
     """Lossless rule."""
-    synthetic_acceptance: Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)] = 0.0
-    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really accepted."""
+    synthetic_acceptance: Annotated[
+        float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)
+    ] = 0.0
+    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really
+    accepted."""
     lengths: tuple[DraftLength, ...] = ()
-    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses among."""
+    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses
+    among."""
     live: tuple[Count, ...] = ()
     """Numbers of rows of the table of rounds; empty: no table."""
     page_size: Natural | Literal["auto"] = "auto"
-    """Positions of a page of keys and values; 0: a page is as long as a row. `auto`: 64 on an accelerator, 0 on a CPU."""
+    """Positions of a page of keys and values; 0: a page is as long as a row. `auto`: 64 on an
+    accelerator, 0 on a CPU."""
     threads: Natural = 0
     """Cores of a CPU that may be used; 0: all."""
     repeats: Count = 5
@@ -80,31 +85,50 @@ class GenerateOptions(Checked, prefix="--"):
     seed: Seed = 0
     """Of prompts, sampling and random weights."""
     profile: str = ""
-    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to ./trace-generate.json.gz. Empty: none."""
+    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
+    ./trace-generate.json.gz. Empty: none."""
 
     def check(self) -> None:
-        require(self.threads <= meshes.cores(), f"--threads is {self.threads}, and there are {meshes.cores()} cores; 0 uses all of them")
+        require(
+            self.threads <= meshes.cores(),
+            f"--threads is {self.threads}, and there are {meshes.cores()} cores; 0 uses all of"
+            " them",
+        )
         rows = max(self.batch, *self.live, 1)
         require_countable(f"--batch {self.batch} (or --live):", rows, self.prompt + self.new)
         calls, first = self.repeats + 2, numbers_of("--profile", self.profile).start
         late = f"--profile is {self.profile!r}, and only calls 0 to {calls - 1} are sure to be made"
-        require(first < calls, f"{late} (two to warm up, and --repeats {self.repeats}); begin at one of them")
-        needs = "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
+        require(
+            first < calls,
+            f"{late} (two to warm up, and --repeats {self.repeats}); begin at one of them",
+        )
+        needs = (
+            "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
+        )
         learned = DraftConfig(kind=self.draft).learned
         draws = learned and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
         for fact, holds, names in (
             ("--draft none", self.draft == "none", "draft_length draft_path draft_vocab lengths"),
-            ("--draft none", self.draft == "none" and self.verify == "token", "verify"),  # coupled noise differs even there
+            # coupled noise differs even there
+            ("--draft none", self.draft == "none" and self.verify == "token", "verify"),
             (f"--draft {self.draft}", not learned, "draft_path"),
             (f"--draft {self.draft}", self.draft != "eagle3", "draft_vocab"),
             ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
             ("no --live", not self.live, "lengths"),
         ):
-            vain = ", ".join(f"--{name}" for name in names.split() if getattr(self, name) != getattr(type(self), name))
+            vain = ", ".join(
+                f"--{name}"
+                for name in names.split()
+                if getattr(self, name) != getattr(type(self), name)
+            )
             require(not (holds and vain), f"with {fact} there is no use for {vain}; leave it out")
         longest = max(self.lengths, default=0)
-        require(longest < self.new, f"--lengths has {longest}, and --new is {self.new}: a draft must be shorter than an answer; lower it")
+        require(
+            longest < self.new,
+            f"--lengths has {longest}, and --new is {self.new}: a draft must be shorter than an"
+            " answer; lower it",
+        )
 
 
 OPTIONS = {
@@ -124,7 +148,8 @@ OPTIONS = {
 
 
 def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
-    """The options as a run's config; a group of one is no group to learn from, and every answer is to a prompt of its own."""
+    """The options as a run's config; a group of one is no group to learn from, and every answer is
+    to a prompt of its own."""
     draft = DraftConfig(
         kind=options.draft,
         draft_length=options.draft_length,
@@ -138,16 +163,24 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         verify=options.verify,
         draft=draft,
         lookup=LookupConfig(max_match=min(LookupConfig.max_match, options.prompt + options.new)),
-        engine=EngineConfig(slots=max(options.batch, *options.live, 1), page_size=options.page_size),
+        engine=EngineConfig(
+            slots=max(options.batch, *options.live, 1), page_size=options.page_size
+        ),
     )
     asked = Config(
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
-        grpo=GrpoConfig(prompts=options.batch // group, group_size=max(group, 2), learning_rate=LEARNING_RATE, warmup_steps=0),
+        grpo=GrpoConfig(
+            prompts=options.batch // group,
+            group_size=max(group, 2),
+            learning_rate=LEARNING_RATE,
+            warmup_steps=0,
+        ),
         data=DataConfig(max_prompt_length=options.prompt),
         sft=SftConfig(steps=0),
-        offline=OfflineConfig(samples=2, rows=1),  # nothing is trained by it; a vocabulary of the draft's own calls for it
+        # nothing is trained by it; a vocabulary of the draft's own calls for it
+        offline=OfflineConfig(samples=2, rows=1),
     )
     with called(OPTIONS):
         config = resolved(asked, say)

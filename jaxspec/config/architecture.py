@@ -17,12 +17,14 @@ LayerCount = Annotated[int, Range(least=1, most=1000)]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(Checked, prefix="model.rope."):
-    """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but the context."""
+    """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but
+    the context."""
 
     kind: Literal["yarn", "llama3", "linear"] = "yarn"
     """YaRN (arXiv 2309.00071), Llama 3's bands, or all frequencies alike."""
     context: Natural = 0
-    """Positions that the model was made for, before any stretching; 0: not known, and not checked."""
+    """Positions that the model was made for, before any stretching; 0: not known, and not
+    checked."""
     longest: Natural = 0
     """Positions that the stretched model allows for; 0: the context times rope_factor."""
     beta_fast: Positive = 32.0
@@ -41,7 +43,10 @@ class RopeConfig(Checked, prefix="model.rope."):
     def check(self) -> None:
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
             pair = getattr(self, low), getattr(self, high)
-            require(pair[0] < pair[1], f"model.rope.{low} {pair[0]} is not below model.rope.{high} {pair[1]}")
+            require(
+                pair[0] < pair[1],
+                f"model.rope.{low} {pair[0]} is not below model.rope.{high} {pair[1]}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,10 @@ class FamilyConfig(Checked, prefix="model.family."):
     """Whether the weights of a token's experts are made to sum to 1."""
 
     def check(self) -> None:
-        chosen = f"model.family.experts_per_token is {self.experts_per_token}; at most model.family.experts {self.experts}"
+        chosen = (
+            f"model.family.experts_per_token is {self.experts_per_token}; at most"
+            f" model.family.experts {self.experts}"
+        )
         require(self.experts == 0 or self.experts_per_token <= self.experts, chosen)
 
 
@@ -80,27 +88,44 @@ ARCHITECTURES: dict[str, FamilyConfig] = {
 
 
 def implied(family: FamilyConfig) -> FamilyConfig:
-    """A family with all that its model_type fixes in place of what it says: what readers of its config.json make of it."""
+    """A family with all that its model_type fixes in place of what it says: what readers of its
+    config.json make of it."""
     fixed = next(entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type)
-    experts = (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
-    free = family.model_type in ("qwen3", "qwen3_moe", "llama")  # the others have biases whatever the key says
-    biases = (family.attention_bias, family.attention_bias) if free else (fixed.attention_bias, fixed.output_bias)
-    return replace(family, query_key_norm=fixed.query_key_norm, attention_bias=biases[0], output_bias=biases[1], experts=experts)
+    experts = (
+        (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
+    )
+    # the others have biases whatever the key says
+    free = family.model_type in ("qwen3", "qwen3_moe", "llama")
+    biases = (
+        (family.attention_bias, family.attention_bias)
+        if free
+        else (fixed.attention_bias, fixed.output_bias)
+    )
+    return replace(
+        family,
+        query_key_norm=fixed.query_key_norm,
+        attention_bias=biases[0],
+        output_bias=biases[1],
+        experts=experts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Checked, prefix="model."):
-    """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with sizes of its own."""
+    """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with
+    sizes of its own."""
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint (or an id on the hub): its config.json sets all that follows but rope_factor, dtype
-    and remat; empty: these settings, and random weights or a warm start."""
+    """Folder of a Hugging Face checkpoint (or an id on the hub): its config.json sets all that
+    follows but rope_factor, dtype and remat; empty: these settings, and random weights or a warm
+    start."""
     ignore: bool = False
     """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
     vocab: Count = 40
     """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
     layers: LayerCount = 12
-    """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least 4."""
+    """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least
+    4."""
     embed: Count = 64
     """Width of the residual stream."""
     heads: Count = 4
@@ -114,7 +139,8 @@ class ModelConfig(Checked, prefix="model."):
     rope_theta: Annotated[float, Range(above=1)] = 1e4
     """Base of the rotary frequencies."""
     rope_factor: Annotated[float, Range(least=1)] = 1.0
-    """Stretches the positions for contexts so many times as long: as rope.kind says, of a checkpoint by YaRN; 1: as they are."""
+    """Stretches the positions for contexts so many times as long: as rope.kind says, of a
+    checkpoint by YaRN; 1: as they are."""
     norm_eps: Positive = 1e-6
     """Added to the mean square in RMSNorm."""
     tied: bool = True
@@ -122,15 +148,25 @@ class ModelConfig(Checked, prefix="model."):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the matmuls; master weights are float32 (float64 with `float64`)."""
     remat: bool = True
-    """Recompute each layer in the backward pass instead of storing what it needs: far less memory for a pass more."""
+    """Recompute each layer in the backward pass instead of storing what it needs: far less memory
+    for a pass more."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     family: FamilyConfig = field(default_factory=FamilyConfig)
 
     def check(self) -> None:
-        scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0 or bool(self.path)
+        scaled = (
+            self.rope_factor == 1
+            or self.rope.kind == "linear"
+            or self.rope.context > 0
+            or bool(self.path)
+        )
         remedy = "set --model.rope.context to the positions that the model was trained on"
-        require(scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}")
-        whole = ", ".join(str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0)
+        require(
+            scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}"
+        )
+        whole = ", ".join(
+            str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0
+        )
         shared = f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}"
         require(self.heads % self.kv_heads == 0, f"{shared}; give one of {whole}")
         even = f"rotary positions need an even size, such as {self.head_size + 1}"
@@ -144,10 +180,12 @@ class ModelConfig(Checked, prefix="model."):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(Checked, prefix="head."):
-    """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its own."""
+    """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its
+    own."""
 
     taps: tuple[Natural, ...] = ()
-    """Numbers of the policy's layers applied where its residual stream is read; empty: those of a loaded head, else 2, L//2 and L-3."""
+    """Numbers of the policy's layers applied where its residual stream is read; empty: those of a
+    loaded head, else 2, L//2 and L-3."""
     use_taps: bool = True
     """False: the head reads the policy's final-norm hidden state, as it is."""
     norm_before_fuse: bool = False
@@ -166,12 +204,13 @@ class HeadConfig(Checked, prefix="head."):
     def check(self) -> None:
         require(
             list(self.taps) == sorted(set(self.taps)),
-            f"head.taps {list(self.taps)} must ascend, without repetition: give {sorted(set(self.taps))}",
+            f"head.taps {list(self.taps)} must ascend, without repetition: give"
+            f" {sorted(set(self.taps))}",
         )
         require(
             self.use_taps or not (self.taps or self.norm_before_fuse or self.fuse_norms),
-            "head.use_taps is off, so that there are no head.taps to read or norm; leave out head.taps, head.norm_before_fuse and "
-            "head.fuse_norms, or turn head.use_taps on",
+            "head.use_taps is off, so that there are no head.taps to read or norm; leave out"
+            " head.taps, head.norm_before_fuse and head.fuse_norms, or turn head.use_taps on",
         )
         require(
             not (self.norm_before_fuse and self.fuse_norms),

@@ -1,4 +1,5 @@
-"""A config as nested plain values (config.json of a run), back from them, and what differs between two."""
+"""A config as nested plain values (config.json of a run), back from them, and what differs between
+two."""
 
 import json
 from collections.abc import Mapping
@@ -11,27 +12,35 @@ from jaxspec.config.settings import Config
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 _ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
 _SPEED = ("staged", "rollout.slice_rounds", "learner.tokens", "learner.offload", *_ENGINE)
-FREE_ON_RESUME = frozenset({"steps", "workdir", "save_every", "eval_every", "profile", *_SPEED, *_MESH})
-"""Keys that may differ when a run is resumed: they change where and how long it runs, not what it computes."""
+FREE_ON_RESUME = frozenset(
+    {"steps", "workdir", "save_every", "eval_every", "profile", *_SPEED, *_MESH}
+)
+"""Keys that may differ when a run is resumed: they change where and how long it runs, not what it
+computes."""
 
 
 def to_json(config: Config) -> dict[str, Any]:
     """Returns the config as nested plain values, for `config.json`."""
-    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as they will be when read back
+    # tuples become lists, as they will be when read back
+    return json.loads(json.dumps(asdict(config)))
 
 
 def from_json(saved: Mapping[str, Any]) -> Config:
     """Returns the config that `to_json` gave.
 
     Raises:
-      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of another type.
+      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of
+        another type.
     """
     missing, unknown = _differences(Config, saved)
     differing = [
         f"it lacks {', '.join(missing)}" if missing else "",
         f"it has {', '.join(unknown)}, which is unknown here" if unknown else "",
     ]
-    another = f"the config was written by another version of jaxspec: {'; '.join(filter(None, differing))}; use that version"
+    another = (
+        "the config was written by another version of jaxspec:"
+        f" {'; '.join(filter(None, differing))}; use that version"
+    )
     require(not missing and not unknown, another)
     return _filled(Config, saved)
 
@@ -41,7 +50,10 @@ def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], lis
     if not isinstance(saved, Mapping):
         return [], []  # the class that it belongs to says what is wrong with it
     names = types_of(cls)
-    missing, unknown = [f"{prefix}{name}" for name in names if name not in saved], [f"{prefix}{key}" for key in saved if key not in names]
+    missing, unknown = (
+        [f"{prefix}{name}" for name in names if name not in saved],
+        [f"{prefix}{key}" for key in saved if key not in names],
+    )
     for name, wanted in _nested(cls).items():
         inner = _differences(wanted, saved.get(name), f"{prefix}{name}.")
         missing, unknown = missing + inner[0], unknown + inner[1]
@@ -50,7 +62,9 @@ def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], lis
 
 def _nested(cls: Any) -> dict[str, Any]:
     """The classes among a class's settings; one may be None instead."""
-    return {name: found[0] for name, wanted in types_of(cls).items() if (found := classes_in(wanted))}
+    return {
+        name: found[0] for name, wanted in types_of(cls).items() if (found := classes_in(wanted))
+    }
 
 
 def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
@@ -60,19 +74,31 @@ def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
     def value(key: str, given: Any) -> Any:
         if key in nested and isinstance(given, Mapping):
             return _filled(nested[key], given)
-        return tuple(given) if isinstance(given, list) and get_origin(types[key]) is tuple else given
+        return (
+            tuple(given) if isinstance(given, list) and get_origin(types[key]) is tuple else given
+        )
 
     return cls(**{key: value(key, given) for key, given in saved.items()})
 
 
-def differing_keys(saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME) -> list[str]:
-    """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved -> now`."""
+def differing_keys(
+    saved: Mapping[str, Any], config: Config, free: frozenset[str] = FREE_ON_RESUME
+) -> list[str]:
+    """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved ->
+    now`."""
     before, now = flat(saved), flat(to_json(config))
-    pairs = {key: (before.get(key, "(absent)"), now.get(key, "(absent)")) for key in before | now if key not in free}
+    pairs = {
+        key: (before.get(key, "(absent)"), now.get(key, "(absent)"))
+        for key in before | now
+        if key not in free
+    }
     return [f"{key}: {was} -> {value}" for key, (was, value) in pairs.items() if was != value]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a `to_json` by their dotted names."""
-    nested = [flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value} for key, value in tree.items()]
+    nested = [
+        flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        for key, value in tree.items()
+    ]
     return {key: value for part in nested for key, value in part.items()}

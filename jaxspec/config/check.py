@@ -10,38 +10,70 @@ from jaxspec.config.settings import Config, FamilyConfig
 def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`.
 
-    Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices and every batch.
+    Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices
+    and every batch.
 
     Raises:
       ConfigError: names the numbers that do not go together, and some that do.
     """
-    require(devices % processes == 0, f"{processes} processes do not divide {devices} devices; give each process the same number")
+    require(
+        devices % processes == 0,
+        f"{processes} processes do not divide {devices} devices; give each process the same number",
+    )
     tensor = config.mesh.tensor
     meshes = ", ".join(f"{devices // size} x {size}" for size in _divisors(devices))
     fits = f"meshes (data x tensor) that fit {devices} devices: {meshes}"
-    require(devices % tensor == 0, f"mesh.tensor {tensor} does not divide {devices} devices; {fits}")
+    require(
+        devices % tensor == 0, f"mesh.tensor {tensor} does not divide {devices} devices; {fits}"
+    )
     for name in ("heads", "kv_heads", "ffn", "vocab"):
         size = getattr(config.model, name)
-        require(size % tensor == 0, f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two")
+        require(
+            size % tensor == 0,
+            f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two",
+        )
     shards = devices // tensor
     rows, prompts = _rows(config), config.grpo.prompts
-    automatic = shards if processes > 1 else max(size for size in range(1, shards + 1) if math.gcd(*rows.values()) % size == 0)
+    automatic = (
+        shards
+        if processes > 1
+        else max(size for size in range(1, shards + 1) if math.gcd(*rows.values()) % size == 0)
+    )
     data = config.mesh.data or automatic
-    asked = f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are {devices}"
-    require(config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself")
+    asked = (
+        f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are"
+        f" {devices}"
+    )
+    require(
+        config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself"
+    )
     groups = "a group lives whole on one shard"
-    require(prompts >= data, f"grpo.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data} or use fewer devices")
+    require(
+        prompts >= data,
+        f"grpo.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data} or"
+        " use fewer devices",
+    )
     for key, count in rows.items():
         near = max(count // data, 1) * data
-        require(count % data == 0, f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data} would fit")
+        require(
+            count % data == 0,
+            f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data}"
+            " would fit",
+        )
     _check_family(config.model.family)
     _check_drafts(config)
     _check_positions(config)
     _check_micro_batch(config)
     _check_pool(config, prompts // data)
     source = config.data
-    remedy = "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or --data.answer_style hash"
-    require(bool(source.path) or source.answer_style == "hash", f"data.answer_style {source.answer_style} without data.path; {remedy}")
+    remedy = (
+        "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER,"
+        " or --data.answer_style hash"
+    )
+    require(
+        bool(source.path) or source.answer_style == "hash",
+        f"data.answer_style {source.answer_style} without data.path; {remedy}",
+    )
     return data, tensor
 
 
@@ -49,63 +81,126 @@ def _check_micro_batch(config: Config) -> None:
     """Whether the longest row fits a micro-batch."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
     tokens = config.learner.tokens
-    row = f"learner.tokens {tokens} is less than the longest row reads: data.max_prompt_length + rollout.max_new_tokens - 1 = {longest}"
-    require(tokens == 0 or tokens >= longest, f"{row}; give at least {longest}, or 0 to have it chosen")
+    row = (
+        f"learner.tokens {tokens} is less than the longest row reads: data.max_prompt_length +"
+        f" rollout.max_new_tokens - 1 = {longest}"
+    )
+    require(
+        tokens == 0 or tokens >= longest, f"{row}; give at least {longest}, or 0 to have it chosen"
+    )
 
 
 def _check_family(family: FamilyConfig) -> None:
-    """Whether an exported policy would be read back as it is; one that was read from a folder is."""
+    """Whether an exported policy would be read back as it is; one that was read from a folder
+    is."""
     wanted = implied(family)
     names = ("query_key_norm", "attention_bias", "output_bias", "experts")
-    changed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) != getattr(family, name)}
-    words = {name: f"no_{name}" if value is False else name if value is True else f"{name} {value}" for name, value in changed.items()}
+    changed = {
+        name: getattr(wanted, name)
+        for name in names
+        if getattr(wanted, name) != getattr(family, name)
+    }
+    words = {
+        name: f"no_{name}" if value is False else name if value is True else f"{name} {value}"
+        for name, value in changed.items()
+    }
     remedy = ", ".join(f"--model.family.{word}" for word in words.values())
-    reason = f"config.json of model.family.model_type {family.model_type} has no word for it, and an exported policy could not be read back"
-    require(not changed, f"{', '.join(f'model.family.{name} is {getattr(family, name)}' for name in changed)}: {reason}; set {remedy}")
+    reason = (
+        f"config.json of model.family.model_type {family.model_type} has no word for it, and an"
+        " exported policy could not be read back"
+    )
+    require(
+        not changed,
+        f"{', '.join(f'model.family.{name} is {getattr(family, name)}' for name in changed)}:"
+        f" {reason}; set {remedy}",
+    )
 
 
 def require_countable(what: str, rows: int, positions: int) -> None:
     """Refuses more tokens than are counted and held at once."""
-    many = f"{what} rows of {positions} positions are more than {INT32}, which is as far as tokens are counted; lower one"
+    many = (
+        f"{what} rows of {positions} positions are more than {INT32}, which is as far as tokens are"
+        " counted; lower one"
+    )
     require(rows * positions <= INT32, many)
 
 
 def _check_positions(config: Config) -> None:
-    """Whether what is generated or trained on at once can be counted, and its longest row fits the positions of the policy."""
-    model, prompt, response, grpo = config.model, config.data.max_prompt_length, config.rollout.max_new_tokens, config.grpo
-    rows = {f"grpo.prompts {grpo.prompts} x grpo.group_size {grpo.group_size}": grpo.prompts * grpo.group_size}
+    """Whether what is generated or trained on at once can be counted, and its longest row fits the
+    positions of the policy."""
+    model, prompt, response, grpo = (
+        config.model,
+        config.data.max_prompt_length,
+        config.rollout.max_new_tokens,
+        config.grpo,
+    )
+    rows = {
+        f"grpo.prompts {grpo.prompts} x grpo.group_size {grpo.group_size}": (
+            grpo.prompts * grpo.group_size
+        )
+    }
     rows |= {f"{key} {count}": count for key, count in _rows(config).items()}
     if _trained_offline(config):
         rows[f"offline.samples {config.offline.samples}"] = config.offline.samples
-    rows[f"rollout.lookup.past {config.rollout.past} x grpo.prompts {grpo.prompts}"] = config.rollout.past * grpo.prompts
+    rows[f"rollout.lookup.past {config.rollout.past} x grpo.prompts {grpo.prompts}"] = (
+        config.rollout.past * grpo.prompts
+    )
     for what, count in rows.items():
         require_countable(what, count, prompt + response)
-    longest = f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to {prompt + response} positions"
+    longest = (
+        f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to"
+        f" {prompt + response} positions"
+    )
     enough = -(-(prompt + response) // max(model.positions, 1))
-    remedy = f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"
-    require(model.positions == 0 or prompt + response <= model.positions, f"{longest}, and the model has {model.positions}; {remedy}")
+    remedy = (
+        f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"
+    )
+    require(
+        model.positions == 0 or prompt + response <= model.positions,
+        f"{longest}, and the model has {model.positions}; {remedy}",
+    )
 
 
-def smallest_pool(prompts: int, prompt: int, response: int, draft_length: int, page_size: int) -> int:
-    """Pages with which a shard's longest row can end: those of all its prompts, which stay until their groups have ended, and its own."""
+def smallest_pool(
+    prompts: int, prompt: int, response: int, draft_length: int, page_size: int
+) -> int:
+    """Pages with which a shard's longest row can end: those of all its prompts, which stay until
+    their groups have ended, and its own."""
     return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
 
 
-def whole_pool(prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int) -> int:
+def whole_pool(
+    prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int
+) -> int:
     """Pages that a shard's prompts and slots can need: no row ever loses its own."""
-    return prompts * -(-prompt // page_size) + slots * -(-(prompt + response + draft_length) // page_size)
+    return prompts * -(-prompt // page_size) + slots * -(
+        -(prompt + response + draft_length) // page_size
+    )
 
 
 def _check_pool(config: Config, prompts: int) -> None:
     """Whether the pages of a data shard with so many prompts are enough for one row."""
-    engine, length = config.rollout.engine, config.rollout.draft.longest if config.rollout.draft.kind != "none" else 0
+    engine, length = (
+        config.rollout.engine,
+        config.rollout.draft.longest if config.rollout.draft.kind != "none" else 0,
+    )
     if not engine.pages or not isinstance(engine.page_size, int):
         return
     prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
     least = smallest_pool(prompts, prompt, response, length, engine.page_size)
-    numbers = f"{prompts} prompts of up to {prompt} tokens and one row of {prompt + response} (and a block of {length + 1}) need {least}"
-    given = f"rollout.engine.pages {engine.pages} of {engine.page_size} positions are too few for a data shard"
-    require(engine.pages >= least, f"{given}: {numbers}; set --rollout.engine.pages {least} or more, or 0 for all that can be needed")
+    numbers = (
+        f"{prompts} prompts of up to {prompt} tokens and one row of {prompt + response} (and a"
+        f" block of {length + 1}) need {least}"
+    )
+    given = (
+        f"rollout.engine.pages {engine.pages} of {engine.page_size} positions are too few for a"
+        " data shard"
+    )
+    require(
+        engine.pages >= least,
+        f"{given}: {numbers}; set --rollout.engine.pages {least} or more, or 0 for all that can be"
+        " needed",
+    )
 
 
 def _check_drafts(config: Config) -> None:
@@ -113,24 +208,59 @@ def _check_drafts(config: Config) -> None:
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
     _check_loops(config)
     auto = " (the longest of auto)" if draft.draft_length == "auto" else ""
-    lengths = f"rollout.draft.draft_length {draft.longest}{auto} and rollout.max_new_tokens {rollout.max_new_tokens}"
+    lengths = (
+        f"rollout.draft.draft_length {draft.longest}{auto} and rollout.max_new_tokens"
+        f" {rollout.max_new_tokens}"
+    )
     shorter = draft.kind == "none" or draft.longest < rollout.max_new_tokens
-    require(shorter, f"{lengths}: a draft must be shorter than a response; lower the first or raise the second")
-    beside = f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and rollout.draft.kind is {draft.kind}"
-    require(rollout.lookup.beside == "none" or draft.learned, f"{beside}; choose eagle3, mtp or model, or that kind alone")
+    require(
+        shorter,
+        f"{lengths}: a draft must be shorter than a response; lower the first or raise the second",
+    )
+    beside = (
+        f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and"
+        f" rollout.draft.kind is {draft.kind}"
+    )
+    require(
+        rollout.lookup.beside == "none" or draft.learned,
+        f"{beside}; choose eagle3, mtp or model, or that kind alone",
+    )
     outside = [token for token in rollout.banned if not 0 <= token < vocab]
-    require(not outside, f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold; leave them out")
+    require(
+        not outside,
+        f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold; leave"
+        " them out",
+    )
     _check_network(config)
     whole = draft.vocab == 0 or draft.kind == "eagle3"
-    require(whole, f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the policy's, so leave it 0")
+    require(
+        whole,
+        f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the"
+        " policy's, so leave it 0",
+    )
     fits = draft.vocab <= vocab
-    require(fits, f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at most that, or 0 for all of it")
+    require(
+        fits,
+        f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at"
+        " most that, or 0 for all of it",
+    )
     chosen = draft.vocab == 0 or config.offline.steps > 0 or bool(draft.path)
     remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
-    require(chosen, f"rollout.draft.vocab {draft.vocab} is chosen by offline training, and offline.steps is 0; {remedy}")
+    require(
+        chosen,
+        f"rollout.draft.vocab {draft.vocab} is chosen by offline training, and offline.steps is 0;"
+        f" {remedy}",
+    )
     room = draft.vocab == 0 or draft.vocab > len(rollout.banned) + 8
-    require(room, f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)} banned ids and the end tokens")
-    training = f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than rollout.draft.layers {draft.layers}"
+    require(
+        room,
+        f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)}"
+        " banned ids and the end tokens",
+    )
+    training = (
+        f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than"
+        f" rollout.draft.layers {draft.layers}"
+    )
     trained = draft.kind != "mtp" or config.draft_training.ttt_steps >= draft.layers
     require(trained, f"{training}: the last MTP layers would never learn; raise the first")
 
@@ -141,38 +271,68 @@ def _check_loops(config: Config) -> None:
     longest = config.data.max_prompt_length + rollout.max_new_tokens
     row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
     shorter = rollout.lookup_kind == "none" or lookup.max_match <= longest
-    match = f"rollout.lookup.max_match {lookup.max_match} (rollout.lookup.min_match {lookup.min_match}) is above {row}"
+    match = (
+        f"rollout.lookup.max_match {lookup.max_match} (rollout.lookup.min_match {lookup.min_match})"
+        f" is above {row}"
+    )
     require(shorter, f"{match}; lower it")
-    unrolled = rollout.draft.kind in ("eagle3", "mtp") and (training.online or config.offline.steps > 0)
-    require(not unrolled or training.ttt_steps < longest, f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it")
+    unrolled = rollout.draft.kind in ("eagle3", "mtp") and (
+        training.online or config.offline.steps > 0
+    )
+    require(
+        not unrolled or training.ttt_steps < longest,
+        f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it",
+    )
 
 
 def _check_network(config: Config) -> None:
     """Whether the draft's own decoder and its taps, loaded or not, go with the policy."""
-    kind, model, head, own = config.rollout.draft.kind, config.model, config.head, config.draft_model
+    kind, model, head, own = (
+        config.rollout.draft.kind,
+        config.model,
+        config.head,
+        config.draft_model,
+    )
     if kind == "eagle3":
         deep = not head.use_taps or bool(head.taps) or model.layers >= 4
-        require(deep, f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose another rollout.draft.kind")
+        require(
+            deep,
+            f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose"
+            " another rollout.draft.kind",
+        )
         beyond = [tap for tap in head.taps if not 0 <= tap <= model.layers]
         require(
             not beyond,
-            f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers {model.layers}, or none",
+            f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers"
+            f" {model.layers}, or none",
         )
     if own is None:
         return
     width = f"the draft's width is {own.embed} and model.embed {model.embed}"
     if kind == "mtp" or (kind == "eagle3" and not head.use_taps):
-        require(own.embed == model.embed, f"{width}; a draft that reads the policy's hidden states as they are must be as wide")
+        require(
+            own.embed == model.embed,
+            f"{width}; a draft that reads the policy's hidden states as they are must be as wide",
+        )
     if kind == "eagle3":
         fits = own.embed == model.embed or head.own_embedding
-        require(fits, f"{width}, so it cannot share the policy's embedding, and head.own_embedding is off")
-    speaks = f"the draft model's vocabulary is {own.vocab} and model.vocab {model.vocab}; choose a draft that shares the policy's"
+        require(
+            fits,
+            f"{width}, so it cannot share the policy's embedding, and head.own_embedding is off",
+        )
+    speaks = (
+        f"the draft model's vocabulary is {own.vocab} and model.vocab {model.vocab}; choose a draft"
+        " that shares the policy's"
+    )
     require(kind != "model" or own.vocab == model.vocab, speaks)
 
 
 def _rows(config: Config) -> dict[str, int]:
     """What every batch of the run divides over the data shards; 0 where nothing is trained."""
-    sft, offline = config.sft.steps and config.sft.rows, config.offline.rows if _trained_offline(config) else 0
+    sft, offline = (
+        config.sft.steps and config.sft.rows,
+        config.offline.rows if _trained_offline(config) else 0,
+    )
     return {"grpo.prompts": config.grpo.prompts, "sft.rows": sft, "offline.rows": offline}
 
 

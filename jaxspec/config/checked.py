@@ -1,4 +1,5 @@
-"""Settings that are checked when they are made, whatever makes them: every field by its type, and every number by its range."""
+"""Settings that are checked when they are made, whatever makes them: every field by its type, and
+every number by its range."""
 
 from __future__ import annotations
 
@@ -13,17 +14,24 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 INF = float("inf")
 INT32 = 2**31 - 1
-"""The largest whole number where a range states no other: what devices and array libraries count with."""
+"""The largest whole number where a range states no other: what devices and array libraries count
+with."""
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""The smallest and the largest number that float32 keeps as it is; beyond, it has 0 or infinity instead."""
+"""The smallest and the largest number that float32 keeps as it is; beyond, it has 0 or infinity
+instead."""
 
 
 class _Repr(reprlib.Repr):
-    """Values in messages: shortened, and whole numbers of thousands of digits, which Python does not write out, by their length."""
+    """Values in messages: shortened, and whole numbers of thousands of digits, which Python does
+    not write out, by their length."""
 
     def repr_int(self, x: int, level: int) -> str:
         """A whole number."""
-        return repr(x) if abs(x) < 10**self.maxlong else f"a whole number of about {int(x.bit_length() * 0.30103)} digits"
+        return (
+            repr(x)
+            if abs(x) < 10**self.maxlong
+            else f"a whole number of about {int(x.bit_length() * 0.30103)} digits"
+        )
 
 
 _REPR = _Repr()
@@ -45,7 +53,8 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def read_from(source: str) -> Iterator[None]:
-    """Puts the file that settings are made from before what is wrong with them, unless the message names it."""
+    """Puts the file that settings are made from before what is wrong with them, unless the message
+    names it."""
     try:
         yield
     except ConfigError as error:
@@ -56,11 +65,16 @@ def read_from(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def called(names: Mapping[str, str]) -> Iterator[None]:
-    """Calls settings in messages what they were given as, where `names` says so: the keys of a file, the options of another command."""
+    """Calls settings in messages what they were given as, where `names` says so: the keys of a
+    file, the options of another command."""
     try:
         yield
     except ConfigError as error:
-        told = re.sub(r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+", lambda found: names.get(found[0].removeprefix("--"), found[0]), str(error))
+        told = re.sub(
+            r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+",
+            lambda found: names.get(found[0].removeprefix("--"), found[0]),
+            str(error),
+        )
         if told == str(error):
             raise
         raise ConfigError(told) from error
@@ -85,15 +99,24 @@ class Range:
         return inside or (self.or_zero and number == 0)
 
     def __str__(self) -> str:
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < INF)
+        bounds = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        words = " and ".join(
+            f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < INF
+        )
         return "0, or " * self.or_zero + words + f" ({self.remedy})" * bool(self.remedy)
 
 
 class Checked:
-    """A frozen dataclass whose fields are checked after `__init__`; a subclass adds what crosses its fields in `check`.
+    """A frozen dataclass whose fields are checked after `__init__`; a subclass adds what crosses
+    its fields in `check`.
 
-    `prefix` is what messages put before the name of a field. A whole number is kept as a float where the field is one.
+    `prefix` is what messages put before the name of a field. A whole number is kept as a float
+    where the field is one.
     """
 
     prefix: ClassVar[str] = ""
@@ -106,7 +129,10 @@ class Checked:
         for name, wanted in types_of(type(self)).items():
             value = getattr(self, name)
             if instead := mismatch(value, wanted):
-                raise ConfigError(f"{self.prefix}{name} is {' '.join(_REPR.repr(value).split())}; it must be {instead}")
+                raise ConfigError(
+                    f"{self.prefix}{name} is {' '.join(_REPR.repr(value).split())}; it must be"
+                    f" {instead}"
+                )
             if _bare(wanted) is float:
                 object.__setattr__(self, name, float(value))
         self.check()
@@ -127,7 +153,8 @@ def _bare(wanted: Any) -> Any:
 
 
 def mismatch(value: Any, wanted: Any) -> str:
-    """What a value must be, in words, if it is not of a setting's type or outside its range; else nothing."""
+    """What a value must be, in words, if it is not of a setting's type or outside its range; else
+    nothing."""
     kind = get_origin(wanted)
     if kind is Annotated:
         return mismatch(value, _bare(wanted)) or _outside(value, *get_args(wanted))
@@ -138,9 +165,20 @@ def mismatch(value: Any, wanted: Any) -> str:
         item = get_args(wanted)[0]
         if not isinstance(value, tuple):
             return f"a tuple, each item {_named(_bare(item))}"
-        return next((f"a tuple, each item {instead}" for instead in (mismatch(each, item) for each in value) if instead), "")
+        return next(
+            (
+                f"a tuple, each item {instead}"
+                for instead in (mismatch(each, item) for each in value)
+                if instead
+            ),
+            "",
+        )
     if kind is Literal:
-        return "" if isinstance(value, str) and value in get_args(wanted) else f"one of {', '.join(get_args(wanted))}"
+        return (
+            ""
+            if isinstance(value, str) and value in get_args(wanted)
+            else f"one of {', '.join(get_args(wanted))}"
+        )
     return "" if _is(value, wanted) else _instead(value, wanted)
 
 
@@ -152,7 +190,9 @@ def _outside(number: Any, kind: type, bounds: Range) -> str:
 
 def _is(value: Any, wanted: type) -> bool:
     if wanted is float:
-        return (_is(value, int) or isinstance(value, float)) and (value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1])
+        return (_is(value, int) or isinstance(value, float)) and (
+            value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1]
+        )
     if wanted is str:
         return isinstance(value, str) and "\0" not in value
     if is_dataclass(wanted):
@@ -166,11 +206,19 @@ def _instead(value: Any, wanted: Any) -> str:
         return "text without the character NUL"
     if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
         return "a number that float32 can hold"
-    return _named(wanted) + " itself, not of a subclass" * (is_dataclass(wanted) and isinstance(value, wanted))
+    return _named(wanted) + " itself, not of a subclass" * (
+        is_dataclass(wanted) and isinstance(value, wanted)
+    )
 
 
 def _named(wanted: Any) -> str:
-    words = {bool: "True or False", int: "a whole number", float: "a number, as an int or a float", str: "text", type(None): "None"}
+    words = {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a number, as an int or a float",
+        str: "text",
+        type(None): "None",
+    }
     return words.get(wanted) or f"of type {wanted.__name__}"
 
 

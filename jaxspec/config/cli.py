@@ -1,4 +1,5 @@
-"""From the command line to a `Config`: config files, their scales, and overrides of single settings."""
+"""From the command line to a `Config`: config files, their scales, and overrides of single
+settings."""
 
 from __future__ import annotations
 
@@ -26,19 +27,28 @@ from jaxspec.terminal import silence
 _T = TypeVar("_T", bound=Checked)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SHIPPED = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE / "configs")
-"""The configs that come with jaxspec: inside an installed package, beside the package in a checkout."""
+_SHIPPED = next(
+    (folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()),
+    _PACKAGE / "configs",
+)
+"""The configs that come with jaxspec: inside an installed package, beside the package in a
+checkout."""
 
 
-def load_config(argv: Sequence[str], program: str, description: str, varied: Sequence[str] = (), used: str = "") -> tuple[Config, str]:
-    """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m jaxspec.<program>`.
+def load_config(
+    argv: Sequence[str], program: str, description: str, varied: Sequence[str] = (), used: str = ""
+) -> tuple[Config, str]:
+    """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m
+    jaxspec.<program>`.
 
-    Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes `runs/` and that name. A program that sets
-    the draft itself, and so has use for the settings of every kind, names what it sets in `varied`. One that looks at some settings alone
-    names them in `used`, as in `unused.Unused`; where the draft is not among them, there is none.
+    Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes
+    `runs/` and that name. A program that sets the draft itself, and so has use for the settings of
+    every kind, names what it sets in `varied`. One that looks at some settings alone names them in
+    `used`, as in `unused.Unused`; where the draft is not among them, there is none.
 
     Raises:
-      ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing beside the others, or one that is `varied`.
+      ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing
+        beside the others, or one that is `varied`.
       SystemExit: 0 after `--help`; 2 after a message, for a setting or value that does not exist.
     """
     command = f"python -m jaxspec.{program}"
@@ -48,9 +58,17 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
         default, name = read_config(_find(file), scale)
     else:
         found = f"configs found: {', '.join(_found())}"
-        require(bool({"-h", "--help"} & set(overrides)), f"no --config; {found}; try {command} --config rl_think.py, or {command} --help")
+        require(
+            bool({"-h", "--help"} & set(overrides)),
+            f"no --config; {found}; try {command} --config rl_think.py, or {command} --help",
+        )
         default, name = Config(), ""
-    config = override(default, overrides, f"{command} --config {given or 'NAME.py[:SCALE]'}", f"{description}\n\n{_guide(command)}")
+    config = override(
+        default,
+        overrides,
+        f"{command} --config {given or 'NAME.py[:SCALE]'}",
+        f"{description}\n\n{_guide(command)}",
+    )
     named = _named(overrides)
     fixed = ", ".join(f"--{name}" for name in varied if name in named)
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
@@ -66,8 +84,11 @@ def load_config(argv: Sequence[str], program: str, description: str, varied: Seq
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
 
 
-def take_option(argv: Sequence[str], command: str, name: str, form: str, default: str = "") -> tuple[str, list[str]]:
-    """Returns the value of `--name`, which decides what other options there are, and the words that are left; `form` shows its use.
+def take_option(
+    argv: Sequence[str], command: str, name: str, form: str, default: str = ""
+) -> tuple[str, list[str]]:
+    """Returns the value of `--name`, which decides what other options there are, and the words that
+    are left; `form` shows its use.
 
     Ends the program, with status 0, after saying the version where `--version` asks for it.
     """
@@ -88,23 +109,37 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
     """
     flat = (tyro.conf.AvoidSubcommands,)
     try:
-        return tyro.cli(type(default), prog=prog, description=about, args=argv, default=default, config=flat, use_underscores=True)
+        return tyro.cli(
+            type(default),
+            prog=prog,
+            description=about,
+            args=argv,
+            default=default,
+            config=flat,
+            use_underscores=True,
+        )
     except BrokenPipeError:  # `--help | head` has seen enough
         silence()
         raise SystemExit(0) from None
 
 
 def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:
-    """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside it that another kind had is dropped.
+    """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside
+    it that another kind had is dropped.
 
-    What the command line names stays, for `consistency.check` to judge. Its words are names of settings without `under`.
+    What the command line names stays, for `consistency.check` to judge. Its words are names of
+    settings without `under`.
 
     Raises:
       ConfigError: settings on the command line that do nothing beside the others.
     """
     named = {under + name for name in _named(argv)}
     draft, lookup = config.rollout.draft, config.rollout.lookup
-    if "rollout.draft.kind" in named and draft.kind != "eagle3" and "rollout.draft.vocab" not in named:
+    if (
+        "rollout.draft.kind" in named
+        and draft.kind != "eagle3"
+        and "rollout.draft.vocab" not in named
+    ):
         draft = replace(draft, vocab=0)
     if "rollout.draft.kind" in named and not draft.learned and "rollout.lookup.beside" not in named:
         lookup = replace(lookup, beside="none")
@@ -115,45 +150,80 @@ def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:
 
 def _named(argv: Sequence[str]) -> set[str]:
     """The settings that a command line names: tyro takes `-` for `_`, and `no_` before a flag."""
-    options = (word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--"))
+    options = (
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in argv
+        if word.startswith("--")
+    )
     return {re.sub(r"\bno_(?=\w+$)", "", option) for option in options}
 
 
 def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
-    """Runs a config file and returns its config at `scale` (empty: the first of its SCALES) with the run's name.
+    """Runs a config file and returns its config at `scale` (empty: the first of its SCALES) with
+    the run's name.
 
     Raises:
-      ConfigError: the file is not Python, raises an error, lacks SCALES or get_config, or does not list the scale.
+      ConfigError: the file is not Python, raises an error, lacks SCALES or get_config, or does not
+        list the scale.
     """
     with _one_line(path):
         names = runpy.run_path(str(path))
     scales = names.get("SCALES", ())
     listed = isinstance(scales, tuple | list) and all(isinstance(name, str) for name in scales)
-    require(listed, f"{path}: SCALES is {' '.join(repr(scales).split())}; it must be a tuple of names, such as ('tiny',)")
-    require(bool(scales) and "get_config" in names, f"{path} must define SCALES and get_config(scale), as rl_think.py does")
-    require(not inspect.iscoroutinefunction(names["get_config"]), f"{path}: get_config is an `async def`; make it a `def`")
+    require(
+        listed,
+        f"{path}: SCALES is {' '.join(repr(scales).split())}; it must be a tuple of names, such as"
+        " ('tiny',)",
+    )
+    require(
+        bool(scales) and "get_config" in names,
+        f"{path} must define SCALES and get_config(scale), as rl_think.py does",
+    )
+    require(
+        not inspect.iscoroutinefunction(names["get_config"]),
+        f"{path}: get_config is an `async def`; make it a `def`",
+    )
     scale = scale or scales[0]
-    require(scale in scales, f"{path} has no scale {scale!r}; {_nearest(scale, scales)}it has {', '.join(scales)}")
+    require(
+        scale in scales,
+        f"{path} has no scale {scale!r}; {_nearest(scale, scales)}it has {', '.join(scales)}",
+    )
     with _one_line(path):
         config = names["get_config"](scale)
-    wanted = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(config, Config)
-    require(type(config) is Config, f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {wanted}")
-    filled_in = "what the folder of rollout.draft.path says of its draft, for the programs to fill in"
+    wanted = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(
+        config, Config
+    )
+    require(
+        type(config) is Config,
+        f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {wanted}",
+    )
+    filled_in = (
+        "what the folder of rollout.draft.path says of its draft, for the programs to fill in"
+    )
     require(config.draft_model is None, f"{path}: draft_model is {filled_in}; leave it out")
     return config, f"{path.stem}-{scale}"
 
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turns what the code of a config file raises, whatever it is, into a message with its place in the file."""
+    """Turns what the code of a config file raises, whatever it is, into a message with its place in
+    the file."""
     try:
         yield
     except SyntaxError as error:
         raise ConfigError(f"{path} is not a Python file: {error}") from error
-    except BaseException as error:  # whatever a file raises is its own fault, but for Ctrl-C where it is Python that raises it
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # whatever a file raises is its own fault, but for Ctrl-C where it is Python that raises it
+    except BaseException as error:
+        if (
+            isinstance(error, KeyboardInterrupt)
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
             raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where}: {kind}{_said(error)}") from error
@@ -173,22 +243,27 @@ def _find(file: str) -> Path:
                 return folder / file
     hint = _nearest(Path(file).name, _found())
     raise ConfigError(
-        f"--config {repr(file)[1:-1]}: no such file here, in configs/ or in {_SHIPPED}; {hint}configs found: {', '.join(_found())}"
+        f"--config {repr(file)[1:-1]}: no such file here, in configs/ or in {_SHIPPED};"
+        f" {hint}configs found: {', '.join(_found())}"
     )
 
 
 def _found() -> list[str]:
-    return sorted({path.name for folder in (Path("configs"), _SHIPPED) for path in folder.glob("[!_]*.py")})
+    return sorted(
+        {path.name for folder in (Path("configs"), _SHIPPED) for path in folder.glob("[!_]*.py")}
+    )
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:
-    return "".join(f"did you mean {match}? " for match in difflib.get_close_matches(word, words, n=1))
+    return "".join(
+        f"did you mean {match}? " for match in difflib.get_close_matches(word, words, n=1)
+    )
 
 
 def _guide(command: str) -> str:
-    return f"""A config file names every setting for some scales (the first is the default); options after it change single settings.
-NAME.py is looked up as given, then in configs/, then in {_SHIPPED}.
-Configs found: {", ".join(_found())}. Examples:
+    return f"""A config file names every setting for some scales (the first is the default); options
+after it change single settings. NAME.py is looked up as given, then in configs/, then in
+{_SHIPPED}. Configs found: {", ".join(_found())}. Examples:
   {command} --config rl_think.py --rollout.draft.draft_length 5 --grpo.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
   {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE

@@ -1,4 +1,5 @@
-"""JSON objects of files that others wrote, read key by key: what has another type is named with its file and its key."""
+"""JSON objects of files that others wrote, read key by key: what has another type is named with its
+file and its key."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,11 @@ from jaxspec.config.settings import ConfigError, require
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of an object; `source` names its file in messages. A key that is null counts as absent.
+    """The keys of an object; `source` names its file in messages. A key that is null counts as
+    absent.
 
-    Every method raises ConfigError for a value of another type, and for an absent key without a default.
+    Every method raises ConfigError for a value of another type, and for an absent key without a
+    default.
     """
 
     content: Mapping[str, Any]
@@ -22,13 +25,19 @@ class Keys:
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number that is not below `least`."""
         value = self._found(key, default)
-        self._require(is_whole(value) and least <= value <= _LARGEST_WHOLE, key, f"a whole number from {least} to {_LARGEST_WHOLE:,}")
+        self._require(
+            is_whole(value) and least <= value <= _LARGEST_WHOLE,
+            key,
+            f"a whole number from {least} to {_LARGEST_WHOLE:,}",
+        )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         value = self._found(key, default)
-        real = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST
+        real = (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST
+        )
         self._require(real, key, "a positive number")
         return float(value)
 
@@ -47,13 +56,21 @@ class Keys:
     def texts(self, key: str) -> list[str]:
         """A list of strings; empty where the key is absent."""
         value = self._found(key, [])
-        self._require(isinstance(value, list) and all(isinstance(item, str) for item in value), key, "a list of strings")
+        self._require(
+            isinstance(value, list) and all(isinstance(item, str) for item in value),
+            key,
+            "a list of strings",
+        )
         return value
 
     def wholes(self, key: str) -> list[int]:
         """A list of whole numbers; empty where the key is absent."""
         value = self._found(key, [])
-        self._require(isinstance(value, list) and all(is_whole(item) for item in value), key, "a list of whole numbers")
+        self._require(
+            isinstance(value, list) and all(is_whole(item) for item in value),
+            key,
+            "a list of whole numbers",
+        )
         return value
 
     def part(self, key: str) -> "Keys":
@@ -69,12 +86,16 @@ class Keys:
     def _found(self, key: str, default: Any) -> Any:
         value = self.content.get(key)
         value = default if value is None else value
-        require(value is not None, f"{self.source}: no key {key!r}; add it, or download the file again")
+        require(
+            value is not None, f"{self.source}: no key {key!r}; add it, or download the file again"
+        )
         return value
 
     def _require(self, fits: bool, key: str, wanted: str) -> None:
         if not fits:  # only then is the value shown: it may be as long as the file
-            raise ConfigError(f"{self.source}: {key} is {shown(self.content.get(key))}; it must be {wanted}")
+            raise ConfigError(
+                f"{self.source}: {key} is {shown(self.content.get(key))}; it must be {wanted}"
+            )
 
 
 _LARGEST, _LARGEST_WHOLE = 1e30, 2**31 - 1
@@ -95,7 +116,8 @@ def shown(value: Any) -> str:
 
 
 def named(text: str) -> str:
-    """A name, or a reason, of somebody else's for a message: without quotes, in one line of printable characters that is not too long."""
+    """A name, or a reason, of somebody else's for a message: without quotes, in one line of
+    printable characters that is not too long."""
     plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN_NAME])
     return plain if len(text) <= _SHOWN_NAME else f"{plain}..."
 
@@ -108,24 +130,28 @@ def listed(names: Iterable[str], separator: str = ", ") -> str:
 
 
 def is_whole_text(text: str) -> bool:
-    """Whether UTF-8 can hold a text: a string of JSON, or a word of the command line, may have half of a character."""
+    """Whether UTF-8 can hold a text: a string of JSON, or a word of the command line, may have half
+    of a character."""
     return text.isascii() or text.encode(errors="ignore").decode() == text
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds; raises ValueError for one that is not valid, or nested beyond all sense."""
+    """The value that a JSON text holds; raises ValueError for one that is not valid, or nested
+    beyond all sense."""
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
-        if type(error) is ValueError:  # only Python's limit on what it converts is of no class of its own
+        # only Python's limit on what it converts is of no class of its own
+        if type(error) is ValueError:
             raise ValueError("a whole number of thousands of digits") from error
         raise
 
 
 def json_line(line: bytes, where: str, wanted: str = "") -> dict[str, Any]:
-    """The object that a line of a JSON-lines file holds; `wanted` completes "give one JSON object a line" in messages.
+    """The object that a line of a JSON-lines file holds; `wanted` completes "give one JSON object a
+    line" in messages.
 
     Raises:
       ConfigError: it holds something else; `where` names file and line.
@@ -135,7 +161,9 @@ def json_line(line: bytes, where: str, wanted: str = "") -> dict[str, Any]:
         row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error}); {remedy}") from error
-    require(isinstance(row, dict), f"{where}: a {type(row).__name__} instead of an object; {remedy}")
+    require(
+        isinstance(row, dict), f"{where}: a {type(row).__name__} instead of an object; {remedy}"
+    )
     return row
 
 
@@ -145,14 +173,21 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       ConfigError: the file is missing, or holds something else.
     """
-    require(not file.exists() or file.is_file(), f"{file}: not a regular file; give a folder that has it as one")  # a pipe would never end
+    # a pipe would never end
+    require(
+        not file.exists() or file.is_file(),
+        f"{file}: not a regular file; give a folder that has it as one",
+    )
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; give a folder that has it") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); download the file again") from error
-    require(isinstance(content, dict), f"{file}: holds a {type(content).__name__} instead of an object; download the file again")
+    require(
+        isinstance(content, dict),
+        f"{file}: holds a {type(content).__name__} instead of an object; download the file again",
+    )
     return content
 
 

@@ -1,4 +1,5 @@
-"""The name and version under which this package is installed, and the namesake that must not be installed over it."""
+"""The name and version under which this package is installed, and the namesake that must not be
+installed over it."""
 
 import tomllib
 from importlib import metadata
@@ -13,12 +14,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def version() -> str:
-    """The version of the installed distribution; in a checkout that is not installed, what its pyproject.toml says."""
+    """The version of the installed distribution; in a checkout that is not installed, what its
+    pyproject.toml says."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         project = _PACKAGE.parent / "pyproject.toml"
-        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "unknown"
+        return (
+            tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+            if project.is_file()
+            else "unknown"
+        )
 
 
 def refuse_namesake() -> None:
@@ -33,6 +39,7 @@ def refuse_namesake() -> None:
         return
     if Path(str(folder)).resolve() == _PACKAGE:
         raise ConfigError(
-            f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over {DISTRIBUTION} in {_PACKAGE}; both are "
-            f"imported as jaxspec: pip uninstall {NAMESAKE} {DISTRIBUTION}, and give each an environment of its own"
+            f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over"
+            f" {DISTRIBUTION} in {_PACKAGE}; both are imported as jaxspec: pip uninstall {NAMESAKE}"
+            f" {DISTRIBUTION}, and give each an environment of its own"
         )

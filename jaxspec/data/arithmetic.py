@@ -1,4 +1,5 @@
-"""Generated arithmetic: exercises with exact answers, worked solutions with some wrong steps, and a corpus to continue."""
+"""Generated arithmetic: exercises with exact answers, worked solutions with some wrong steps, and a
+corpus to continue."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from jaxspec.data.tokenizer import Tokenizer
 Task = Literal["add", "subtract", "mixed"]
 
 HELD_OUT = 8  # one exercise in so many is never trained on
-SWAPPED = 0.5  # share of steps that write the carry before the second digit: a free choice, so that the policy keeps some entropy
-SHARES = {"book": 0.5, "worked": 0.07, "guess": 0.12, "list": 0.12, "digits": 0.11, "count": 0.08}  # documents of the corpus
+# share of steps that write the carry before the second digit: a free choice, so that the policy
+# keeps some entropy
+SWAPPED = 0.5
+# documents of the corpus
+SHARES = {"book": 0.5, "worked": 0.07, "guess": 0.12, "list": 0.12, "digits": 0.11, "count": 0.08}
 _KINDS, _CUMULATIVE = tuple(SHARES), np.cumsum(list(SHARES.values()))
 
 
@@ -38,7 +42,8 @@ class Exercise(NamedTuple):
 
 
 class SftBatch(NamedTuple):
-    """Rows for supervised training: prompt and response end to end, then padding; the loss starts after the prompt."""
+    """Rows for supervised training: prompt and response end to end, then padding; the loss starts
+    after the prompt."""
 
     tokens: Int32[np.ndarray, "rows length"]
     prompt_lengths: Int32[np.ndarray, " rows"]
@@ -46,14 +51,16 @@ class SftBatch(NamedTuple):
 
 
 def count(task: Task, digits: int, *, held_out: bool) -> int:
-    """Return how many exercises the training or the held-out side has; the sides share no pair of operands."""
+    """Return how many exercises the training or the held-out side has; the sides share no pair of
+    operands."""
     families = 2 if task == "mixed" else 1
     kept = _pairs(digits) // HELD_OUT
     return families * (kept if held_out else _pairs(digits) - kept)
 
 
 def make_exercise(task: Task, digits: int, number: int, *, held_out: bool) -> Exercise:
-    """Return exercise `number` of one side, 0 <= number < `count`: operands of exactly `digits` digits, every pair once a family."""
+    """Return exercise `number` of one side, 0 <= number < `count`: operands of exactly `digits`
+    digits, every pair once a family."""
     if not 0 <= number < count(task, digits, held_out=held_out):
         raise IndexError(f"exercise {number} of {count(task, digits, held_out=held_out)}")
     if task == "mixed":
@@ -72,8 +79,9 @@ def make_exercise(task: Task, digits: int, number: int, *, held_out: bool) -> Ex
 def worked_solution(exercise: Exercise, rng: np.random.Generator, wrong_steps: float = 0.0) -> str:
     """Return the solution digit by digit, units first: `7+5+0=12,2+8+1=11,#112` for 27+85.
 
-    A step adds (or subtracts) the second digit and the carry, in either order; its result is the carry (or borrow) and the digit to write.
-    With probability `wrong_steps` one of the two is wrong, and all that comes later, the final answer too, follows from it.
+    A step adds (or subtracts) the second digit and the carry, in either order; its result is the
+    carry (or borrow) and the digit to write. With probability `wrong_steps` one of the two is
+    wrong, and all that comes later, the final answer too, follows from it.
     """
     operator, sign = exercise.operator, 1 if exercise.operator == "+" else -1
     width = len(str(max(exercise.first, exercise.second)))
@@ -95,11 +103,13 @@ def worked_solution(exercise: Exercise, rng: np.random.Generator, wrong_steps: f
 
 
 def corpus_text(task: Task, digits: int, rng: np.random.Generator, wrong_steps: float = 0.0) -> str:
-    """Return one document of a corpus in which a bare question is only sometimes followed by its solution.
+    """Return one document of a corpus in which a bare question is only sometimes followed by its
+    solution.
 
-    A page of the solution book starts with `?` and teaches the working. A document that starts with a question goes on as `SHARES` says:
-    worked in about one of six, else a guess, more questions or a run of digits. So a model of this corpus knows how to solve an
-    exercise, and does so on few prompts.
+    A page of the solution book starts with `?` and teaches the working. A document that starts with
+    a question goes on as `SHARES` says: worked in about one of six, else a guess, more questions or
+    a run of digits. So a model of this corpus knows how to solve an exercise, and does so on few
+    prompts.
     """
     exercise = _draw(task, digits, rng)
     question = exercise.question
@@ -115,40 +125,60 @@ def corpus_text(task: Task, digits: int, rng: np.random.Generator, wrong_steps: 
             others = [_draw(task, digits, rng).question for _ in range(rng.integers(1, 3))]
             return ";".join([question, *others])
         case "digits":
-            return question + "".join(str(digit) for digit in rng.integers(0, 10, rng.integers(3, 13)))
+            return question + "".join(
+                str(digit) for digit in rng.integers(0, 10, rng.integers(3, 13))
+            )
         case _:
             start = int(rng.integers(10**digits))
             return ",".join(str(start + i) for i in range(rng.integers(3, 7)))
 
 
 def longest_response(digits: int) -> int:
-    """Return the most tokens a worked solution takes: a step is 9 characters, then `#`, an answer such as `-100`, and the end token."""
+    """Return the most tokens a worked solution takes: a step is 9 characters, then `#`, an answer
+    such as `-100`, and the end token."""
     return 9 * digits + 1 + (digits + 2) + 1
 
 
 def sample_sft_batch(
-    data: DataConfig, wrong_steps: float, tokenizer: Tokenizer, rng: np.random.Generator, rows: int, length: int
+    data: DataConfig,
+    wrong_steps: float,
+    tokenizer: Tokenizer,
+    rng: np.random.Generator,
+    rows: int,
+    length: int,
 ) -> SftBatch:
     """Return `rows` training documents of at most `length` tokens, each closed by the end token.
 
-    `data.format` `worked` gives prompts with their solutions; `text` gives the corpus, where everything but the beginning token is trained.
+    `data.format` `worked` gives prompts with their solutions; `text` gives the corpus, where
+    everything but the beginning token is trained.
     Raises `ConfigError` where a document could be longer than `length`.
     """
     question = make_exercise(data.task, data.digits, 0, held_out=False).question
-    before = len(tokenizer.chat(question)) if data.format == "worked" else len(tokenizer.bos_ids) + len(f"?{question}")
+    before = (
+        len(tokenizer.chat(question))
+        if data.format == "worked"
+        else len(tokenizer.bos_ids) + len(f"?{question}")
+    )
     if length < before + longest_response(data.digits):
         raise ConfigError(
-            f"data.digits {data.digits} gives documents of up to {before + longest_response(data.digits)} tokens, more than "
-            f"data.max_prompt_length + rollout.max_new_tokens = {length}; raise rollout.max_new_tokens or lower data.digits"
+            f"data.digits {data.digits} gives documents of up to"
+            f" {before + longest_response(data.digits)} tokens, more than data.max_prompt_length +"
+            f" rollout.max_new_tokens = {length}; raise rollout.max_new_tokens or lower data.digits"
         )
     tokens = np.full((rows, length), tokenizer.pad_id, np.int32)
     prompt_lengths, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     for row in range(rows):
         if data.format == "worked":
             exercise = _draw(data.task, data.digits, rng)
-            prompt, response = tokenizer.chat(exercise.question), worked_solution(exercise, rng, wrong_steps)
+            prompt, response = (
+                tokenizer.chat(exercise.question),
+                worked_solution(exercise, rng, wrong_steps),
+            )
         else:
-            prompt, response = [*tokenizer.bos_ids], corpus_text(data.task, data.digits, rng, wrong_steps)
+            prompt, response = (
+                [*tokenizer.bos_ids],
+                corpus_text(data.task, data.digits, rng, wrong_steps),
+            )
         ids = [*prompt, *tokenizer.encode(response), tokenizer.stop_ids[0]]
         tokens[row, : len(ids)] = ids
         prompt_lengths[row], lengths[row] = len(prompt), len(ids)
@@ -160,7 +190,8 @@ def _lowest(digits: int) -> int:
 
 
 def _pairs(digits: int) -> int:
-    """Return how many unordered pairs of operands there are; unordered, so that 85+27 is on the side of 27+85."""
+    """Return how many unordered pairs of operands there are; unordered, so that 85+27 is on the
+    side of 27+85."""
     operands = 10**digits - _lowest(digits)
     return operands * (operands + 1) // 2
 
@@ -168,7 +199,8 @@ def _pairs(digits: int) -> int:
 def _scramble(rank: int, size: int) -> int:
     """Return the image of `rank` under a fixed pseudo-random permutation of 0..size-1.
 
-    Odd multiplications and shifted xors permute the numbers of so many bits; walking on to an image below `size` keeps it one to one.
+    Odd multiplications and shifted xors permute the numbers of so many bits; walking on to an image
+    below `size` keeps it one to one.
     """
     bits = (size - 1).bit_length()
     mask = (1 << bits) - 1
@@ -181,4 +213,6 @@ def _scramble(rank: int, size: int) -> int:
 
 
 def _draw(task: Task, digits: int, rng: np.random.Generator) -> Exercise:
-    return make_exercise(task, digits, int(rng.integers(count(task, digits, held_out=False))), held_out=False)
+    return make_exercise(
+        task, digits, int(rng.integers(count(task, digits, held_out=False))), held_out=False
+    )

@@ -1,4 +1,5 @@
-"""A checkpoint's chat template, filled in a process of its own whose time and memory are limited."""
+"""A checkpoint's chat template, filled in a process of its own whose time and memory are
+limited."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from jaxspec.config.json_keys import named
 from jaxspec.config.settings import ConfigError
 
 SECONDS = 2
-"""Processor time for compiling a template, and for filling it once; a usual one takes a thousandth."""
+"""Processor time for compiling a template, and for filling it once; a usual one takes a
+thousandth."""
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
@@ -34,10 +36,12 @@ class ChatTemplate:
             self._start()
 
     def fill(self, what: str, **names: Any) -> str:
-        """The template filled with `names`, which are values of JSON and are called `what` in messages.
+        """The template filled with `names`, which are values of JSON and are called `what` in
+        messages.
 
         Raises:
-          ConfigError: the template refuses them, or takes more time or memory than a template should.
+          ConfigError: the template refuses them, or takes more time or memory than a template
+            should.
         """
         with self._lock:
             if self._process is None:
@@ -49,7 +53,9 @@ class ChatTemplate:
         command = [sys.executable, "-P", str(_SCRIPT), str(SECONDS)]
         pipe, away = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: a Ctrl-C at the terminal is for who asks.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=away, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=away, start_new_session=True
+        )
         weakref.finalize(self, _end, self._process)
         self._ask(self._text, "is not valid")
 
@@ -63,10 +69,16 @@ class ChatTemplate:
         except BrokenPipeError:
             line = b""
         except RecursionError as error:
-            raise ConfigError(f"{self._source}: the chat template cannot be given what is nested so deeply; flatten it") from error
+            raise ConfigError(
+                f"{self._source}: the chat template cannot be given what is nested so deeply;"
+                " flatten it"
+            ) from error
         answer = json.loads(line) if line.endswith(b"\n") else {"error": self._ended(process)}
         if "error" in answer:
-            raise ConfigError(f"{self._source}: the chat template {trouble}: {named(answer['error'])}; correct chat_template")
+            raise ConfigError(
+                f"{self._source}: the chat template {trouble}: {named(answer['error'])}; correct"
+                " chat_template"
+            )
         return answer["text"]
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:

@@ -1,4 +1,5 @@
-"""The last answers to each problem, kept on the host: what drafts of kind `history` look through when the problem comes again."""
+"""The last answers to each problem, kept on the host: what drafts of kind `history` look through
+when the problem comes again."""
 
 import base64
 import io
@@ -9,7 +10,8 @@ import numpy as np
 
 
 class History:
-    """Up to `past` answers of each problem, as token ids; a newer batch's replace an older one's."""
+    """Up to `past` answers of each problem, as token ids; a newer batch's replace an older
+    one's."""
 
     def __init__(self, past: int) -> None:
         self.past = past
@@ -21,11 +23,16 @@ class History:
 
     def texts(self, problem: int, prompt: Sequence[int]) -> list[np.ndarray]:
         """Prompt and answer of each answer that is remembered."""
-        return [np.concatenate([np.asarray(prompt, np.int32), answer]) for answer in self._answers.get(problem, [])]
+        return [
+            np.concatenate([np.asarray(prompt, np.int32), answer])
+            for answer in self._answers.get(problem, [])
+        ]
 
     def dump(self) -> str:
         """Everything as text, for a checkpoint."""
-        pairs = [(problem, answer) for problem, answers in self._answers.items() for answer in answers]
+        pairs = [
+            (problem, answer) for problem, answers in self._answers.items() for answer in answers
+        ]
         file = io.BytesIO()
         np.savez(
             file,

@@ -1,4 +1,5 @@
-"""Prompts with checkable answers, by number: generated exercises or JSON lines, their shuffled stream, and padded batches."""
+"""Prompts with checkable answers, by number: generated exercises or JSON lines, their shuffled
+stream, and padded batches."""
 
 from __future__ import annotations
 
@@ -26,13 +27,23 @@ from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.rewards.extract import extract, normalise
 
 _EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
-_ANSWERS = ("answer", "answers", "solution", "solutions", "response", "completion", "output", "target")
+_ANSWERS = (
+    "answer",
+    "answers",
+    "solution",
+    "solutions",
+    "response",
+    "completion",
+    "output",
+    "target",
+)
 """Columns that are never proposed for problems."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt as it is tokenised, its ids, the normalised reference answer, and the number of its row in the source."""
+    """A prompt as it is tokenised, its ids, the normalised reference answer, and the number of its
+    row in the source."""
 
     prompt: str
     ids: tuple[int, ...]
@@ -60,9 +71,13 @@ class LeftOut(NamedTuple):
 
     def __str__(self) -> str:
         reasons = "too long", "repeated", "without an answer", "with an empty problem"
-        counted = ", ".join(f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count)
+        counted = ", ".join(
+            f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count
+        )
         problems = f"{self.problems} problems left out ({counted})" if counted else ""
-        return " and ".join(filter(None, (problems, f"{self.blank} blank lines passed over" if self.blank else "")))
+        return " and ".join(
+            filter(None, (problems, f"{self.blank} blank lines passed over" if self.blank else ""))
+        )
 
 
 class Problems(ABC):
@@ -99,12 +114,15 @@ class Generated(Problems):
             raise IndexError(f"problem {index} of {self.rows}")
         exercise = arithmetic.make_exercise(self.task, self.digits, index, held_out=self.held_out)
         prompt = self.tokenizer.render(exercise.question)
-        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), normalise(exercise.answer), index)
+        return Problem(
+            prompt, tuple(self.tokenizer.encode(prompt)), normalise(exercise.answer), index
+        )
 
 
 @dataclass(frozen=True)
 class RowParser:
-    """How a line of a JSON-lines file becomes a problem; `key` and `path` name the file in messages."""
+    """How a line of a JSON-lines file becomes a problem; `key` and `path` name the file in
+    messages."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -112,7 +130,8 @@ class RowParser:
     path: str
 
     def parse(self, line: bytes, index: int) -> Problem:
-        """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where the problem is empty.
+        """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where
+        the problem is empty.
 
         Raises `ConfigError` naming file, line and column.
         """
@@ -124,7 +143,8 @@ class RowParser:
         text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
         if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
             raise ConfigError(
-                f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set data.tokenizer to a tokenizer's folder"
+                f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set"
+                " data.tokenizer to a tokenizer's folder"
             )
         with read_from(self.where(index)):
             prompt = self.tokenizer.render(text)
@@ -138,31 +158,56 @@ class RowParser:
         name: str = getattr(self.config, setting)
         if name not in row:
             columns = listed(map(shown, row)) or "none"
-            raise ConfigError(f"{self.where(index)}: no column {shown(name)} among {columns}; {self._remedy(row, setting)}")
+            raise ConfigError(
+                f"{self.where(index)}: no column {shown(name)} among {columns};"
+                f" {self._remedy(row, setting)}"
+            )
         value = row[name]
         if isinstance(value, str) and not is_whole_text(value):
-            raise ConfigError(f"{self.where(index)}: column {name!r} holds half of a character, {shown(value)}; correct the text")
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            kind = f"{type(value).__name__}{' that is not finite' if isinstance(value, float) else ''}"
             raise ConfigError(
-                f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set --data.{setting} to a column of text"
+                f"{self.where(index)}: column {name!r} holds half of a character, {shown(value)};"
+                " correct the text"
+            )
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, str | int | float)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            kind = (
+                f"{type(value).__name__}{' that is not finite' if isinstance(value, float) else ''}"
+            )
+            raise ConfigError(
+                f"{self.where(index)}: column {name!r} holds a {kind} instead of text; set"
+                f" --data.{setting} to a column of text"
             )
         return str(value)
 
     def _remedy(self, row: dict[str, Any], setting: str) -> str:
-        """What to do about a column that is absent: never advice that would train on the answers, or break the other file."""
+        """What to do about a column that is absent: never advice that would train on the answers,
+        or break the other file."""
         if self.key != "data.path":
             return f"give the file the columns of data.path, which --data.{setting} names for both"
-        other = self.config.answer_column if setting == "prompt_column" else self.config.prompt_column
+        other = (
+            self.config.answer_column if setting == "prompt_column" else self.config.prompt_column
+        )
         taken = {other, *(_ANSWERS if setting == "prompt_column" else ())}
-        near = difflib.get_close_matches(getattr(self.config, setting), [column for column in row if column.lower() not in taken], 1)
-        return f"did you mean --data.{setting} {named(near[0])}?" if near else f"set --data.{setting}"
+        near = difflib.get_close_matches(
+            getattr(self.config, setting),
+            [column for column in row if column.lower() not in taken],
+            1,
+        )
+        return (
+            f"did you mean --data.{setting} {named(near[0])}?" if near else f"set --data.{setting}"
+        )
 
 
 class JsonLines(Problems):
-    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row number and the prompt's hash."""
+    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row
+    number and the prompt's hash."""
 
-    def __init__(self, parser: RowParser, places: Int64[np.ndarray, "rows 4"], left_out: LeftOut) -> None:
+    def __init__(
+        self, parser: RowParser, places: Int64[np.ndarray, "rows 4"], left_out: LeftOut
+    ) -> None:
         self.left_out = left_out
         self._parser, self._places = parser, places
         self._file = os.open(parser.path, os.O_RDONLY)
@@ -183,7 +228,8 @@ class JsonLines(Problems):
 
 
 class PromptStream:
-    """Problems without end, shuffled anew each epoch; `stream[i]` depends on the seed and the global position i alone."""
+    """Problems without end, shuffled anew each epoch; `stream[i]` depends on the seed and the
+    global position i alone."""
 
     def __init__(self, problems: Problems, seed: int) -> None:
         self._problems = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
@@ -195,7 +241,8 @@ class PromptStream:
 
 
 def all_problems(config: DataConfig, tokenizer: Tokenizer) -> Problems:
-    """Return every problem of the file `data.path`; none is held out. Raises `ConfigError` as `load_problems` does."""
+    """Return every problem of the file `data.path`; none is held out. Raises `ConfigError` as
+    `load_problems` does."""
     parser = RowParser(config, tokenizer, "data.path", config.path)
     return JsonLines(parser, *_scan(parser))
 
@@ -203,31 +250,48 @@ def all_problems(config: DataConfig, tokenizer: Tokenizer) -> Problems:
 def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 
-    Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out unless `data.eval_path` is set.
-    Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts fit `data.max_prompt_length`.
+    Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
+    unless `data.eval_path` is set.
+    Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
+    fit `data.max_prompt_length`.
     """
     if not config.path:
-        return _generated(config, tokenizer, held_out=False), _generated(config, tokenizer, held_out=True)
+        return _generated(config, tokenizer, held_out=False), _generated(
+            config, tokenizer, held_out=True
+        )
     same = f"data.prompt_column and data.answer_column are both {shown(config.prompt_column)}"
-    require(config.prompt_column != config.answer_column, f"{same}, so that problems would state their answers; name two columns")
-    halved = f"data.instruction is {shown(config.instruction)}, which is no text in UTF-8; write it in UTF-8"
+    require(
+        config.prompt_column != config.answer_column,
+        f"{same}, so that problems would state their answers; name two columns",
+    )
+    halved = (
+        f"data.instruction is {shown(config.instruction)}, which is no text in UTF-8; write it in"
+        " UTF-8"
+    )
     require(is_whole_text(config.instruction), halved)
     parser, held_out = RowParser(config, tokenizer, "data.path", config.path), config.eval_prompts
     places, left_out = _scan(parser)
     if config.eval_path:
         other = RowParser(config, tokenizer, "data.eval_path", config.eval_path)
         eval_places, eval_left_out = _scan(other)
-        return JsonLines(parser, places, left_out), JsonLines(other, eval_places[:held_out], eval_left_out)
+        return JsonLines(parser, places, left_out), JsonLines(
+            other, eval_places[:held_out], eval_left_out
+        )
     if len(places) <= held_out:
         raise ConfigError(
-            f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts = {held_out} would be held out; "
-            "lower data.eval_prompts or set data.eval_path"
+            f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts ="
+            f" {held_out} would be held out; lower data.eval_prompts or set data.eval_path"
         )
-    return JsonLines(parser, places[:-held_out], left_out), JsonLines(parser, places[-held_out:], LeftOut())
+    return JsonLines(parser, places[:-held_out], left_out), JsonLines(
+        parser, places[-held_out:], LeftOut()
+    )
 
 
-def remarks(config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1) -> list[str]:
-    """Return what a user should know of the problems: what was left out, held-out ones that are trained on, and numbers below those asked.
+def remarks(
+    config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1
+) -> list[str]:
+    """Return what a user should know of the problems: what was left out, held-out ones that are
+    trained on, and numbers below those asked.
 
     A batch of training takes `batch` problems.
     """
@@ -235,29 +299,50 @@ def remarks(config: DataConfig, problems: Problems, held_out: Problems, batch: i
     if str(problems.left_out):
         lines.append(f"data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
     if str(held_out.left_out):
-        lines.append(f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out")
-    if isinstance(problems, JsonLines) and isinstance(held_out, JsonLines) and (shared := held_out.shared(problems)):
-        lines.append(f"warning: {shared} of the {len(held_out)} held-out problems are among those to train on, too")
+        lines.append(
+            f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out"
+        )
+    if (
+        isinstance(problems, JsonLines)
+        and isinstance(held_out, JsonLines)
+        and (shared := held_out.shared(problems))
+    ):
+        lines.append(
+            f"warning: {shared} of the {len(held_out)} held-out problems are among those to train"
+            " on, too"
+        )
     if len(problems) < batch:
         lines.append(
-            f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on, so that some are in it repeatedly"
+            f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on,"
+            " so that some are in it repeatedly"
         )
     if len(held_out) < config.eval_prompts:
-        lines.append(f"{len(held_out)} problems are held out: there are no more, though data.eval_prompts is {config.eval_prompts}")
+        lines.append(
+            f"{len(held_out)} problems are held out: there are no more, though data.eval_prompts is"
+            f" {config.eval_prompts}"
+        )
     return lines
 
 
 def reference_answer(text: str) -> str:
-    """Return the normalised answer of a reference: what follows its last `####`, else its last \\boxed{}, else all of it.
+    """Return the normalised answer of a reference: what follows its last `####`, else its last
+    \\boxed{}, else all of it.
 
     An empty box, without another, is no answer.
     """
     _, mark, rest = text.rpartition("####")
-    return normalise(rest.strip().partition("\n")[0] if mark else extract(text, "boxed") or text * (not _EMPTY_BOX.search(text)))
+    return normalise(
+        rest.strip().partition("\n")[0]
+        if mark
+        else extract(text, "boxed") or text * (not _EMPTY_BOX.search(text))
+    )
 
 
-def pad_prompts(problems: Sequence[Problem], length: int, pad_id: int) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, " n"]]:
-    """Return the prompts' ids padded on the right to `length`, and their lengths; raises ValueError for a longer prompt."""
+def pad_prompts(
+    problems: Sequence[Problem], length: int, pad_id: int
+) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, " n"]]:
+    """Return the prompts' ids padded on the right to `length`, and their lengths; raises ValueError
+    for a longer prompt."""
     tokens = np.full((len(problems), length), pad_id, np.int32)
     lengths = np.array([len(problem.ids) for problem in problems], np.int32)
     if len(problems) and lengths.max() > length:
@@ -269,18 +354,26 @@ def pad_prompts(problems: Sequence[Problem], length: int, pad_id: int) -> tuple[
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, *, held_out: bool) -> Generated:
     rows = arithmetic.count(config.task, config.digits, held_out=held_out)
-    problems = Generated(tokenizer, config.task, config.digits, held_out, min(rows, config.eval_prompts) if held_out else rows)
+    problems = Generated(
+        tokenizer,
+        config.task,
+        config.digits,
+        held_out,
+        min(rows, config.eval_prompts) if held_out else rows,
+    )
     longest = max(len(problems[position].ids) for position in range(min(len(problems), 64)))
     if longest > config.max_prompt_length:
         raise ConfigError(
-            f"data.max_prompt_length is {config.max_prompt_length}, but prompts of data.digits {config.digits} take {longest} tokens; "
-            f"set --data.max_prompt_length {longest} or more"
+            f"data.max_prompt_length is {config.max_prompt_length}, but prompts of data.digits"
+            f" {config.digits} take {longest} tokens; set --data.max_prompt_length {longest} or"
+            " more"
         )
     return problems
 
 
 def _scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
-    """Return the places of the usable rows and what was left out, after a look at every line of the file."""
+    """Return the places of the usable rows and what was left out, after a look at every line of the
+    file."""
     limit = parser.config.max_prompt_length
     places: list[tuple[int, int, int, int]] = []
     seen: set[int] = set()
@@ -298,24 +391,36 @@ def _scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
                     seen.add(hash(problem.prompt))
                 offset += len(line)
     except OSError as error:
-        raise ConfigError(f"{parser.key} {parser.path}: {error.strerror}; give a readable JSON-lines file") from error
+        raise ConfigError(
+            f"{parser.key} {parser.path}: {error.strerror}; give a readable JSON-lines file"
+        ) from error
     left_out = LeftOut(**{reason: count for reason, count in counts.items() if reason})
     if not places and left_out.too_long:
         raise ConfigError(
-            f"{parser.key} {parser.path}: none of {left_out.too_long} prompts fits data.max_prompt_length = {limit}; "
-            f"the shortest takes {shortest} tokens, so raise data.max_prompt_length"
+            f"{parser.key} {parser.path}: none of {left_out.too_long} prompts fits"
+            f" data.max_prompt_length = {limit}; the shortest takes {shortest} tokens, so raise"
+            " data.max_prompt_length"
         )
     if not places and left_out.problems:
-        column = f"column {parser.config.answer_column!r} states no answer in any of {left_out.unanswered} lines; set data.answer_column"
-        empty = f"column {parser.config.prompt_column!r} is empty in all of {left_out.empty} lines; set data.prompt_column"
+        column = (
+            f"column {parser.config.answer_column!r} states no answer in any of"
+            f" {left_out.unanswered} lines; set data.answer_column"
+        )
+        empty = (
+            f"column {parser.config.prompt_column!r} is empty in all of {left_out.empty} lines; set"
+            " data.prompt_column"
+        )
         raise ConfigError(f"{parser.key} {parser.path}: {column if left_out.unanswered else empty}")
     if not places:
-        raise ConfigError(f"{parser.key} {parser.path}: the file is empty; give one JSON object a line")
+        raise ConfigError(
+            f"{parser.key} {parser.path}: the file is empty; give one JSON object a line"
+        )
     return np.array(places, np.int64), left_out
 
 
 def _unusable(problem: Problem | None, limit: int, seen: set[int]) -> str:
-    """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable one."""
+    """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable
+    one."""
     if problem is None:
         return "blank"
     if not problem.prompt:

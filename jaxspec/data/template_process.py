@@ -1,7 +1,9 @@
-"""The process that fills a chat template, run as a script by `chat_template.py`: it reads and writes lines of JSON until its input ends.
+"""The process that fills a chat template, run as a script by `chat_template.py`: it reads and
+writes lines of JSON until its input ends.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and from Python's insides, but not from running for
-ever or from filling the memory; limits of the operating system do, also inside a single operation such as `10 ** (10 ** 10)`.
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and from
+Python's insides, but not from running for ever or from filling the memory; limits of the operating
+system do, also inside a single operation such as `10 ** (10 ** 10)`.
 """
 
 import contextlib
@@ -24,17 +26,29 @@ LONGEST = 10_000_000
 """Characters of a filled template."""
 _SHOWN = 300
 _ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError, SyntaxError, TypeError),
+    *(
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        NameError,
+        RuntimeError,
+        SyntaxError,
+        TypeError,
+    ),
     ValueError,
 )
 """What a template can raise, beside its own errors; RecursionError is a RuntimeError."""
 
 
 def main() -> None:
-    """The first line is the template; each further one has the names to fill it with. The argument is the seconds that each may take."""
+    """The first line is the template; each further one has the names to fill it with. The argument
+    is the seconds that each may take."""
     seconds = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who asks may still have work to finish; the end of the input is the end
+        # who asks may still have work to finish; the end of the input is the end
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # not every system limits the address space
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -47,21 +61,30 @@ def main() -> None:
             else:
                 answer = {"text": _filled(template, json.loads(line))}
         except (TemplateError, *_ERRORS) as error:
-            reason = f"it needs more than {MEMORY:,} bytes" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+            reason = (
+                f"it needs more than {MEMORY:,} bytes"
+                if isinstance(error, MemoryError)
+                else str(error) or type(error).__name__
+            )
             answer = {"error": " ".join(reason.split())[:_SHOWN]}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
 def _allow(seconds: int) -> None:
-    """From here on, so many seconds of processor time, or one more, until the system ends this process."""
+    """From here on, so many seconds of processor time, or one more, until the system ends this
+    process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (spent + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
+    )
 
 
 def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
@@ -90,11 +113,14 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own `tojson` escapes HTML, which a prompt must not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks for transformers what the assistant wrote, changes no text."""
+    """`{% generation %}...{% endgeneration %}`, which marks for transformers what the assistant
+    wrote, changes no text."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

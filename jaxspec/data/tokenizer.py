@@ -1,4 +1,5 @@
-"""Text to token ids and back: a Hugging Face tokenizer.json with its chat template, and the small one of the built-in tasks."""
+"""Text to token ids and back: a Hugging Face tokenizer.json with its chat template, and the small
+one of the built-in tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from typing import Any, NamedTuple, SupportsIndex
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from jaxspec.config.json_keys import Keys, is_whole, is_whole_text, listed, read_json, read_keys, shown
+from jaxspec.config.json_keys import (
+    Keys,
+    is_whole,
+    is_whole_text,
+    listed,
+    read_json,
+    read_keys,
+    shown,
+)
 from jaxspec.config.settings import ConfigError, require
 from jaxspec.data.chat_template import ChatTemplate
 from jaxspec.system.files import expanded
@@ -22,17 +31,20 @@ CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What `load_tokenizer` reads."""
-BASE_END = "<|endoftext|>"  # base models of the Qwen family end with it, whatever the chat's own end token
+# base models of the Qwen family end with it, whatever the chat's own end token
+BASE_END = "<|endoftext|>"
 _PROBE = "jaxspec7probe"
 """A message that occurs in no chat template."""
 
 
 class Turn(NamedTuple):
-    """How a chat template writes one turn of the assistant: header, what is put in its mouth, its own text, closing."""
+    """How a chat template writes one turn of the assistant: header, what is put in its mouth, its
+    own text, closing."""
 
     header: str
     begun: str
-    """What the generation prompt has beyond the header (Qwen3 without thinking: an empty think block); not every turn of a chat has it."""
+    """What the generation prompt has beyond the header (Qwen3 without thinking: an empty think
+    block); not every turn of a chat has it."""
     closing: str
     """End of the turn, with what closes its line."""
 
@@ -40,8 +52,8 @@ class Turn(NamedTuple):
 class Tokenizer:
     """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
 
-    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends known from elsewhere;
-    `enable_thinking` is handed to the chat template.
+    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends
+    known from elsewhere; `enable_thinking` is handed to the chat template.
     Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
     """
 
@@ -53,19 +65,29 @@ class Tokenizer:
         end_ids: Iterable[int] = (),
         enable_thinking: bool = True,
     ) -> None:
-        self._backend, self._settings, self.source, self.enable_thinking = backend, dict(settings), source, enable_thinking
+        self._backend, self._settings, self.source, self.enable_thinking = (
+            backend,
+            dict(settings),
+            source,
+            enable_thinking,
+        )
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        require(self.size > 0, f"{source}/tokenizer.json: the vocabulary is empty; download the file again")
+        require(
+            self.size > 0,
+            f"{source}/tokenizer.json: the vocabulary is empty; download the file again",
+        )
         self._specials = {name: self._token(name) for name in SPECIALS}
         eos = self._id("eos_token")
         ends = [*([] if eos is None else [eos]), *end_ids]
         if not ends:
             raise ConfigError(
-                f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add the key, such as {BASE_END!r}"
+                f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add"
+                f" the key, such as {BASE_END!r}"
             )
         if bad := [end for end in ends if not 0 <= end < self.size]:
             raise ConfigError(
-                f"{source}/generation_config.json: eos_token_id {bad[0]} is beyond the tokenizer's {self.size} tokens; correct the key"
+                f"{source}/generation_config.json: eos_token_id {bad[0]} is beyond the tokenizer's"
+                f" {self.size} tokens; correct the key"
             )
         base_end = backend.token_to_id(BASE_END)
         if base_end is not None:
@@ -73,51 +95,77 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         pad = self._id("pad_token")
         self.pad_id: int = pad if pad is not None else self.stop_ids[-1]
-        adds_bos = Keys(self._settings, f"{source}/tokenizer_config.json").flag("add_bos_token", True)
+        adds_bos = Keys(self._settings, f"{source}/tokenizer_config.json").flag(
+            "add_bos_token", True
+        )
         bos = self._id("bos_token") if adds_bos else None
         self.bos_ids: tuple[int, ...] = () if bos is None else (bos,)
         self._template = self._compile_template()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens are recognised where they are written out, and none are added."""
+        """Return the ids of `text`; special tokens are recognised where they are written out, and
+        none are added."""
         return self._encoded(text).ids
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Return the text of `ids` without special tokens; ids that have no token (padded rows of the embedding) are left out."""
+        """Return the text of `ids` without special tokens; ids that have no token (padded rows of
+        the embedding) are left out."""
         dropped = {*self.stop_ids, self.pad_id}
         kept = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped]
         return self._backend.decode(kept, skip_special_tokens=True)
 
     def render(self, problem: str) -> str:
-        """Return `problem` as a prompt: the chat template with one user message, or behind the beginning token if there is no template."""
+        """Return `problem` as a prompt: the chat template with one user message, or behind the
+        beginning token if there is no template."""
         if self._template is None:
             return self._specials["bos_token"] + problem if self.bos_ids else problem
-        return self._fill(self._template, [{"role": "user", "content": problem}], "a single user message", add_generation_prompt=True)
+        return self._fill(
+            self._template,
+            [{"role": "user", "content": problem}],
+            "a single user message",
+            add_generation_prompt=True,
+        )
 
     def chat(self, problem: str) -> list[int]:
         """Return the ids of `render(problem)`."""
         return self.encode(self.render(problem))
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids of a whole chat, and True at those that the assistant wrote: its text, the end of its turn, the end of that line.
+        """Return the ids of a whole chat, and True at those that the assistant wrote: its text, the
+        end of its turn, the end of that line.
 
-        `messages` and `tools` are what the chat template reads (role, content, and where it knows them tool_calls, reasoning_content);
-        special tokens in them are recognised as in `encode`. What the generation prompt already holds is not the assistant's.
-        Raises `ConfigError` where the template, or a message that imitates it, does not let each turn be found.
+        `messages` and `tools` are what the chat template reads (role, content, and where it knows
+        them tool_calls, reasoning_content); special tokens in them are recognised as in `encode`.
+        What the generation prompt already holds is not the assistant's.
+        Raises `ConfigError` where the template, or a message that imitates it, does not let each
+        turn be found.
         """
         if self._template is None:
-            raise ConfigError(f"{self.source}: there is no chat template for messages; add chat_template to tokenizer_config.json")
-        text = self._fill(self._template, messages, "these messages", tools=tools, add_generation_prompt=False)
-        spans, turns = self._spans(text), sum(message.get("role") == "assistant" for message in messages)
+            raise ConfigError(
+                f"{self.source}: there is no chat template for messages; add chat_template to"
+                " tokenizer_config.json"
+            )
+        text = self._fill(
+            self._template, messages, "these messages", tools=tools, add_generation_prompt=False
+        )
+        spans, turns = (
+            self._spans(text),
+            sum(message.get("role") == "assistant" for message in messages),
+        )
         if len(spans) != turns:
             raise ConfigError(
-                f"{self.source}: the chat template writes {len(spans)} turns of the assistant for {turns} messages; every one must be "
-                f"written with {shown(self._turn.header)} before and {shown(self._turn.closing)} after it, and no message may hold these"
+                f"{self.source}: the chat template writes {len(spans)} turns of the assistant for"
+                f" {turns} messages; every one must be written with {shown(self._turn.header)}"
+                f" before and {shown(self._turn.closing)} after it, and no message may hold these"
             )
         encoding = self._encoded(text)
-        written = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
+        written = [
+            any(start <= first < end for start, end in spans) for first, _ in encoding.offsets
+        ]
         return encoding.ids, written
 
     def unknown(self, text: str) -> str:
@@ -126,11 +174,13 @@ class Tokenizer:
         return "".join(c for c in dict.fromkeys(text) if unk is not None and unk in self.encode(c))
 
     def check_vocab(self, vocab: int) -> None:
-        """Raise `ConfigError` if a model of `vocab` rows lacks some token; more rows than tokens are fine."""
+        """Raise `ConfigError` if a model of `vocab` rows lacks some token; more rows than tokens
+        are fine."""
         if vocab < self.size:
             raise ConfigError(
-                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens; "
-                f"set --model.vocab {self.size} or more, or give the tokenizer of the model's own folder"
+                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens;"
+                f" set --model.vocab {self.size} or more, or give the tokenizer of the model's own"
+                " folder"
             )
 
     def save(self, folder: str) -> None:
@@ -138,22 +188,36 @@ class Tokenizer:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(target / "tokenizer.json"))
-        (target / "tokenizer_config.json").write_text(json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (target / "tokenizer_config.json").write_text(
+            json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
     def _encoded(self, text: str) -> tokenizers.Encoding:
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:
-            _refuse(error, f"{self.source}/tokenizer.json cannot encode {shown(text)}", "correct the text, or the tokenizer")
+            _refuse(
+                error,
+                f"{self.source}/tokenizer.json cannot encode {shown(text)}",
+                "correct the text, or the tokenizer",
+            )
             raise
 
     def _token(self, name: str) -> str:
-        """Return the text of a named special token; published files write it as a string, or as an object with `content`."""
+        """Return the text of a named special token; published files write it as a string, or as an
+        object with `content`."""
         token = self._settings.get(name)
         text = token.get("content") if isinstance(token, Mapping) else token
-        if not isinstance(text, str | None) or (isinstance(token, Mapping) and not text) or not is_whole_text(text or ""):
+        if (
+            not isinstance(text, str | None)
+            or (isinstance(token, Mapping) and not text)
+            or not is_whole_text(text or "")
+        ):
             wanted = "a string of whole characters, an object with such a 'content', or null"
-            raise ConfigError(f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be {wanted}")
+            raise ConfigError(
+                f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be"
+                f" {wanted}"
+            )
         return text or ""
 
     def _id(self, name: str) -> int | None:
@@ -163,27 +227,51 @@ class Tokenizer:
         found = self._backend.token_to_id(token)
         if found is None:
             raise ConfigError(
-                f"{self.source}/tokenizer_config.json: {name} {shown(token)} is not in tokenizer.json; correct the key or add the token"
+                f"{self.source}/tokenizer_config.json: {name} {shown(token)} is not in"
+                " tokenizer.json; correct the key or add the token"
             )
         return found
 
-    def _fill(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], what: str, **names: Any) -> str:
-        return template.fill(what, messages=messages, enable_thinking=self.enable_thinking, **names, **self._specials)
+    def _fill(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], what: str, **names: Any
+    ) -> str:
+        return template.fill(
+            what, messages=messages, enable_thinking=self.enable_thinking, **names, **self._specials
+        )
 
     @cached_property
     def _turn(self) -> Turn:
-        """What the template writes around an answer, by its own rendering of chats with and without one."""
+        """What the template writes around an answer, by its own rendering of chats with and without
+        one."""
         assert self._template is not None, "only asked for where there is one"
         user, assistant = ({"role": role, "content": _PROBE} for role in ("user", "assistant"))
-        chats = ([user], True), ([user], False), ([user, assistant], False), ([user, assistant, user], False)
-        asked, bare, answered, went_on = (self._fill(self._template, chat, "a chat", add_generation_prompt=ask) for chat, ask in chats)
-        prompt, (opening, _, rest) = asked.removeprefix(bare), went_on.removeprefix(bare).partition(_PROBE)
+        chats = (
+            ([user], True),
+            ([user], False),
+            ([user, assistant], False),
+            ([user, assistant, user], False),
+        )
+        asked, bare, answered, went_on = (
+            self._fill(self._template, chat, "a chat", add_generation_prompt=ask)
+            for chat, ask in chats
+        )
+        prompt, (opening, _, rest) = (
+            asked.removeprefix(bare),
+            went_on.removeprefix(bare).partition(_PROBE),
+        )
         header, closing = min(prompt, opening, key=len), answered.rpartition(_PROBE)[2]
-        same = asked.startswith(bare) and went_on.startswith(bare) and prompt.startswith(header) and opening.startswith(header)
+        same = (
+            asked.startswith(bare)
+            and went_on.startswith(bare)
+            and prompt.startswith(header)
+            and opening.startswith(header)
+        )
         if not (header.strip() and closing and same and rest.startswith(closing)):
             raise ConfigError(
-                f"{self.source}: the chat template does not show what the assistant writes: a generation prompt adds {shown(prompt)}, an "
-                f"answer follows {shown(opening)} and ends with {shown(closing)}; correct chat_template, or give text instead of messages"
+                f"{self.source}: the chat template does not show what the assistant writes: a"
+                f" generation prompt adds {shown(prompt)}, an answer follows {shown(opening)} and"
+                f" ends with {shown(closing)}; correct chat_template, or give text instead of"
+                " messages"
             )
         return Turn(header, prompt.removeprefix(header), closing)
 
@@ -205,27 +293,47 @@ class Tokenizer:
     def _compile_template(self) -> ChatTemplate | None:
         found, where = self._settings.get("chat_template"), f"{self.source}/tokenizer_config.json"
         if isinstance(found, list):  # several named templates
-            entries = [Keys(entry, f"{where}, chat_template") for entry in found if isinstance(entry, Mapping)]
+            entries = [
+                Keys(entry, f"{where}, chat_template")
+                for entry in found
+                if isinstance(entry, Mapping)
+            ]
             by_name = {entry.text("name"): entry.text("template") for entry in entries}
             named = f"chat_template names {listed(by_name) or 'no template'}, and none 'default'"
-            require(len(entries) == len(found) and "default" in by_name, f"{where}: {named}; call the one to use 'default'")
+            require(
+                len(entries) == len(found) and "default" in by_name,
+                f"{where}: {named}; call the one to use 'default'",
+            )
             found = by_name["default"]
         wanted = "a string, or a list of objects with 'name' and 'template'"
-        require(isinstance(found, str | None), f"{where}: chat_template is {shown(found)}; it must be {wanted}")
+        require(
+            isinstance(found, str | None),
+            f"{where}: chat_template is {shown(found)}; it must be {wanted}",
+        )
         return ChatTemplate(found, self.source) if found else None
 
 
 def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat template.
+    """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat
+    template.
 
-    Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends of generation_config.json.
+    Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends
+    of generation_config.json.
     Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
     """
-    path, config, chat_template, generation_config = (expanded(folder, "data.tokenizer") / name for name in FILES)
+    path, config, chat_template, generation_config = (
+        expanded(folder, "data.tokenizer") / name for name in FILES
+    )
     if not path.is_file():
-        raise ConfigError(f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a Hugging Face tokenizer")
+        raise ConfigError(
+            f"data.tokenizer is {folder!r}, but there is no file {path}; give the folder of a"
+            " Hugging Face tokenizer"
+        )
     if "model" not in read_json(path):
-        raise ConfigError(f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file again")
+        raise ConfigError(
+            f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file"
+            " again"
+        )
     settings = read_json(config) if os.path.lexists(config) else {}
     if os.path.lexists(chat_template):
         settings["chat_template"] = _read_template(chat_template)
@@ -234,7 +342,9 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     except Exception as error:
         _refuse(error, f"{path}: not a Hugging Face tokenizer", "download the file again")
         raise
-    backend.no_truncation()  # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without padding
+    # a saved tokenizer.json keeps what its last user set; prompts must be whole, and without
+    # padding
+    backend.no_truncation()
     backend.no_padding()
     tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
     _check_template(tokenizer, chat_template if os.path.lexists(chat_template) else config)
@@ -242,45 +352,71 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
 
 
 def _check_template(tokenizer: Tokenizer, file: Path) -> None:
-    """Whether the prompts of two problems differ; a template that refuses them may still take a whole chat."""
+    """Whether the prompts of two problems differ; a template that refuses them may still take a
+    whole chat."""
     try:
         one, other = (tokenizer.render(f"{_PROBE}{number}") for number in "12")
     except ConfigError:
         return
-    require(one != other, f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it writes the user's message")
+    require(
+        one != other,
+        f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it"
+        " writes the user's message",
+    )
 
 
 def _read_template(file: Path) -> str:
-    require(file.is_file(), f"{file} is no regular file, or a link to none; download it again, or remove it")
+    require(
+        file.is_file(),
+        f"{file} is no regular file, or a link to none; download it again, or remove it",
+    )
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not a text in UTF-8 ({error}); download the file again") from error
+        raise ConfigError(
+            f"{file}: not a text in UTF-8 ({error}); download the file again"
+        ) from error
     if not template.strip():
-        raise ConfigError(f"{file} is empty; download the file again, or remove it to use the template of tokenizer_config.json")
+        raise ConfigError(
+            f"{file} is empty; download the file again, or remove it to use the template of"
+            " tokenizer_config.json"
+        )
     return template
 
 
 def _ends(file: Path) -> list[int]:
-    """The end tokens of a generation_config.json, which writes one as a number and several as a list."""
+    """The end tokens of a generation_config.json, which writes one as a number and several as a
+    list."""
     keys = read_keys(file) if os.path.lexists(file) else Keys({}, str(file))
     found = keys.content.get("eos_token_id")
     ends = [] if found is None else found if isinstance(found, list) else [found]
-    require(all(map(is_whole, ends)), f"{file}: eos_token_id is {shown(found)}; it must be a whole number or a list of whole numbers")
+    require(
+        all(map(is_whole, ends)),
+        f"{file}: eos_token_id is {shown(found)}; it must be a whole number or a list of whole"
+        " numbers",
+    )
     return ends
 
 
 def _refuse(error: Exception, what: str, remedy: str) -> None:
-    """Raises ConfigError for an error of the Rust library, most of which have no class of their own; does nothing for another."""
+    """Raises ConfigError for an error of the Rust library, most of which have no class of their
+    own; does nothing for another."""
     if type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError):
         raise ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") from error
 
 
 def character_tokenizer() -> Tokenizer:
-    """Return the built-in tokenizer: one token a character of the generated tasks, and four special tokens."""
+    """Return the built-in tokenizer: one token a character of the generated tasks, and four special
+    tokens."""
     vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *CHARACTERS])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk_token"]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
-    return Tokenizer(backend, {**SPECIALS, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, "built-in")
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()]
+    )
+    return Tokenizer(
+        backend,
+        {**SPECIALS, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"},
+        "built-in",
+    )

@@ -18,13 +18,16 @@ class Proposal(NamedTuple):
 
     tokens: Int[Array, "B K"]
     logits: Float[Array, "B K V"] | None
-    """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with one finite logit a position."""
+    """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with
+    one finite logit a position."""
     offered: Int[Array, " B"]
-    """How many of them are offered, 0..K: a function of the prefix, never of a token that was drawn; the rest is not looked at."""
+    """How many of them are offered, 0..K: a function of the prefix, never of a token that was
+    drawn; the rest is not looked at."""
 
 
 class Context(NamedTuple):
-    """What is committed: all that a draft may depend on. R rows, of which B are in slots; rows of a group are adjacent."""
+    """What is committed: all that a draft may depend on. R rows, of which B are in slots; rows of a
+    group are adjacent."""
 
     tokens: Int[Array, "R S"]
     """Prompt and response so far of every row; zeros beyond its end."""
@@ -52,35 +55,42 @@ class Context(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a round committed: the verified block, of which each row keeps the first `length` positions."""
+    """What a round committed: the verified block, of which each row keeps the first `length`
+    positions."""
 
     tokens: Int[Array, "B K1"]
     """Token following each block position (the drafts kept, then next_token)."""
     features: Float[Array, "B K1 C"]
-    """What the target's own pass gives at each block position: its taps for a draft that has `taps`, else its final-norm hidden states."""
+    """What the target's own pass gives at each block position: its taps for a draft that has
+    `taps`, else its final-norm hidden states."""
     positions: Int[Array, "B K1"]
     length: Int[Array, " B"]
 
 
 class Draft(NamedTuple):
-    """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends its embedding and head.
+    """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends
+    its embedding and head.
 
-    The first axis of everything in a state is rows, which the engine may repeat, move and exchange. A draft's keys and values are not in
-    its state: the engine pages them beside the target's, slot for slot.
+    The first axis of everything in a state is rows, which the engine may repeat, move and exchange.
+    A draft's keys and values are not in its state: the engine pages them beside the target's, slot
+    for slot.
 
     empty_cache(network, rows, slots) -> a cache for the draft's own layers; None: it has none
-    prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows, cache)
-    catch_up(network, target, state, cache, context) -> (state, cache); before a round in which nothing is proposed
-    propose(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of `length` tokens, 1 to K)
-    commit(state, kept) -> state; a block of one position is that of a round in which nothing was proposed
+    prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows,
+    cache) catch_up(network, target, state, cache, context) -> (state, cache); before a round in
+    which nothing is proposed propose(network, target, state, cache, context, sample, length) ->
+    (state, cache, Proposal of `length` tokens, 1 to K) commit(state, kept) -> state; a block of one
+    position is that of a round in which nothing was proposed
 
-    What it proposes is a function of the text alone: rounds of other lengths, or of none, leave no trace in it.
+    What it proposes is a function of the text alone: rounds of other lengths, or of none, leave no
+    trace in it.
     """
 
     length: int
     """The most tokens a round (K)."""
     taps: tuple[int, ...]
-    """Boundaries at which it reads the target's residual stream; none: it reads the final-norm hidden states."""
+    """Boundaries at which it reads the target's residual stream; none: it reads the final-norm
+    hidden states."""
     draws: bool
     """Whether some of its tokens are drawn from logits."""
     empty_cache: Callable[[PyTree, int, int], KVCache | None]

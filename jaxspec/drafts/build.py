@@ -28,7 +28,11 @@ def build_draft(config: Config, stop_ids: tuple[int, ...]) -> Draft | None:
             learned = recurrent(draft.longest, depth=draft.layers)
         case "model":
             learned = external(draft.longest)
-    return learned if config.rollout.lookup.beside == "none" else preferring(_lookup(config, stop_ids), learned)
+    return (
+        learned
+        if config.rollout.lookup.beside == "none"
+        else preferring(_lookup(config, stop_ids), learned)
+    )
 
 
 def _lookup(config: Config, stop_ids: tuple[int, ...]) -> Draft:
@@ -39,12 +43,14 @@ def _lookup(config: Config, stop_ids: tuple[int, ...]) -> Draft:
 
 
 def taps_of(head: HeadConfig, layers: int) -> tuple[int, ...]:
-    """Boundaries at which an EAGLE-3 head reads a policy of `layers` layers; none: it reads the final-norm hidden states."""
+    """Boundaries at which an EAGLE-3 head reads a policy of `layers` layers; none: it reads the
+    final-norm hidden states."""
     return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
 
 
 def draft_model(config: Config) -> ModelConfig:
-    """The draft's own decoder: that of a loaded draft, else of the policy's sizes and, but for EAGLE-3, its family."""
+    """The draft's own decoder: that of a loaded draft, else of the policy's sizes and, but for
+    EAGLE-3, its family."""
     draft, model = config.rollout.draft, config.model
     if config.draft_model is not None:
         return dataclasses.replace(config.draft_model, dtype=model.dtype, remat=model.remat)
@@ -68,7 +74,8 @@ def build_network(config: Config, key: Key[Array, ""]) -> Eagle3 | Mtp | Decoder
 
 
 def check_fits(network: Eagle3 | Mtp | Decoder, target: ModelConfig) -> None:
-    """Whether a draft's network can draft for a target: it reads the target's hidden states and embedding, and speaks its vocabulary.
+    """Whether a draft's network can draft for a target: it reads the target's hidden states and
+    embedding, and speaks its vocabulary.
 
     Raises:
       ConfigError: names what differs, with both numbers.
@@ -83,9 +90,20 @@ def check_fits(network: Eagle3 | Mtp | Decoder, target: ModelConfig) -> None:
             sizes["hidden size"] = network.config.embed, target.embed
         if network.fuse is not None:
             sizes[f"width of {taps} taps"] = network.fuse.shape[0], taps * target.embed
-        sizes["vocabulary"] = network.config.vocab if network.vocabulary is not None else network.head.shape[-1], target.vocab
+        sizes["vocabulary"] = (
+            network.config.vocab if network.vocabulary is not None else network.head.shape[-1],
+            target.vocab,
+        )
         if network.embedding is not None:
             sizes["embedding table"] = network.embedding.shape[0], target.vocab
-    wrong = [f"its {name} is {own}, the policy's {wanted}" for name, (own, wanted) in sizes.items() if own != wanted]
+    wrong = [
+        f"its {name} is {own}, the policy's {wanted}"
+        for name, (own, wanted) in sizes.items()
+        if own != wanted
+    ]
     kind = type(network).__name__
-    require(not wrong, f"the {kind} draft does not fit the policy: {'; '.join(wrong)}. Train or load one that was made for this policy")
+    require(
+        not wrong,
+        f"the {kind} draft does not fit the policy: {'; '.join(wrong)}. Train or load one that was"
+        " made for this policy",
+    )

@@ -1,4 +1,5 @@
-"""Drafts without weights: what followed the row's last tokens where they stood before, in its own text or in others of its prompt."""
+"""Drafts without weights: what followed the row's last tokens where they stood before, in its own
+text or in others of its prompt."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +15,13 @@ from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]
-"""Which of the places with the longest match: `vllm` and `hf` the earliest, `latest` the latest with the most tokens after it."""
+"""Which of the places with the longest match: `vllm` and `hf` the earliest, `latest` the latest
+with the most tokens after it."""
 
 
 class Found(NamedTuple):
-    """The best place of a text for one row: how good it is (0: nowhere), and the tokens that follow it."""
+    """The best place of a text for one row: how good it is (0: nowhere), and the tokens that follow
+    it."""
 
     score: Int[Array, "*B"]
     tokens: Int[Array, "*B K"]
@@ -26,25 +29,45 @@ class Found(NamedTuple):
     """Tokens that really follow, 0..K."""
 
 
-def ngram(longest: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()) -> Draft:
-    """Prompt lookup: up to `longest` tokens that followed an earlier occurrence of the row's last `min_match` to `max_match` tokens.
+def ngram(
+    longest: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()
+) -> Draft:
+    """Prompt lookup: up to `longest` tokens that followed an earlier occurrence of the row's last
+    `min_match` to `max_match` tokens.
 
-    `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the first of `stop_ids` on.
+    `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the
+    first of `stop_ids` on.
     """
     _check(longest, min_match, max_match)
 
-    def prefill(network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: None) -> tuple[tuple[()], None]:
+    def prefill(
+        network: PyTree,
+        target: Decoder,
+        prompts: Prompts,
+        features: Float[Array, "n P C"],
+        cache: None,
+    ) -> tuple[tuple[()], None]:
         return (), None
 
     def propose(
-        network: PyTree, target: Decoder, state: tuple[()], cache: None, context: Context, sample: Sampler, length: int
+        network: PyTree,
+        target: Decoder,
+        state: tuple[()],
+        cache: None,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[tuple[()], None, Proposal]:
         search = partial(_search, length=length, min_match=min_match, latest=rule == "latest")
         found = jax.vmap(search)(context.texts(), context.lengths, _last_tokens(context, max_match))
         count = found.offered
         if rule == "hf" and stop_ids:
             ends = jnp.isin(found.tokens, jnp.asarray(stop_ids, jnp.int32))
-            count = jnp.where(jnp.any(ends, axis=1), jnp.minimum(count, jnp.argmax(ends, axis=1).astype(jnp.int32)), count)
+            count = jnp.where(
+                jnp.any(ends, axis=1),
+                jnp.minimum(count, jnp.argmax(ends, axis=1).astype(jnp.int32)),
+                count,
+            )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=count)
 
     return _without_weights(longest, prefill, propose)
@@ -59,28 +82,48 @@ class HistoryState(Tree):
 
 
 def history(longest: int, group_size: int, min_match: int, max_match: int) -> Draft:
-    """Looks the row's last tokens up in its own text, in what its group's other rows have so far, and in `Prompts.history`.
+    """Looks the row's last tokens up in its own text, in what its group's other rows have so far,
+    and in `Prompts.history`.
 
-    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most tokens after it (up to the draft's
-    length), then the row's own text before its siblings' (the same weights), and theirs before earlier ones (older weights), then the
-    latest place.
+    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most
+    tokens after it (up to the draft's length), then the row's own text before its siblings' (the
+    same weights), and theirs before earlier ones (older weights), then the latest place.
     """
     _check(longest, min_match, max_match)
 
     def prefill(
-        network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: None
+        network: PyTree,
+        target: Decoder,
+        prompts: Prompts,
+        features: Float[Array, "n P C"],
+        cache: None,
     ) -> tuple[HistoryState, None]:
         return HistoryState(texts=prompts.history, lengths=prompts.history_lengths), None
 
     def propose(
-        network: PyTree, target: Decoder, state: HistoryState, cache: None, context: Context, sample: Sampler, length: int
+        network: PyTree,
+        target: Decoder,
+        state: HistoryState,
+        cache: None,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[HistoryState, None, Proposal]:
-        each_text = jax.vmap(partial(_search, length=length, min_match=min_match, latest=True), (0, 0, None))
+        each_text = jax.vmap(
+            partial(_search, length=length, min_match=min_match, latest=True), (0, 0, None)
+        )
         all_lengths = context.lengths if context.row_lengths is None else context.row_lengths
-        groups = context.tokens.reshape(-1, group_size, context.tokens.shape[1]), all_lengths.reshape(-1, group_size)
+        groups = (
+            context.tokens.reshape(-1, group_size, context.tokens.shape[1]),
+            all_lengths.reshape(-1, group_size),
+        )
 
         def look(
-            row: Int[Array, ""], size: Int[Array, ""], last: Int[Array, " N"], texts: Int[Array, "H S1"], text_lengths: Int[Array, " H"]
+            row: Int[Array, ""],
+            size: Int[Array, ""],
+            last: Int[Array, " N"],
+            texts: Int[Array, "H S1"],
+            text_lengths: Int[Array, " H"],
         ) -> Found:
             tokens, lengths = (leaf[row // group_size] for leaf in groups)
             own = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
@@ -89,11 +132,19 @@ def history(longest: int, group_size: int, min_match: int, max_match: int) -> Dr
             if texts.size:
                 earlier = each_text(texts, text_lengths, last)
                 earlier = earlier._replace(score=3 * earlier.score)
-                live = jax.tree.map(lambda ours, theirs: jnp.concatenate([ours, theirs]), live, earlier)
+                live = jax.tree.map(
+                    lambda ours, theirs: jnp.concatenate([ours, theirs]), live, earlier
+                )
             best = jnp.argmax(live.score)
             return jax.tree.map(lambda leaf: leaf[best], live)
 
-        found = jax.vmap(look)(context.rows(), context.lengths, _last_tokens(context, max_match), state.texts, state.lengths)
+        found = jax.vmap(look)(
+            context.rows(),
+            context.lengths,
+            _last_tokens(context, max_match),
+            state.texts,
+            state.lengths,
+        )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=found.offered)
 
     return _without_weights(longest, prefill, propose)
@@ -108,24 +159,41 @@ class PreferringState(Tree):
 
 
 def preferring(lookup: Draft, learned: Draft) -> Draft:
-    """Rows for which `lookup` offers a whole block take it, the others draw from `learned`: a choice by the prefix alone.
+    """Rows for which `lookup` offers a whole block take it, the others draw from `learned`: a
+    choice by the prefix alone.
 
-    The learned draft walks along the tokens that are proposed, so its cache is right whichever they are.
+    The learned draft walks along the tokens that are proposed, so its cache is right whichever they
+    are.
     """
     if lookup.length != learned.length or lookup.draws or not learned.draws:
-        raise ValueError(f"a lookup of length {lookup.length} cannot stand before a draft of length {learned.length}")
+        raise ValueError(
+            f"a lookup of length {lookup.length} cannot stand before a draft of length"
+            f" {learned.length}"
+        )
 
     def prefill(
-        network: PyTree, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache | None
+        network: PyTree,
+        target: Decoder,
+        prompts: Prompts,
+        features: Float[Array, "n P C"],
+        cache: KVCache | None,
     ) -> tuple[PreferringState, KVCache | None]:
         lookup_state, _ = lookup.prefill(network, target, prompts, features, None)
         learned_state, cache = learned.prefill(network, target, prompts, features, cache)
         return PreferringState(lookup=lookup_state, learned=learned_state), cache
 
     def propose(
-        network: PyTree, target: Decoder, state: PreferringState, cache: KVCache | None, context: Context, sample: Sampler, length: int
+        network: PyTree,
+        target: Decoder,
+        state: PreferringState,
+        cache: KVCache | None,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[PreferringState, KVCache | None, Proposal]:
-        lookup_state, _, found = lookup.propose(network, target, state.lookup, None, context, sample, length)
+        lookup_state, _, found = lookup.propose(
+            network, target, state.lookup, None, context, sample, length
+        )
         whole = found.offered == length
 
         def certain(logits: Float[Array, "*B V"], tokens: Int[Array, "*B"]) -> Float[Array, "*B V"]:
@@ -137,38 +205,68 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         def sample_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
             return sample(certain(logits, found.tokens[:, offset]), offset)
 
-        learned_state, cache, proposal = learned.propose(network, target, state.learned, cache, context, sample_found, length)
+        learned_state, cache, proposal = learned.propose(
+            network, target, state.learned, cache, context, sample_found, length
+        )
         assert proposal.logits is not None, "a draft that draws says from what"
-        logits, offered = certain(proposal.logits, found.tokens), jnp.where(whole, found.offered, proposal.offered)
+        logits, offered = (
+            certain(proposal.logits, found.tokens),
+            jnp.where(whole, found.offered, proposal.offered),
+        )
         states = PreferringState(lookup=lookup_state, learned=learned_state)
         return states, cache, Proposal(tokens=proposal.tokens, logits=logits, offered=offered)
 
     def catch_up(
-        network: PyTree, target: Decoder, state: PreferringState, cache: KVCache | None, context: Context
+        network: PyTree,
+        target: Decoder,
+        state: PreferringState,
+        cache: KVCache | None,
+        context: Context,
     ) -> tuple[PreferringState, KVCache | None]:
         learned_state, cache = learned.catch_up(network, target, state.learned, cache, context)
         return state.replace(learned=learned_state), cache
 
     def commit(state: PreferringState, kept: Kept) -> PreferringState:
-        return PreferringState(lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept))
+        return PreferringState(
+            lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept)
+        )
 
-    return Draft(learned.length, learned.taps, True, learned.empty_cache, prefill, catch_up, propose, commit)
+    return Draft(
+        learned.length, learned.taps, True, learned.empty_cache, prefill, catch_up, propose, commit
+    )
 
 
 def _check(longest: int, min_match: int, max_match: int) -> None:
     if longest < 1 or not 1 <= min_match <= max_match:
-        raise ValueError(f"a lookup of {longest} tokens after {min_match} to {max_match} that match; 1 <= min_match <= max_match is needed")
+        raise ValueError(
+            f"a lookup of {longest} tokens after {min_match} to {max_match} that match; 1 <="
+            " min_match <= max_match is needed"
+        )
 
 
 def _without_weights(
-    longest: int, prefill: Callable[..., tuple[PyTree, None]], propose: Callable[..., tuple[PyTree, None, Proposal]]
+    longest: int,
+    prefill: Callable[..., tuple[PyTree, None]],
+    propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
-    """A draft that is a function of the context and of what was known before: it has no cache, and nothing is committed to it."""
+    """A draft that is a function of the context and of what was known before: it has no cache, and
+    nothing is committed to it."""
 
-    def catch_up(network: PyTree, target: Decoder, state: PyTree, cache: None, context: Context) -> tuple[PyTree, None]:
+    def catch_up(
+        network: PyTree, target: Decoder, state: PyTree, cache: None, context: Context
+    ) -> tuple[PyTree, None]:
         return state, None
 
-    return Draft(longest, (), False, lambda network, rows, slots: None, prefill, catch_up, propose, lambda state, kept: state)
+    return Draft(
+        longest,
+        (),
+        False,
+        lambda network, rows, slots: None,
+        prefill,
+        catch_up,
+        propose,
+        lambda state, kept: state,
+    )
 
 
 def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
@@ -177,14 +275,24 @@ def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
     return jnp.where(where >= 0, context.at(jnp.maximum(where, 0)), -1)
 
 
-def _search(text: Int[Array, " S"], size: Int[Array, ""], last: Int[Array, " N"], *, length: int, min_match: int, latest: bool) -> Found:
-    """Where in the first `size` tokens of `text` a token follows the longest run of `last`; compares N shifted copies."""
+def _search(
+    text: Int[Array, " S"],
+    size: Int[Array, ""],
+    last: Int[Array, " N"],
+    *,
+    length: int,
+    min_match: int,
+    latest: bool,
+) -> Found:
+    """Where in the first `size` tokens of `text` a token follows the longest run of `last`;
+    compares N shifted copies."""
     slots = text.shape[0]
     places = jnp.arange(slots, dtype=jnp.int32)
     following = jnp.clip(size - places, 0, length)
     agrees, matched = places < size, jnp.zeros_like(places)
     for back in range(last.shape[0]):
-        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:slots] == last[back]  # -2: before the text, which nothing matches
+        # -2: before the text, which nothing matches
+        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:slots] == last[back]
         matched += agrees.astype(jnp.int32)
     score = jnp.where(matched >= min_match, matched, 0)
     if latest:
@@ -193,4 +301,6 @@ def _search(text: Int[Array, " S"], size: Int[Array, ""], last: Int[Array, " N"]
     else:
         place = jnp.argmax(score).astype(jnp.int32)
     tokens = jnp.take(text, place + jnp.arange(length, dtype=jnp.int32), mode="clip")
-    return Found(score=score[place], tokens=tokens, offered=jnp.where(score[place] > 0, following[place], 0))
+    return Found(
+        score=score[place], tokens=tokens, offered=jnp.where(score[place] > 0, following[place], 0)
+    )

@@ -1,4 +1,5 @@
-"""An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same vocabulary with its own cache."""
+"""An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same
+vocabulary with its own cache."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,26 +21,42 @@ class ModelState(Tree):
 
 
 def external(longest: int) -> Draft:
-    """A draft of up to `longest` tokens a round from a `Decoder` that reads the text itself and nothing of the target."""
+    """A draft of up to `longest` tokens a round from a `Decoder` that reads the text itself and
+    nothing of the target."""
 
     def empty_cache(network: Decoder, rows: int, slots: int) -> KVCache:
         return network.empty_cache(rows, slots)
 
     def prefill(
-        network: Decoder, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache
+        network: Decoder,
+        target: Decoder,
+        prompts: Prompts,
+        features: Float[Array, "n P C"],
+        cache: KVCache,
     ) -> tuple[ModelState, KVCache]:
         rows, width = prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        return ModelState(read=prompts.lengths), _cache_of(network(prompts.tokens, positions, cache).cache)
+        return ModelState(read=prompts.lengths), _cache_of(
+            network(prompts.tokens, positions, cache).cache
+        )
 
-    def catch_up(network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context) -> tuple[ModelState, KVCache]:
+    def catch_up(
+        network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context
+    ) -> tuple[ModelState, KVCache]:
         return state, cache  # the tokens stay where they are: the next proposal reads them
 
     def propose(
-        network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context, sample: Sampler, length: int
+        network: Decoder,
+        target: Decoder,
+        state: ModelState,
+        cache: KVCache,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[ModelState, KVCache, Proposal]:
-        # The last token is new. So is the one before it where all drafts were kept: the last of them was drawn, but never read.
-        # A row of one token starts with it and reads a slot ahead, which the next step overwrites.
+        # The last token is new. So is the one before it where all drafts were kept: the last of
+        # them was drawn, but never read. A row of one token starts with it and reads a slot ahead,
+        # which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
 
         def read(start: Int[Array, " B"], count: int, cache: KVCache) -> Forward:
@@ -48,12 +65,17 @@ def external(longest: int) -> Draft:
 
         def read_on(carry: tuple[Int[Array, " B"], KVCache]) -> tuple[Int[Array, " B"], KVCache]:
             start, cache = carry
-            return jnp.minimum(start + longest + 1, first), _cache_of(read(start, longest + 1, cache).cache)
+            return jnp.minimum(start + longest + 1, first), _cache_of(
+                read(start, longest + 1, cache).cache
+            )
 
         # What rounds without drafts committed.
         start = jnp.minimum(state.read, first)
-        start, cache = lax.while_loop(lambda carry: jnp.any(carry[0] < first), read_on, (start, cache))
-        first = after(first, [computed(start)])  # what tensor peers say now comes after what they said in that loop (`order.py`)
+        start, cache = lax.while_loop(
+            lambda carry: jnp.any(carry[0] < first), read_on, (start, cache)
+        )
+        # what tensor peers say now comes after what they said in that loop (`order.py`)
+        first = after(first, [computed(start)])
         forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
@@ -67,11 +89,14 @@ def external(longest: int) -> Draft:
                 forward = network(token[:, None], last + 1 + offset, forward.cache)
                 hidden = forward.hidden
         count = jnp.full_like(context.lengths, length)
-        proposal = Proposal(tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count)
+        proposal = Proposal(
+            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count
+        )
         return ModelState(read=context.lengths), _cache_of(forward.cache), proposal
 
     def commit(state: ModelState, kept: Kept) -> ModelState:
-        # The drafts that were kept stand in the cache, but for the last one of the block; what was not is overwritten before it is seen.
+        # The drafts that were kept stand in the cache, but for the last one of the block; what was
+        # not is overwritten before it is seen.
         drafts = kept.positions.shape[1] - 1
         return state.replace(read=state.read + jnp.clip(kept.length - 1, 0, max(drafts - 1, 0)))
 

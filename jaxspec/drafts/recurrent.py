@@ -1,4 +1,5 @@
-"""EAGLE-3 and MTP drafting: every round first re-reads the kept tokens with the target's true features, then drafts on its own states."""
+"""EAGLE-3 and MTP drafting: every round first re-reads the kept tokens with the target's true
+features, then drafts on its own states."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,12 +21,13 @@ Network = Eagle3 | Mtp
 class RecurrentState(Tree):
     """The block that the draft has yet to read.
 
-    In its cache, slot t of turn 0 reads the features of position t and the token after it; of turn k, the output of turn k-1 at slot t-1
-    and that token.
+    In its cache, slot t of turn 0 reads the features of position t and the token after it; of turn
+    k, the output of turn k-1 at slot t-1 and that token.
     """
 
     features: Float[Array, "B K1 C"]
-    """The target's, at the pending positions: from `first` to the last whose next token is committed."""
+    """The target's, at the pending positions: from `first` to the last whose next token is
+    committed."""
     first: Int[Array, " B"]
     before: Float[Array, "B N1 D"]
     """Outputs of all turns but the last at the slot before `first`; zeros where there is none."""
@@ -34,49 +36,85 @@ class RecurrentState(Tree):
 
 
 def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
-    """A draft of up to `longest` tokens a round from a network that runs a stack of layers in each of `depth` turns (drafters.md 1.9, 3.2).
+    """A draft of up to `longest` tokens a round from a network that runs a stack of layers in each
+    of `depth` turns (drafters.md 1.9, 3.2).
 
-    Token i+1 of a block comes from turn i mod `depth`. A slot attends to what it saw in training: in turn k, the true slots up to k
-    before its own and its own; when drafting, the true slots and those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn
-    for each of its layers.
+    Token i+1 of a block comes from turn i mod `depth`. A slot attends to what it saw in training:
+    in turn k, the true slots up to k before its own and its own; when drafting, the true slots and
+    those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for each of its layers.
     """
 
     def empty(network: Network, rows: int, slots: int) -> KVCache:
         config = network.config
-        return empty_cache(depth * network.stack, rows, slots, config.kv_heads, config.head_size, network.norm[...].dtype)
+        return empty_cache(
+            depth * network.stack,
+            rows,
+            slots,
+            config.kv_heads,
+            config.head_size,
+            network.norm[...].dtype,
+        )
 
     def prefill(
-        network: Network, target: Decoder, prompts: Prompts, features: Float[Array, "n P C"], cache: KVCache
+        network: Network,
+        target: Decoder,
+        prompts: Prompts,
+        features: Float[Array, "n P C"],
+        cache: KVCache,
     ) -> tuple[RecurrentState, KVCache]:
         config, (rows, width) = network.config, prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width - 1, dtype=jnp.int32), (rows, width - 1))
         nothing = jnp.zeros((rows, depth - 1, config.embed), features.dtype)
         embedded = network.embed(target, prompts.tokens[:, 1:])
-        cache, outputs = _read(network, cache, nothing, features[:, :-1], embedded, positions, depth)
-        # The last whole slot of the prompt (its token is the prompt's last) is read again by the first round, as its pending block.
+        cache, outputs = _read(
+            network, cache, nothing, features[:, :-1], embedded, positions, depth
+        )
+        # The last whole slot of the prompt (its token is the prompt's last) is read again by the
+        # first round, as its pending block.
         first = jnp.maximum(prompts.lengths - 2, 0)
-        before = [jnp.take_along_axis(_next_slot(nothing[:, k], outputs[k]), first[:, None, None], axis=1) for k in range(depth - 1)]
+        before = [
+            jnp.take_along_axis(_next_slot(nothing[:, k], outputs[k]), first[:, None, None], axis=1)
+            for k in range(depth - 1)
+        ]
         before = jnp.concatenate([nothing[:, :0], *before], axis=1)
-        pending = jnp.pad(jnp.take_along_axis(features, first[:, None, None], axis=1), ((0, 0), (0, longest), (0, 0)))
+        pending = jnp.pad(
+            jnp.take_along_axis(features, first[:, None, None], axis=1),
+            ((0, 0), (0, longest), (0, 0)),
+        )
         return RecurrentState(features=pending, first=first, before=before, ends=before), cache
 
     def catch_up(
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
-        return _within(longest, depth, network, target, state, cache, context)  # leaves room for the position that the round commits
+        # leaves room for the position that the round commits
+        return _within(longest, depth, network, target, state, cache, context)
 
     def propose(
-        network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context, sample: Sampler, length: int
+        network: Network,
+        target: Decoder,
+        state: RecurrentState,
+        cache: KVCache,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[RecurrentState, KVCache, Proposal]:
         if length < longest:
             state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
-        embedded, block = network.embed(target, context.at(positions + 1)), state.features[:, : length + 1]
+        embedded, block = (
+            network.embed(target, context.at(positions + 1)),
+            state.features[:, : length + 1],
+        )
         cache, outputs = _read(network, cache, state.before, block, embedded, positions, depth)
-        pending = _pending(state, context)  # none in a row of one token: it has nothing to draft from
+        # none in a row of one token: it has nothing to draft from
+        pending = _pending(state, context)
         last = jnp.maximum(pending - 1, 0)
         at_last = [jnp.take_along_axis(output, last[:, None, None], axis=1) for output in outputs]
-        ends = jnp.where((pending > 0)[:, None, None], jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1), state.ends)
+        ends = jnp.where(
+            (pending > 0)[:, None, None],
+            jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1),
+            state.ends,
+        )
         hidden, last_slot = at_last[0], (state.first + last)[:, None]
         drafted, laws = [], []
         for offset in range(length):
@@ -86,19 +124,35 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             laws.append(logits)
             if offset + 1 < length:
                 step = offset + 1
-                sight = Sight(step % depth, last_slot, last_slot + step, depth)  # what other turns drafted is stale in its layers
-                cache, hidden = _turn(network, step % depth, cache, hidden, network.embed(target, token[:, None]), last_slot + step, sight)
+                # what other turns drafted is stale in its layers
+                sight = Sight(step % depth, last_slot, last_slot + step, depth)
+                cache, hidden = _turn(
+                    network,
+                    step % depth,
+                    cache,
+                    hidden,
+                    network.embed(target, token[:, None]),
+                    last_slot + step,
+                    sight,
+                )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
-        proposal = Proposal(tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count)
+        proposal = Proposal(
+            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count
+        )
         return state.replace(ends=ends), cache, proposal
 
     def commit(state: RecurrentState, kept: Kept) -> RecurrentState:
-        went_on = kept.length > 0  # a row that kept nothing (it had ended) keeps its pending block too
+        # a row that kept nothing (it had ended) keeps its pending block too
+        went_on = kept.length > 0
         if kept.positions.shape[1] == 1:
             return _appended(state, kept, went_on)
         spare = longest + 1 - kept.positions.shape[1]
         return state.replace(
-            features=jnp.where(went_on[:, None, None], jnp.pad(kept.features, ((0, 0), (0, spare), (0, 0))), state.features),
+            features=jnp.where(
+                went_on[:, None, None],
+                jnp.pad(kept.features, ((0, 0), (0, spare), (0, 0))),
+                state.features,
+            ),
             first=jnp.where(went_on, kept.positions[:, 0], state.first),
             before=jnp.where(went_on[:, None, None], state.ends, state.before),
         )
@@ -112,17 +166,32 @@ def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
 
 
 def _within(
-    limit: int, depth: int, network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
+    limit: int,
+    depth: int,
+    network: Network,
+    target: Decoder,
+    state: RecurrentState,
+    cache: KVCache,
+    context: Context,
 ) -> tuple[RecurrentState, KVCache]:
-    """At most `limit` pending positions in every row: where one has more, all of them but the last are read, in all rows."""
+    """At most `limit` pending positions in every row: where one has more, all of them but the last
+    are read, in all rows."""
     width = state.features.shape[1]
 
-    def read(carry: tuple[RecurrentState, KVCache, Bool[Array, ""]]) -> tuple[RecurrentState, KVCache, Bool[Array, ""]]:
+    def read(
+        carry: tuple[RecurrentState, KVCache, Bool[Array, ""]],
+    ) -> tuple[RecurrentState, KVCache, Bool[Array, ""]]:
         state, cache, _ = carry
         positions = block_positions(state.first, width)
         embedded = network.embed(target, context.at(positions + 1))
-        cache, outputs = _read(network, cache, state.before, state.features, embedded, positions, depth)
-        return _moved_on(state, outputs, jnp.clip(_pending(state, context) - 1, 0, width - 1)), cache, jnp.zeros((), bool)
+        cache, outputs = _read(
+            network, cache, state.before, state.features, embedded, positions, depth
+        )
+        return (
+            _moved_on(state, outputs, jnp.clip(_pending(state, context) - 1, 0, width - 1)),
+            cache,
+            jnp.zeros((), bool),
+        )
 
     # At most one turn: a `cond` would copy the cache.
     needed = jnp.any(_pending(state, context) > limit)
@@ -130,7 +199,9 @@ def _within(
     return state, cache
 
 
-def _moved_on(state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]) -> RecurrentState:
+def _moved_on(
+    state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]
+) -> RecurrentState:
     """The state after its first `count` pending positions, at which each turn gave `outputs`."""
     width, at_last = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
     places = jnp.minimum(block_positions(count, width), width - 1)
@@ -138,16 +209,23 @@ def _moved_on(state: RecurrentState, outputs: list[Float[Array, "B T D"]], count
     return state.replace(
         features=jnp.take_along_axis(state.features, places[:, :, None], axis=1),
         first=state.first + count,
-        before=jnp.where((count > 0)[:, None, None], jnp.concatenate([state.before[:, :0], *before], axis=1), state.before),
+        before=jnp.where(
+            (count > 0)[:, None, None],
+            jnp.concatenate([state.before[:, :0], *before], axis=1),
+            state.before,
+        ),
     )
 
 
 def _appended(state: RecurrentState, kept: Kept, went_on: Bool[Array, " B"]) -> RecurrentState:
     """The state with one position more to read, for which `catch_up` made room."""
     width = state.features.shape[1]
-    place = jnp.where(went_on, kept.positions[:, 0] - state.first, width)  # beyond the buffer: dropped
+    # beyond the buffer: dropped
+    place = jnp.where(went_on, kept.positions[:, 0] - state.first, width)
     rows = jnp.arange(len(place), dtype=jnp.int32)
-    return state.replace(features=state.features.at[rows, place].set(kept.features[:, 0], mode="drop"))
+    return state.replace(
+        features=state.features.at[rows, place].set(kept.features[:, 0], mode="drop")
+    )
 
 
 def _read(
@@ -164,13 +242,16 @@ def _read(
     for turn in range(depth):
         if turn > 0:
             hidden = _next_slot(before[:, turn - 1], hidden)[:, :-1]
-        sight = Sight(turn, positions - turn, positions, depth)  # of the last `turn` slots, only the own one is right in its layers
+        # of the last `turn` slots, only the own one is right in its layers
+        sight = Sight(turn, positions - turn, positions, depth)
         cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, sight)
         outputs.append(hidden)
     return cache, outputs
 
 
-def _next_slot(before: Float[Array, "B D"], outputs: Float[Array, "B T D"]) -> Float[Array, "B T1 D"]:
+def _next_slot(
+    before: Float[Array, "B D"], outputs: Float[Array, "B T D"]
+) -> Float[Array, "B T1 D"]:
     """Outputs moved one slot up: what the next turn reads."""
     return jnp.concatenate([before[:, None], outputs], axis=1)
 

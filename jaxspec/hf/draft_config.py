@@ -1,4 +1,5 @@
-"""The config.json of published EAGLE-3 heads, in the raw form and in that of speculators: read with every default, written with none."""
+"""The config.json of published EAGLE-3 heads, in the raw form and in that of speculators: read with
+every default, written with none."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -32,12 +33,17 @@ _KEYS = KEYS | {
 
 
 def head_config(
-    raw: Mapping[str, Any], source: str, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
+    raw: Mapping[str, Any],
+    source: str,
+    convention: Convention,
+    target: ModelConfig,
+    say: Callable[[str], Any],
 ) -> tuple[ModelConfig, HeadConfig, int]:
-    """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3 head, from config.json (drafters.md 1.7).
+    """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3
+    head, from config.json (drafters.md 1.7).
 
-    What is ambiguous is decided and told to `say`; the tensors have the last word (`hf_drafts.settle`). `tie_word_embeddings` means
-    nothing here: the head's rows are its own.
+    What is ambiguous is decided and told to `say`; the tensors have the last word
+    (`hf_drafts.settle`). `tie_word_embeddings` means nothing here: the head's rows are its own.
 
     Raises:
       ConfigError: another kind of draft, or a head for another policy; `source` is named.
@@ -46,17 +52,33 @@ def head_config(
     _refuse_others(keys)
     published, nested = keys.has("speculators_model_type"), keys.part("eagle_config")
     inner = keys.part("transformer_layer_config") if published else keys
-    flags = Keys({**nested.content, **{key: value for key, value in raw.items() if value is not None}}, source)
-    vocab, width = inner.whole("vocab_size", target.vocab), flags.whole("target_hidden_size", inner.whole("hidden_size"))
-    require(vocab == target.vocab, f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}")
-    require(width == target.embed, f"{source}: the head was made for hidden states of width {width}; model.embed is {target.embed}")
+    flags = Keys(
+        {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
+        source,
+    )
+    vocab, width = (
+        inner.whole("vocab_size", target.vocab),
+        flags.whole("target_hidden_size", inner.whole("hidden_size")),
+    )
+    require(
+        vocab == target.vocab,
+        f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}",
+    )
+    require(
+        width == target.embed,
+        f"{source}: the head was made for hidden states of width {width}; model.embed is"
+        f" {target.embed}",
+    )
     use_taps = flags.flag("use_aux_hidden_state", True)
     fuse_norms = flags.flag("fc_norm", False) or flags.flag("use_aux_norm", False)
     norm_output = flags.flag("norm_output", False)
     sure = published or fuse_norms or "norm_output" in nested.content
     if norm_output and not sure:
         norm_output = False
-        say(f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head, not in the recurrence")
+        say(
+            f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head,"
+            " not in the recurrence"
+        )
     if published and "norm_before_residual" not in raw:
         say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
     taps = _taps(flags, convention, target, say) if use_taps else ()
@@ -70,40 +92,76 @@ def head_config(
             norm_output=norm_output,
             logit_scale=flags.number("logit_scale", 1.0),
         )
-        own_vocab = flags.whole("draft_vocab_size", inner.whole("draft_vocab_size", 0, least=0), least=0) or vocab
+        own_vocab = (
+            flags.whole("draft_vocab_size", inner.whole("draft_vocab_size", 0, least=0), least=0)
+            or vocab
+        )
         return _decoder(inner, target, say), head, 0 if own_vocab == vocab else own_vocab
 
 
 def _refuse_others(keys: Keys) -> None:
     raw, source, kind = keys.content, keys.source, keys.text("speculators_model_type", "eagle3")
     marks = [*keys.texts("architectures"), kind]
-    marks += [key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw]
+    marks += [
+        key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw
+    ]
     for name in (mark.lower() for mark in marks):
         other = next((title for mark, title in _OTHERS.items() if mark in name), "")
         old = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
-        require(not other and not old, f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded")
-    require(kind == "eagle3", f"{source} describes a draft of kind {named(kind)}; only EAGLE-3 heads can be loaded")
-    require("mask_hidden" not in raw, f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be loaded")
+        require(
+            not other and not old,
+            f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded",
+        )
+    require(
+        kind == "eagle3",
+        f"{source} describes a draft of kind {named(kind)}; only EAGLE-3 heads can be loaded",
+    )
+    require(
+        "mask_hidden" not in raw,
+        f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be"
+        " loaded",
+    )
 
 
-def _taps(flags: Keys, convention: Convention, target: ModelConfig, say: Callable[[str], Any]) -> tuple[int, ...]:
+def _taps(
+    flags: Keys, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
+) -> tuple[int, ...]:
     """Boundaries that the head reads; empty: the default ones (drafters.md 1.3)."""
     source, ids = flags.source, flags.wholes(_IDS)
     count = flags.whole("num_aux_hidden_states") if flags.has("num_aux_hidden_states") else None
     default = tap_boundaries(target.layers)
     if not ids:
-        require(count in (None, 3), f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there")
-        say(f"{source} names no layers: the head reads the policy after {', '.join(map(str, default))} of its {target.layers} layers")
+        require(
+            count in (None, 3),
+            f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there",
+        )
+        say(
+            f"{source} names no layers: the head reads the policy after"
+            f" {', '.join(map(str, default))} of its {target.layers} layers"
+        )
         return ()
-    require(count in (None, len(ids)), f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {shown(ids)}")
+    require(
+        count in (None, len(ids)),
+        f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {shown(ids)}",
+    )
     if convention == "auto":
-        specforge = not flags.has("speculators_model_type") and "LlamaForCausalLMEagle3" in flags.texts("architectures") and ids[0] == 1
+        specforge = (
+            not flags.has("speculators_model_type")
+            and "LlamaForCausalLMEagle3" in flags.texts("architectures")
+            and ids[0] == 1
+        )
         convention = "output_of" if specforge else "boundary"
     taps = tuple(number + (convention == "output_of") for number in ids)
     inside = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
-    require(inside, f"{source}: {_IDS} {shown(ids)} ({convention}) does not ascend inside 0 to model.layers {target.layers}")
+    require(
+        inside,
+        f"{source}: {_IDS} {shown(ids)} ({convention}) does not ascend inside 0 to model.layers"
+        f" {target.layers}",
+    )
     meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
-    applied = f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
+    applied = (
+        f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
+    )
     say(f"{source}: {_IDS} {list(ids)} {meaning}: {applied} (--rollout.draft.tap_convention)")
     return () if taps == default else taps
 
@@ -111,13 +169,20 @@ def _taps(flags: Keys, convention: Convention, target: ModelConfig, say: Callabl
 def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
     """The head's own layers."""
     source, kind = inner.source, inner.text("model_type", "llama")
-    require(kind in ("llama", "qwen3"), f"{source}: the head's layers are of model_type {named(kind)}; llama and qwen3 can be loaded")
+    require(
+        kind in ("llama", "qwen3"),
+        f"{source}: the head's layers are of model_type {named(kind)}; llama and qwen3 can be"
+        " loaded",
+    )
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in names if not inner.has(name)]
     require(not missing, f"{source} lacks {', '.join(missing)}")
     width, ffn, heads = (inner.whole(name) for name in names)
     if not inner.has("head_dim"):
-        say(f"{source} lacks head_dim: {width // heads}, the width over its heads, unless the tensors say otherwise")
+        say(
+            f"{source} lacks head_dim: {width // heads}, the width over its heads, unless the"
+            " tensors say otherwise"
+        )
     bias = inner.flag("attention_bias", False)
     theta, factor, rope = rope_of(inner)  # the head's own, not the policy's
     return ModelConfig(
@@ -133,7 +198,10 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
         dtype=target.dtype,
         remat=target.remat,
         family=FamilyConfig(
-            model_type="qwen3" if kind == "qwen3" else "llama", query_key_norm=kind == "qwen3", attention_bias=bias, output_bias=bias
+            model_type="qwen3" if kind == "qwen3" else "llama",
+            query_key_norm=kind == "qwen3",
+            attention_bias=bias,
+            output_bias=bias,
         ),
         rope_theta=theta,
         rope_factor=factor,
@@ -142,19 +210,28 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
 
 
 def draft_config_json(
-    config: ModelConfig, head: HeadConfig, target: ModelConfig, form: Form, vocab: int, draft_length: int = 3
+    config: ModelConfig,
+    head: HeadConfig,
+    target: ModelConfig,
+    form: Form,
+    vocab: int,
+    draft_length: int = 3,
 ) -> dict[str, Any]:
-    """The config.json of a head, with every flag in words; layer numbers are left out where the default ones are meant.
+    """The config.json of a head, with every flag in words; layer numbers are left out where the
+    default ones are meant.
 
-    The speculators form names `target.path` as the policy to draft for, `draft_length` tokens a round.
+    The speculators form names `target.path` as the policy to draft for, `draft_length` tokens a
+    round.
 
     Raises:
-      ConfigError: the raw form cannot say which layers are read, since its readers would differ by one.
+      ConfigError: the raw form cannot say which layers are read, since its readers would differ by
+        one.
     """
     family, taps = config.family, head.taps if head.taps != tap_boundaries(target.layers) else ()
     require(
         family.attention_bias == family.output_bias,
-        "a head with biases on only one side of its attention has no published form; both or neither",
+        "a head with biases on only one side of its attention has no published form; both or"
+        " neither",
     )
     layer = {
         "architectures": ["Qwen3ForCausalLM" if family.query_key_norm else "LlamaForCausalLM"],
@@ -188,9 +265,24 @@ def draft_config_json(
         remedy = "readers of the raw form would count on from 1; write the speculators form"
         require(sure, f"the head reads the policy after {list(taps)} layers; {remedy}")
         # SpecForge has a norm_output of another meaning, at the top level only.
-        nested = {"use_aux_hidden_state": head.use_taps, "norm_before_fc": head.norm_before_fuse, "norm_output": head.norm_output}
-        return {**layer, **flags, **layers, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {**nested, **layers}}
-    method = {"proposal_type": "greedy", "speculative_tokens": draft_length, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+        nested = {
+            "use_aux_hidden_state": head.use_taps,
+            "norm_before_fc": head.norm_before_fuse,
+            "norm_output": head.norm_output,
+        }
+        return {
+            **layer,
+            **flags,
+            **layers,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {**nested, **layers},
+        }
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": draft_length,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
     verifier = {"name_or_path": target.path or None, "architectures": [architecture_of(target)]}
     return {
         "speculators_model_type": "eagle3",

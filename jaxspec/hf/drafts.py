@@ -10,7 +10,16 @@ import numpy as np
 from jaxspec.config.json_keys import listed, named
 from jaxspec.config.settings import HeadConfig, ModelConfig, require
 from jaxspec.hf.draft_config import Form
-from jaxspec.hf.names import MIMO_MTP, Row, check_count, layer_rows, named_leaves, places, to_ours, to_theirs
+from jaxspec.hf.names import (
+    MIMO_MTP,
+    Row,
+    check_count,
+    layer_rows,
+    named_leaves,
+    places,
+    to_ours,
+    to_theirs,
+)
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 
@@ -20,7 +29,11 @@ Arrays = Mapping[str, np.ndarray]
 def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
     """The table of an EAGLE-3 head but for its vocabulary buffers (drafters.md 1.6)."""
     first, last = "midlayer." if form == "raw" else "layers.0.", "layers.{layer}."
-    entry = [row for row in layer_rows("first.", first, config, single=True) if row.ours != "first.attention_norm"]
+    entry = [
+        row
+        for row in layer_rows("first.", first, config, single=True)
+        if row.ours != "first.attention_norm"
+    ]
     optional = [
         (Row("fuse", "fc.weight", "D C -> C D"), head.use_taps),
         (Row("taps_norm", "input_norm.weight", "C -> C"), head.norm_before_fuse),
@@ -39,38 +52,64 @@ def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
 
 
 def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> list[Row]:
-    """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding, hidden] (drafters.md 3.1).
+    """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
+    hidden] (drafters.md 3.1).
 
     DeepSeek numbers them on from the policy's own `target_layers`.
     """
     mimo = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    tokens, hidden, project, final = ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo
-    prefix, first = ("model.layers.{layer}.", target_layers) if embedding_first else (f"{MIMO_MTP}{{layer}}.", 0)
+    tokens, hidden, project, final = (
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo
+    )
+    prefix, first = (
+        ("model.layers.{layer}.", target_layers)
+        if embedding_first
+        else (f"{MIMO_MTP}{{layer}}.", 0)
+    )
     own = [
         ("embedding_norm", tokens, "D -> D"),
         ("hidden_norm", hidden, "D -> D"),
         ("project", project, "D C -> C D"),
         ("norm", final, "D -> D"),
     ]
-    rows = [Row(ours, f"{prefix}{theirs}.weight", layout, first=first) for ours, theirs, layout in own]
+    rows = [
+        Row(ours, f"{prefix}{theirs}.weight", layout, first=first) for ours, theirs, layout in own
+    ]
     return rows + layer_rows("layers.", prefix, config, first=first)
 
 
-def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
-    """Arrays by attribute path for the shapes of a network; every row must find its tensors and every tensor a row."""
+def _collected(
+    rows: list[Row], tensors: Arrays, network: Any, source: str
+) -> dict[str, np.ndarray]:
+    """Arrays by attribute path for the shapes of a network; every row must find its tensors and
+    every tensor a row."""
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
     for row in rows:
         check_count(row, shapes[row.ours], len(tensors), source)
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
-    missing, unknown = [name for name in wanted if name not in tensors], sorted(tensors.keys() - wanted.keys())
-    require(not missing, f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another draft")
-    require(not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for")
+    missing, unknown = (
+        [name for name in wanted if name not in tensors],
+        sorted(tensors.keys() - wanted.keys()),
+    )
+    require(
+        not missing,
+        f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another"
+        " draft",
+    )
+    require(
+        not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for"
+    )
     found: dict[str, np.ndarray] = {}
     for name, place in wanted.items():
         tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
-        fits = f"{source}: {name} has shape {list(tensor.shape)}; the config asks for {list(place.shape)}"
+        fits = (
+            f"{source}: {name} has shape {list(tensor.shape)}; the config asks for"
+            f" {list(place.shape)}"
+        )
         require(tensor.shape == place.shape, fits)
-        found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(row, tensor, shape[row.leading :])
+        found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(
+            row, tensor, shape[row.leading :]
+        )
     return found
 
 
@@ -78,7 +117,10 @@ def _collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> d
 
 _PREFIXES = ("model.", "draft_model.", "module.", "_orig_mod.")
 _RENAMED = {
-    **{f"aux_norm_{name}.weight": f"fc_norm.{number}.weight" for number, name in enumerate(("low", "mid", "high"))},
+    **{
+        f"aux_norm_{name}.weight": f"fc_norm.{number}.weight"
+        for number, name in enumerate(("low", "mid", "high"))
+    },
     "draft_id_to_target_id": "d2t",
 }
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -88,7 +130,8 @@ Tensor = TypeVar("Tensor")
 
 
 def normal_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors of an EAGLE-3 head by the names of the speculators form, without prefixes and rotary tables.
+    """The tensors of an EAGLE-3 head by the names of the speculators form, without prefixes and
+    rotary tables.
 
     Raises:
       ConfigError: two tensors come to the same name, or they are those of another kind of draft.
@@ -99,26 +142,44 @@ def normal_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
         while short.startswith(_PREFIXES):
             short = short.split(".", 1)[1]
         short = _RENAMED.get(short, short)
-        short = short.replace("midlayer.", "layers.0.", 1) if short.startswith("midlayer.") else short
+        short = (
+            short.replace("midlayer.", "layers.0.", 1) if short.startswith("midlayer.") else short
+        )
         require(short not in found, f"{source} has {named(short)} twice, once as {named(name)}")
         if not short.endswith(_BUFFERS):
             found[short] = array
-    require("mask_hidden" not in found, f"{source} is a P-EAGLE draft (it has mask_hidden); only EAGLE-3 heads can be loaded")
+    require(
+        "mask_hidden" not in found,
+        f"{source} is a P-EAGLE draft (it has mask_hidden); only EAGLE-3 heads can be loaded",
+    )
     old = "fc.weight" in found and "layers.0.hidden_norm.weight" not in found
-    require(not old, f"{source} is an EAGLE-1 or EAGLE-2 head (it has no hidden_norm); only EAGLE-3 heads can be loaded")
+    require(
+        not old,
+        f"{source} is an EAGLE-1 or EAGLE-2 head (it has no hidden_norm); only EAGLE-3 heads can be"
+        " loaded",
+    )
     return found
 
 
 def settle(
-    config: ModelConfig, head: HeadConfig, tensors: Arrays, target_embedding: np.ndarray, say: Callable[[str], Any]
+    config: ModelConfig,
+    head: HeadConfig,
+    tensors: Arrays,
+    target_embedding: np.ndarray,
+    say: Callable[[str], Any],
 ) -> tuple[ModelConfig, HeadConfig]:
-    """Config and form as the tensors (by `normal_names`) have them, where config.json is wrong or silent: they decide.
+    """Config and form as the tensors (by `normal_names`) have them, where config.json is wrong or
+    silent: they decide.
 
-    An embedding table that is the target's in every bit is shared; one that differs is the head's own.
+    An embedding table that is the target's in every bit is shared; one that differs is the head's
+    own.
     """
     rows = tensors.get("layers.0.self_attn.q_proj.weight", np.zeros((0, 0))).shape[0]
     if rows and rows != config.heads * config.head_size and rows % config.heads == 0:
-        say(f"head_dim is {rows // config.heads} by the tensors, not {config.head_size} as config.json has it")
+        say(
+            f"head_dim is {rows // config.heads} by the tensors, not {config.head_size} as"
+            " config.json has it"
+        )
         config = dataclasses.replace(config, head_size=rows // config.heads)
     family = {
         "query_key_norm": "layers.0.self_attn.q_norm.weight" in tensors,
@@ -127,12 +188,15 @@ def settle(
     }
     config = dataclasses.replace(config, family=dataclasses.replace(config.family, **family))
     table = tensors.get("embed_tokens.weight")
-    own = table is not None and not (table.shape == target_embedding.shape and np.array_equal(table, target_embedding))
+    own = table is not None and not (
+        table.shape == target_embedding.shape and np.array_equal(table, target_embedding)
+    )
     return config, dataclasses.replace(head, own_embedding=own)
 
 
 def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.ndarray | None:
-    """Ids of the tokens that a head of `rows` rows speaks of, from the buffers d2t (offsets) and t2d (a mask); None: all, in order.
+    """Ids of the tokens that a head of `rows` rows speaks of, from the buffers d2t (offsets) and
+    t2d (a mask); None: all, in order.
 
     Raises:
       ConfigError: the ids do not ascend inside the target's `vocab`, or the two buffers disagree.
@@ -140,34 +204,59 @@ def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.nd
     offsets, mask = tensors.get("d2t"), tensors.get("t2d")
     for name, buffer, size, kinds in (("d2t", offsets, rows, "iu"), ("t2d", mask, vocab, "biu")):
         if buffer is not None:
-            require(buffer.dtype.kind in kinds, f"{source}: {name} is of type {buffer.dtype}; it must hold whole numbers, or t2d a mask")
+            require(
+                buffer.dtype.kind in kinds,
+                f"{source}: {name} is of type {buffer.dtype}; it must hold whole numbers, or t2d a"
+                " mask",
+            )
             has = f"{source}: {name} has shape {list(buffer.shape)}, and"
-            require(buffer.shape == (size,), f"{has} {f'the head {rows} rows' if name == 'd2t' else f'the vocabulary {vocab} tokens'}")
+            wanted = f"the head {rows} rows" if name == "d2t" else f"the vocabulary {vocab} tokens"
+            require(
+                buffer.shape == (size,),
+                f"{has} {wanted}",
+            )
     if rows == vocab and (offsets is None or not offsets.any()):
         return None
     require(
         offsets is not None or mask is not None,
-        f"{source} has {rows} rows for a vocabulary of {vocab}, and neither d2t nor t2d to say which",
+        f"{source} has {rows} rows for a vocabulary of {vocab}, and neither d2t nor t2d to say"
+        " which",
     )
     ids = np.zeros(0, int) if mask is None else np.flatnonzero(mask)
     if offsets is not None:
         ids = np.arange(rows) + offsets.astype(np.int64)
         fits = bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
         absolute = bool((np.diff(offsets) > 0).all() and offsets[0] >= 0 and offsets[-1] < vocab)
-        hint = "; it looks like the ids themselves, but must hold target id - draft id" if absolute else ""
-        require(fits, f"{source}: ids i + d2t[i] run from {ids.min()} to {ids.max()}; they must ascend inside 0..{vocab - 1}{hint}")
+        hint = (
+            "; it looks like the ids themselves, but must hold target id - draft id"
+            if absolute
+            else ""
+        )
+        require(
+            fits,
+            f"{source}: ids i + d2t[i] run from {ids.min()} to {ids.max()}; they must ascend inside"
+            f" 0..{vocab - 1}{hint}",
+        )
     if mask is not None:
         said = np.flatnonzero(mask)
-        require(np.array_equal(ids, said), f"{source}: d2t names {ids.size} tokens and t2d {said.size}, and not the same ones")
-    require(ids.size == rows, f"{source}: t2d names {ids.size} tokens, and the head has {rows} rows")
+        require(
+            np.array_equal(ids, said),
+            f"{source}: d2t names {ids.size} tokens and t2d {said.size}, and not the same ones",
+        )
+    require(
+        ids.size == rows, f"{source}: t2d names {ids.size} tokens, and the head has {rows} rows"
+    )
     return ids.astype(np.int32)
 
 
-def head_arrays(config: ModelConfig, head: HeadConfig, tensors: Arrays, target: Arrays, source: str) -> dict[str, np.ndarray]:
-    """Our arrays of an EAGLE-3 head by attribute path, from `normal_names` and what `settle` made of config and form.
+def head_arrays(
+    config: ModelConfig, head: HeadConfig, tensors: Arrays, target: Arrays, source: str
+) -> dict[str, np.ndarray]:
+    """Our arrays of an EAGLE-3 head by attribute path, from `normal_names` and what `settle` made
+    of config and form.
 
-    `target` has the policy's `embedding` [V D] and `head` [D V], from which a missing lm_head is taken. `vocabulary` is there if it is not
-    the whole.
+    `target` has the policy's `embedding` [V D] and `head` [D V], from which a missing lm_head is
+    taken. `vocabulary` is there if it is not the whole.
     """
     vocab, width = target["embedding"].shape
     unsaid = tensors["d2t"].shape[0] if "d2t" in tensors else vocab
@@ -180,14 +269,20 @@ def head_arrays(config: ModelConfig, head: HeadConfig, tensors: Arrays, target: 
         columns = target["head"] if ids is None else target["head"][:, ids]
         weights["lm_head.weight"] = np.ascontiguousarray(columns.T)
     policy = dataclasses.replace(config, embed=width, vocab=vocab)
-    network = jax.eval_shape(lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows))
+    network = jax.eval_shape(
+        lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows)
+    )
     arrays = _collected(head_rows(config, head, "speculators"), weights, network, source)
     return arrays if ids is None else {**arrays, "vocabulary": ids}
 
 
 def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
-    """How many MTP layers there are among a checkpoint's tensor names, and whether they take [embedding, hidden]."""
-    for prefix, first, mark, order in (("model.mtp_layers.", 0, "input_proj", False), ("model.layers.", target_layers, "eh_proj", True)):
+    """How many MTP layers there are among a checkpoint's tensor names, and whether they take
+    [embedding, hidden]."""
+    for prefix, first, mark, order in (
+        ("model.mtp_layers.", 0, "input_proj", False),
+        ("model.layers.", target_layers, "eh_proj", True),
+    ):
         count = 0
         while f"{prefix}{first + count}.{mark}.weight" in names:
             count += 1
@@ -196,23 +291,41 @@ def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
     return 0, True
 
 
-def mtp_arrays(config: ModelConfig, embedding_first: bool, tensors: Arrays, target: Arrays, target_layers: int) -> dict[str, np.ndarray]:
-    """Our arrays of MTP layers by attribute path, from the tensors that belong to them; `target` as in `head_arrays`.
+def mtp_arrays(
+    config: ModelConfig, embedding_first: bool, tensors: Arrays, target: Arrays, target_layers: int
+) -> dict[str, np.ndarray]:
+    """Our arrays of MTP layers by attribute path, from the tensors that belong to them; `target` as
+    in `head_arrays`.
 
     Raises:
-      ConfigError: a copy of the policy's embedding or head that stands among them differs from the policy's own.
+      ConfigError: a copy of the policy's embedding or head that stands among them differs from the
+        policy's own.
     """
     weights = dict(tensors)
-    for name in [name for name in weights if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))]:
+    for name in [
+        name
+        for name in weights
+        if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
+    ]:
         ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
         same = np.array_equal(weights.pop(name), ours)
-        require(same, f"{name} is not the policy's own; MTP layers with an embedding or a head of their own cannot be loaded")
+        require(
+            same,
+            f"{name} is not the policy's own; MTP layers with an embedding or a head of their own"
+            " cannot be loaded",
+        )
     network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
-    return _collected(mtp_rows(config, embedding_first, target_layers), weights, network, "the checkpoint's MTP part")
+    return _collected(
+        mtp_rows(config, embedding_first, target_layers),
+        weights,
+        network,
+        "the checkpoint's MTP part",
+    )
 
 
 def filled(network: Any, arrays: Arrays) -> Any:
-    """A network, or its shapes, with arrays of the host by attribute path in place of all its leaves, in the leaves' own types.
+    """A network, or its shapes, with arrays of the host by attribute path in place of all its
+    leaves, in the leaves' own types.
 
     Raises:
       ConfigError: an array is missing, is foreign, or has another shape.
@@ -222,23 +335,38 @@ def filled(network: Any, arrays: Arrays) -> Any:
     require(not missing, f"the draft's {listed(missing)} is not among what was loaded")
     require(not foreign, f"the draft has no {listed(foreign)}, which was loaded")
     for name, leaf in leaves.items():
-        shapes = f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was loaded"
+        shapes = (
+            f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was"
+            " loaded"
+        )
         require(arrays[name].shape == leaf.shape, shapes)
-    return jax.tree.unflatten(jax.tree.structure(network), [arrays[name].astype(leaf.dtype) for name, leaf in leaves.items()])
+    return jax.tree.unflatten(
+        jax.tree.structure(network),
+        [arrays[name].astype(leaf.dtype) for name, leaf in leaves.items()],
+    )
 
 
 # ---- writing
 
 
-def draft_tensors(network: Eagle3 | Mtp, form: Form, target_layers: int = 0) -> dict[str, np.ndarray]:
-    """A draft's tensors by their published names; MTP layers have one form only, and are numbered on from `target_layers`."""
+def draft_tensors(
+    network: Eagle3 | Mtp, form: Form, target_layers: int = 0
+) -> dict[str, np.ndarray]:
+    """A draft's tensors by their published names; MTP layers have one form only, and are numbered
+    on from `target_layers`."""
     if isinstance(network, Mtp):
         rows = mtp_rows(network.config, network.embedding_first, target_layers)
     else:
         rows = head_rows(network.config, network.form, form)
     leaves = named_leaves(network)
-    found = [(place, np.asarray(leaves[row.ours][place.lead])) for row in rows for place in places(row, leaves[row.ours].shape)]
-    tensors = {place.name: np.ascontiguousarray(to_theirs(place.row, array)) for place, array in found}
+    found = [
+        (place, np.asarray(leaves[row.ours][place.lead]))
+        for row in rows
+        for place in places(row, leaves[row.ours].shape)
+    ]
+    tensors = {
+        place.name: np.ascontiguousarray(to_theirs(place.row, array)) for place, array in found
+    }
     if isinstance(network, Eagle3) and network.vocabulary is not None:
         ids = np.asarray(network.vocabulary[...]).astype(np.int64)
         tensors["d2t"] = ids - np.arange(ids.size)

@@ -1,4 +1,5 @@
-"""Names and layouts of Hugging Face checkpoints: one table of rows, read forwards to import and backwards to export."""
+"""Names and layouts of Hugging Face checkpoints: one table of rows, read forwards to import and
+backwards to export."""
 
 import math
 import re
@@ -24,8 +25,9 @@ MIMO_MTP = "model.mtp_layers."
 class Row(NamedTuple):
     """One of our weights and what holds it in a checkpoint.
 
-    `layout` gives the axes of their tensor, merged ones in parentheses, and those of our weight: `(N H) D -> D N H`. Our weight has a
-    leading axis for each placeholder in `theirs` ({layer}, {expert}), and a leading axis of 1 where `single` says so.
+    `layout` gives the axes of their tensor, merged ones in parentheses, and those of our weight:
+    `(N H) D -> D N H`. Our weight has a leading axis for each placeholder in `theirs` ({layer},
+    {expert}), and a leading axis of 1 where `single` says so.
     """
 
     ours: str
@@ -43,7 +45,8 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One tensor of a checkpoint: the row it belongs to, its name, its shape, and where it stands among our weight's leading axes."""
+    """One tensor of a checkpoint: the row it belongs to, its name, its shape, and where it stands
+    among our weight's leading axes."""
 
     row: Row
     name: str
@@ -54,12 +57,18 @@ class Place(NamedTuple):
 def policy_rows(config: ModelConfig) -> list[Row]:
     """The table of a policy's weights."""
     head = [] if config.tied else [Row("head", "lm_head.weight", "V D -> D V")]
-    embedding, norm = Row("embedding", "model.embed_tokens.weight", "V D -> V D"), Row("norm", "model.norm.weight", "D -> D")
+    embedding, norm = (
+        Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
+        Row("norm", "model.norm.weight", "D -> D"),
+    )
     return [embedding, *layer_rows("layers.", "model.layers.{layer}.", config), norm, *head]
 
 
-def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False, first: int = 0) -> list[Row]:
-    """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with `ours` and `theirs`."""
+def layer_rows(
+    ours: str, theirs: str, config: ModelConfig, single: bool = False, first: int = 0
+) -> list[Row]:
+    """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with `ours` and
+    `theirs`."""
     family = config.family
     table = [
         ("attention_norm", "input_layernorm.weight", "D -> D", True),
@@ -82,11 +91,16 @@ def layer_rows(ours: str, theirs: str, config: ModelConfig, single: bool = False
         ("expert_up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F", family.experts),
         ("expert_down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D", family.experts),
     ]
-    return [Row(ours + name, theirs + tensor, layout, single, first) for name, tensor, layout, there in table if there]
+    return [
+        Row(ours + name, theirs + tensor, layout, single, first)
+        for name, tensor, layout, there in table
+        if there
+    ]
 
 
 def mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
-    """Those of a checkpoint's tensor names that belong to MTP layers: MiMo's, or DeepSeek's, which are numbered on from the policy's."""
+    """Those of a checkpoint's tensor names that belong to MTP layers: MiMo's, or DeepSeek's, which
+    are numbered on from the policy's."""
     beginnings, layer = [MIMO_MTP], target_layers
     while f"model.layers.{layer}.eh_proj.weight" in names:
         beginnings.append(f"model.layers.{layer}.")
@@ -97,17 +111,31 @@ def mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by dotted attribute path, as rows name them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    paths = [[key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key) for key in path] for path, _ in leaves]
+    paths = [
+        [key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key) for key in path]
+        for path, _ in leaves
+    ]
     # A flax variable holds its array as `value`, which is also what one of our weights is called.
-    return {".".join(path[:-1] if path[-1] == "value" else path): leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
+    return {
+        ".".join(path[:-1] if path[-1] == "value" else path): leaf
+        for path, (_, leaf) in zip(paths, leaves, strict=True)
+    }
 
 
 def check_count(row: Row, shape: tuple[int, ...], tensors: int, source: str) -> None:
-    """Raises ConfigError, before any place is made, for a weight that lies in more places than a checkpoint has tensors."""
-    sizes = dict(zip(re.findall(r"{(\w+)}", row.theirs), shape[row.single : row.leading], strict=True))
+    """Raises ConfigError, before any place is made, for a weight that lies in more places than a
+    checkpoint has tensors."""
+    sizes = dict(
+        zip(re.findall(r"{(\w+)}", row.theirs), shape[row.single : row.leading], strict=True)
+    )
     keys = " and ".join(f"{_COUNTS[holder]} {size}" for holder, size in sizes.items())
-    asked = f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors {row.theirs}"
-    require(math.prod(sizes.values()) <= tensors, f"{asked}, and there are {tensors} tensors in all; correct config.json")
+    asked = (
+        f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors {row.theirs}"
+    )
+    require(
+        math.prod(sizes.values()) <= tensors,
+        f"{asked}, and there are {tensors} tensors in all; correct config.json",
+    )
 
 
 def places(row: Row, shape: tuple[int, ...]) -> list[Place]:
@@ -125,10 +153,13 @@ def places(row: Row, shape: tuple[int, ...]) -> list[Place]:
 
 
 def to_ours(row: Row, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Their tensor in our layout, as a view: `shape` is that of our weight without its leading axes."""
+    """Their tensor in our layout, as a view: `shape` is that of our weight without its leading
+    axes."""
     theirs, ours = _axes(row.layout)
     sizes, flat = _sizes(row, shape), [axis for group in theirs for axis in group]
-    return tensor.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in ours])
+    return tensor.reshape([sizes[axis] for axis in flat]).transpose(
+        [flat.index(axis) for axis in ours]
+    )
 
 
 def to_theirs(row: Row, weight: np.ndarray) -> np.ndarray:
@@ -139,14 +170,19 @@ def to_theirs(row: Row, weight: np.ndarray) -> np.ndarray:
     return weight.transpose([ours.index(axis) for axis in flat]).reshape(merged)
 
 
-def their_slices(row: Row, index: Sequence[slice], shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
-    """What to read of their tensor for a slice of our weight: their slices, our shape of what is read, and the slice of that.
+def their_slices(
+    row: Row, index: Sequence[slice], shape: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
+    """What to read of their tensor for a slice of our weight: their slices, our shape of what is
+    read, and the slice of that.
 
     Along merged axes only the first one's slice narrows what is read.
     """
     theirs, ours = _axes(row.layout)
     sizes = _sizes(row, shape)
-    wanted = {axis: slice(*part.indices(sizes[axis])) for axis, part in zip(ours, index, strict=True)}
+    wanted = {
+        axis: slice(*part.indices(sizes[axis])) for axis, part in zip(ours, index, strict=True)
+    }
     outer, narrowed = [], dict.fromkeys(ours, slice(None))
     for first, *rest in theirs:
         inner = math.prod(sizes[axis] for axis in rest)
@@ -163,4 +199,6 @@ def _sizes(row: Row, shape: tuple[int, ...]) -> dict[str, int]:
 def _axes(layout: str) -> tuple[list[list[str]], list[str]]:
     """Axes of their tensor, in groups that are merged, and of ours."""
     theirs, ours = layout.split("->")
-    return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\w+)", theirs)], ours.split()
+    return [
+        (merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\w+)", theirs)
+    ], ours.split()

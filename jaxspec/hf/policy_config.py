@@ -22,7 +22,16 @@ KEYS = {
     "model.family.experts": "num_experts",
     "model.family.experts_per_token": "num_experts_per_tok",
     "model.rope_theta": "rope_theta",
-    **{f"model.rope.{key}": key for key in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")},
+    **{
+        f"model.rope.{key}": key
+        for key in (
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "low_freq_factor",
+            "high_freq_factor",
+        )
+    },
 }
 """What settings that are read from a config.json are called there."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -38,21 +47,31 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelConfig:
-    """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype and remat are those of `base`.
+    """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype and remat
+    are those of `base`.
 
-    A `rope_factor` of `base` above 1 stretches the positions that the checkpoint allows for by YaRN, in place of any scaling of its own.
+    A `rope_factor` of `base` above 1 stretches the positions that the checkpoint allows for by
+    YaRN, in place of any scaling of its own.
 
     Raises:
-      ConfigError: an architecture that is not known, a key that is missing, or a value that is not supported, by name.
+      ConfigError: an architecture that is not known, a key that is missing, or a value that is not
+        supported, by name.
     """
     keys = Keys(raw, source)
     name = next(iter(keys.texts("architectures")), None)
     known = f"known are {', '.join(ARCHITECTURES)}"
     require(name is not None, f"{source}: no key 'architectures'; {known}")
-    require(name in ARCHITECTURES, f"{source}: the architecture {named(str(name))} is not supported; {known}")
+    require(
+        name in ARCHITECTURES,
+        f"{source}: the architecture {named(str(name))} is not supported; {known}",
+    )
     for key, allowed in _REFUSED.items():
         value = raw.get(key)
-        remedy = f"only {', '.join(map(str, allowed))} is supported" if allowed else "give weights that are not quantized"
+        remedy = (
+            f"only {', '.join(map(str, allowed))} is supported"
+            if allowed
+            else "give weights that are not quantized"
+        )
         require(value is None or value in allowed, f"{source}: {key} is {shown(value)}; {remedy}")
     _refuse_sliding(keys)
     heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
@@ -61,7 +80,9 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         theta, factor, rope = rope_of(keys)
         if base.rope_factor != 1:
             stretched = f"which model.rope_factor {base.rope_factor:g} stretches"
-            require(rope.context > 0, f"{source}: no key 'max_position_embeddings', {stretched}; add it")
+            require(
+                rope.context > 0, f"{source}: no key 'max_position_embeddings', {stretched}; add it"
+            )
             factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
             rope = RopeConfig(context=rope.context)
         return replace(
@@ -84,10 +105,16 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
 
 def _family(keys: Keys, family: FamilyConfig) -> FamilyConfig:
     if family.model_type == "qwen3_moe":
-        renamed = keys.whole("num_local_experts") if keys.has("num_local_experts") else None  # by transformers 5
+        # by transformers 5
+        renamed = keys.whole("num_local_experts") if keys.has("num_local_experts") else None
         experts, chosen = keys.whole("num_experts", renamed), keys.whole("num_experts_per_tok")
         # transformers' own default, for files that leave it out
-        family = replace(family, experts=experts, experts_per_token=chosen, normalize_experts=keys.flag("norm_topk_prob", False))
+        family = replace(
+            family,
+            experts=experts,
+            experts_per_token=chosen,
+            normalize_experts=keys.flag("norm_topk_prob", False),
+        )
     return implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
 
 
@@ -96,63 +123,112 @@ def _refuse_sliding(keys: Keys) -> None:
     slides = keys.flag("use_sliding_window", False) and full < layers
     slides |= any(kind != "full_attention" for kind in keys.texts("layer_types"))
     remedy = "is not supported; only full attention is"
-    require(not slides, f"{keys.source}: sliding-window attention (use_sliding_window, layer_types) {remedy}")
+    require(
+        not slides,
+        f"{keys.source}: sliding-window attention (use_sliding_window, layer_types) {remedy}",
+    )
 
 
 def head_size_of(keys: Keys, width: int, heads: int) -> int:
     """The size of a head, by default the width over the heads."""
-    few = f"{keys.source}: no key 'head_dim', and hidden_size {width} is below num_attention_heads {heads}; add it, or correct one of them"
+    few = (
+        f"{keys.source}: no key 'head_dim', and hidden_size {width} is below num_attention_heads"
+        f" {heads}; add it, or correct one of them"
+    )
     require(keys.has("head_dim") or heads <= width, few)
     return keys.whole("head_dim", width // heads)
 
 
 def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
-    """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or that of transformers 5."""
+    """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or
+    that of transformers 5."""
     source = keys.source
     given = keys.part("rope_parameters" if keys.content.get("rope_parameters") else "rope_scaling")
     theta = given.number("rope_theta", keys.number("rope_theta", 10_000.0))
-    longest = int(keys.number("max_position_embeddings")) if keys.has("max_position_embeddings") else 0
+    longest = (
+        int(keys.number("max_position_embeddings")) if keys.has("max_position_embeddings") else 0
+    )
     kind = given.text("rope_type", given.text("type", "default"))
     if kind == "default":
         return theta, 1.0, RopeConfig(context=longest)
     require(
         kind in ("linear", "yarn", "llama3"),
-        f"{source}: rope scaling {shown(kind)} is not supported; known are default, linear, yarn, llama3",
+        f"{source}: rope scaling {shown(kind)} is not supported; known are default, linear, yarn,"
+        " llama3",
     )
-    original = int(given.number("original_max_position_embeddings")) if given.has("original_max_position_embeddings") else longest
-    known = f"{source}: the rope scaling {kind!r} needs original_max_position_embeddings or max_position_embeddings; add one"
+    original = (
+        int(given.number("original_max_position_embeddings"))
+        if given.has("original_max_position_embeddings")
+        else longest
+    )
+    known = (
+        f"{source}: the rope scaling {kind!r} needs original_max_position_embeddings or"
+        " max_position_embeddings; add one"
+    )
     require(original > 0 or kind == "linear", known)
     implied = longest / original if kind == "yarn" and longest else None
-    require(given.has("factor") or implied is not None, f"{source}: the rope scaling {kind!r} has no key 'factor'; add it")
+    require(
+        given.has("factor") or implied is not None,
+        f"{source}: the rope scaling {kind!r} has no key 'factor'; add it",
+    )
     factor = given.number("factor", implied)
-    short = f"{given.source}: factor is {factor:g}" if given.has("factor") else f"{source}: max_position_embeddings {longest} is too small"
-    require(factor >= 1, f"{short}; positions are stretched by 1 or more times original_max_position_embeddings {original}: correct one")
-    rope = RopeConfig(kind=kind, context=original, longest=longest if longest > original * factor else 0)  # pyright: ignore[reportArgumentType]
+    short = (
+        f"{given.source}: factor is {factor:g}"
+        if given.has("factor")
+        else f"{source}: max_position_embeddings {longest} is too small"
+    )
+    require(
+        factor >= 1,
+        f"{short}; positions are stretched by 1 or more times original_max_position_embeddings"
+        f" {original}: correct one",
+    )
+    longest = longest if longest > original * factor else 0
+    rope = RopeConfig(kind=kind, context=original, longest=longest)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
-        rope = replace(rope, **{key: given.number(key) for key in ("low_freq_factor", "high_freq_factor") if given.has(key)})
+        rope = replace(
+            rope,
+            **{
+                key: given.number(key)
+                for key in ("low_freq_factor", "high_freq_factor")
+                if given.has(key)
+            },
+        )
     if kind == "yarn":
         numbers = {key: given.number(key) for key in ("beta_fast", "beta_slow") if given.has(key)}
-        rope = replace(rope, **numbers, attention_factor=_attention_factor(given, factor), truncate=given.flag("truncate", True))
+        rope = replace(
+            rope,
+            **numbers,
+            attention_factor=_attention_factor(given, factor),
+            truncate=given.flag("truncate", True),
+        )
     return theta, factor, rope
 
 
 def _attention_factor(given: Keys, factor: float) -> float:
-    """YaRN's factor on cosines and sines where the file sets it, as a number or by DeepSeek's mscale; else 0."""
+    """YaRN's factor on cosines and sines where the file sets it, as a number or by DeepSeek's
+    mscale; else 0."""
     if given.has("attention_factor"):
         return given.number("attention_factor")
     if given.content.get("mscale") and given.content.get("mscale_all_dim"):
-        numerator, denominator = (0.1 * given.number(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
+        numerator, denominator = (
+            0.1 * given.number(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")
+        )
         return numerator / denominator
     return 0.0
 
 
 def architecture_of(config: ModelConfig) -> str:
     """The name of a model's class in config.json."""
-    return next(name for name, entry in ARCHITECTURES.items() if entry.model_type == config.family.model_type)
+    return next(
+        name
+        for name, entry in ARCHITECTURES.items()
+        if entry.model_type == config.family.model_type
+    )
 
 
 def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """config.json of a policy with weights of `dtype`, in the form that transformers (4 and 5), vLLM and SGLang read alike.
+    """config.json of a policy with weights of `dtype`, in the form that transformers (4 and 5),
+    vLLM and SGLang read alike.
 
     `special_ids` are added as they are: eos_token_id and the like.
     """
@@ -197,16 +273,28 @@ def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int])
 
 
 def rope_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json about positions; stretched ones allow for the context times the factor."""
+    """The keys of config.json about positions; stretched ones allow for the context times the
+    factor."""
     rope, factor = config.rope, config.rope_factor
     longest = {"max_position_embeddings": config.positions} if config.positions else {}
     written = {"rope_theta": config.rope_theta, "rope_scaling": None, **longest}
     if factor == 1:
         return written
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": factor, "original_max_position_embeddings": rope.context}
+    scaling: dict[str, Any] = {
+        "rope_type": rope.kind,
+        "factor": factor,
+        "original_max_position_embeddings": rope.context,
+    }
     if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
     if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        }
         scaling |= {"attention_factor": rope.attention_factor} if rope.attention_factor else {}
     return {**written, "rope_scaling": scaling}

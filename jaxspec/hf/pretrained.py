@@ -1,4 +1,5 @@
-"""Weights from and to Hugging Face folders: found, checked before any device memory is used, read straight to their final sharding."""
+"""Weights from and to Hugging Face folders: found, checked before any device memory is used, read
+straight to their final sharding."""
 
 import functools
 import hashlib
@@ -44,7 +45,8 @@ _SAMPLE, _SAMPLES = 2**12, 2**10
 
 
 def find_folder(path: str, setting: str) -> Path:
-    """The local folder of a checkpoint; one on the hub is downloaded into the hub's own cache first.
+    """The local folder of a checkpoint; one on the hub is downloaded into the hub's own cache
+    first.
 
     Raises:
       ConfigError: there is no such folder, or it cannot be downloaded; `setting` is named.
@@ -53,17 +55,25 @@ def find_folder(path: str, setting: str) -> Path:
     if folder.is_dir():
         return folder
     is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    missing = f"{setting} {path}: no such folder{', and no id on the hub such as Qwen/Qwen3-8B' if not is_id else ''}"
+    missing = (
+        f"{setting} {path}: no such"
+        f" folder{', and no id on the hub such as Qwen/Qwen3-8B' if not is_id else ''}"
+    )
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
         return _downloaded(path)
-    except (OSError, ValueError) as error:  # all that the hub's library raises for want of a network, a repository or a right
+    # all that the hub's library raises for want of a network, a repository or a right
+    except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its folder") from error
+        raise ConfigError(
+            f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its"
+            " folder"
+        ) from error
 
 
 def absolute(path: str) -> str:
-    """The path from anywhere of a folder that `find_folder` has found; an id on the hub as it is."""
+    """The path from anywhere of a folder that `find_folder` has found; an id on the hub as it
+    is."""
     folder = expanded(path, "checkpoint")
     return str(folder) if folder.is_dir() else path
 
@@ -77,7 +87,8 @@ def _downloaded(name: str) -> Path:
 
 
 def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
-    """Reads a PEFT folder, and returns what merges its adapters into a policy of these shapes, whose arrays it consumes.
+    """Reads a PEFT folder, and returns what merges its adapters into a policy of these shapes,
+    whose arrays it consumes.
 
     Raises:
       ConfigError: there is no such folder, or its adapters are not for this policy.
@@ -98,9 +109,15 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
 
 
 def fingerprint(path: str) -> str:
-    """A digest of a checkpoint's settings and of samples of its weights: other weights have another one, and nothing is read whole."""
+    """A digest of a checkpoint's settings and of samples of its weights: other weights have another
+    one, and nothing is read whole."""
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
-    for file in sorted(file for pattern in ("*.safetensors", "*config.json") for file in folder.glob(pattern) if file.is_file()):
+    for file in sorted(
+        file
+        for pattern in ("*.safetensors", "*config.json")
+        for file in folder.glob(pattern)
+        if file.is_file()
+    ):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
@@ -123,7 +140,8 @@ def policy_config(base: ModelConfig) -> ModelConfig:
 
 
 def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
-    """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it are left to drafts."""
+    """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it
+    are left to drafts."""
     folder = find_folder(config.path, "model.path")
     tensors = open_tensors(folder)
     for name in mtp_names(list(tensors), config.layers):
@@ -132,24 +150,37 @@ def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
 
 
 class Checkpoint:
-    """The tensors of a folder that fill a network by a table of rows; all of them have been checked."""
+    """The tensors of a folder that fill a network by a table of rows; all of them have been
+    checked."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Stored], rows: Sequence[Row], abstract: PyTree, ignore: bool) -> None:
-        """Looks at the headers of the files only; `abstract` has the network's shapes, types and shardings.
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Stored],
+        rows: Sequence[Row],
+        abstract: PyTree,
+        ignore: bool,
+    ) -> None:
+        """Looks at the headers of the files only; `abstract` has the network's shapes, types and
+        shardings.
 
         Raises:
-          ConfigError: names the tensors that are missing, have another shape, are not floats, or (unless `ignore`) are not known.
+          ConfigError: names the tensors that are missing, have another shape, are not floats, or
+            (unless `ignore`) are not known.
         """
         self._abstract, self._tensors = abstract, tensors
         leaves = named_leaves(abstract)
         for row in rows:
             check_count(row, leaves[row.ours].shape, len(tensors), str(folder))
         self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
-        _check(folder, [place for found in self._places.values() for place in found], tensors, ignore)
+        _check(
+            folder, [place for found in self._places.values() for place in found], tensors, ignore
+        )
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
 
     def load(self, progress: Callable[[int], None]) -> PyTree:
-        """The network on its devices: each process reads the slices that its own devices hold, one weight after the other.
+        """The network on its devices: each process reads the slices that its own devices hold, one
+        weight after the other.
 
         `progress` is told the bytes that are in place.
         """
@@ -165,10 +196,14 @@ class Checkpoint:
         shards = []
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             shards.append(jax.device_put(_read(row, by_lead, leaf, index), device))
-        return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+        return jax.block_until_ready(
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        )
 
 
-def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
+def _read(
+    row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index: tuple[slice, ...]
+) -> np.ndarray:
     """A slice of our weight in our type, from the tensors that hold parts of it."""
     ranges = [range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)]
     outer, shape, inner = their_slices(row, index[row.leading :], leaf.shape[row.leading :])
@@ -182,32 +217,61 @@ def _read(row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index:
 def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool) -> None:
     by_name = {place.name: place for place in wanted}
     missing = listed([name for name in by_name if name not in tensors])
-    require(not missing, f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or correct config.json")
+    require(
+        not missing,
+        f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or"
+        " correct config.json",
+    )
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
         for name, place in by_name.items()
         if tensors[name].shape != place.shape
     ]
-    require(not wrong, f"{folder} holds tensors of another shape: {listed(wrong, '; ')}; correct config.json")
-    narrow = listed([f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS])
-    require(not narrow, f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights that are not quantized")
+    require(
+        not wrong,
+        f"{folder} holds tensors of another shape: {listed(wrong, '; ')}; correct config.json",
+    )
+    narrow = listed(
+        [f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS]
+    )
+    require(
+        not narrow,
+        f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights"
+        " that are not quantized",
+    )
     known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if head in tensors and head not in known and embedding in known:  # a tied head that was written all the same
+    # a tied head that was written all the same
+    if head in tensors and head not in known and embedding in known:
         alike = tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOATS
         same = alike and np.array_equal(tensors[head].read(), tensors[embedding].read())
-        require(same, f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the key to false in config.json")
+        require(
+            same,
+            f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the"
+            " key to false in config.json",
+        )
         known |= {head}
     unknown = listed([name for name in tensors if name not in known])
-    require(ignore or not unknown, f"{folder} holds tensors that have no place here: {unknown}; leave them out with --model.ignore")
+    require(
+        ignore or not unknown,
+        f"{folder} holds tensors that have no place here: {unknown}; leave them out with"
+        " --model.ignore",
+    )
 
 
-def tensors_of(rows: Sequence[Row], network: PyTree, dtype: Any) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """The tensors of a checkpoint, each with its bytes in `dtype` and what makes it, for `tensor_files.write_tensors`."""
+def tensors_of(
+    rows: Sequence[Row], network: PyTree, dtype: Any
+) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """The tensors of a checkpoint, each with its bytes in `dtype` and what makes it, for
+    `tensor_files.write_tensors`."""
     leaves = named_leaves(network)
     for row in rows:
         for place in places(row, leaves[row.ours].shape):
-            yield place.name, math.prod(place.shape) * np.dtype(dtype).itemsize, _maker(place, leaves[row.ours], dtype)
+            yield (
+                place.name,
+                math.prod(place.shape) * np.dtype(dtype).itemsize,
+                _maker(place, leaves[row.ours], dtype),
+            )
 
 
 def _maker(place: Place, leaf: Any, dtype: Any) -> Callable[[], np.ndarray]:

@@ -1,4 +1,5 @@
-"""Safetensors files: what is in a folder, checked before anything is read; slices of tensors without a copy; and writing them."""
+"""Safetensors files: what is in a folder, checked before anything is read; slices of tensors
+without a copy; and writing them."""
 
 from __future__ import annotations
 
@@ -21,15 +22,17 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 _INFINITY = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
-"""The bits of infinity by type; those of NaN are above it, those of every finite number that is not negative below. Of 64 bits, those of
-the least number that is infinite in float32."""
+"""The bits of infinity by type; those of NaN are above it, those of every finite number that is not
+negative below. Of 64 bits, those of the least number that is infinite in float32."""
 
 
 def _finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a tensor of that type has neither NaN nor infinity in float32; only floats of 16 bits or more are looked at.
+    """Whether a tensor of that type has neither NaN nor infinity in float32; only floats of 16 bits
+    or more are looked at.
 
-    The maxima of its bits read with a sign, for numbers that are not negative, and without one, for the others, tell. NumPy finds those of
-    16 bits ten times as fast as it asks each number, and they take no memory.
+    The maxima of its bits read with a sign, for numbers that are not negative, and without one, for
+    the others, tell. NumPy finds those of 16 bits ten times as fast as it asks each number, and
+    they take no memory.
     """
     infinity, bits = _INFINITY.get(dtype), 8 * array.dtype.itemsize
     if infinity is None or not array.size:
@@ -54,9 +57,18 @@ class Stored(NamedTuple):
         Raises:
           ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
-        part = self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
-        damaged = f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or infinity in float32)"
-        require(_finite(part, self.dtype), f"{damaged}; download the file again, or give a checkpoint whose training did not diverge")
+        part = (
+            self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
+        )
+        damaged = (
+            f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or"
+            " infinity in float32)"
+        )
+        require(
+            _finite(part, self.dtype),
+            f"{damaged}; download the file again, or give a checkpoint whose training did not"
+            " diverge",
+        )
         return part
 
 
@@ -65,14 +77,28 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 
 
-def check_header(stored: Stored, kinds: tuple[str, ...] = FLOATS, axes: tuple[int, ...] = (1, 2)) -> None:
-    """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all; only its header is looked at."""
+def check_header(
+    stored: Stored, kinds: tuple[str, ...] = FLOATS, axes: tuple[int, ...] = (1, 2)
+) -> None:
+    """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all;
+    only its header is looked at."""
     name = f"{stored.file}: the tensor {named(stored.name)}"
-    remedy = "give weights that are not quantized" if kinds == FLOATS else "give the file as it was published"
-    require(stored.dtype in kinds, f"{name} is of type {stored.dtype}; it must be one of {', '.join(kinds)}, so {remedy}")
+    remedy = (
+        "give weights that are not quantized"
+        if kinds == FLOATS
+        else "give the file as it was published"
+    )
+    require(
+        stored.dtype in kinds,
+        f"{name} is of type {stored.dtype}; it must be one of {', '.join(kinds)}, so {remedy}",
+    )
     counts = " or ".join(map(str, axes))
     fits = len(stored.shape) in axes and all(stored.shape)
-    require(fits, f"{name} has shape {list(stored.shape)}; it must have {counts} axes, none of them of size 0; download the file again")
+    require(
+        fits,
+        f"{name} has shape {list(stored.shape)}; it must have {counts} axes, none of them of size"
+        " 0; download the file again",
+    )
 
 
 def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
@@ -87,34 +113,58 @@ def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
     file = folder / name
     if not file.is_file():
         pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-        unsafe = f"{folder} holds pickle files ({', '.join(pickles[:3])}), which can run code when they are read, and no {name}"
-        require(not pickles, f"{unsafe}; convert them to safetensors first (transformers: save_pretrained)")
-        raise ConfigError(f"{folder} has neither {name} nor {index.name}; give the folder of a checkpoint in safetensors")
+        unsafe = (
+            f"{folder} holds pickle files ({', '.join(pickles[:3])}), which can run code when they"
+            f" are read, and no {name}"
+        )
+        require(
+            not pickles,
+            f"{unsafe}; convert them to safetensors first (transformers: save_pretrained)",
+        )
+        raise ConfigError(
+            f"{folder} has neither {name} nor {index.name}; give the folder of a checkpoint in"
+            " safetensors"
+        )
     return _header(file)
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
     places = read_keys(index).part("weight_map").content
-    require(bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again")
+    require(
+        bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again"
+    )
     for tensor, shard in places.items():
-        known = f"weight_map has {shown(tensor)} in {shown(shard)}, which is not the plain name of a file beside it"
+        known = (
+            f"weight_map has {shown(tensor)} in {shown(shard)}, which is not the plain name of a"
+            " file beside it"
+        )
         require(_is_plain(shard), f"{index}: {known}; download it again")
     shards = sorted(set(places.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
-    some = f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names: {', '.join(missing[:5])}"
+    some = (
+        f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names:"
+        f" {', '.join(missing[:5])}"
+    )
     require(not missing, f"{some}; download them again")
     headers = {shard: _header(folder / shard) for shard in shards}
     for tensor, shard in places.items():
         require(
             tensor in headers[shard],
-            f"{folder / shard} lacks the tensor {named(tensor)}, which {index.name} places there; download it again",
+            f"{folder / shard} lacks the tensor {named(tensor)}, which {index.name} places there;"
+            " download it again",
         )
     return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
 
 
 def _is_plain(name: Any) -> bool:
     """Whether a name that a file states can only be that of a file in the same folder."""
-    return isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..") and len(name) < 200
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and not {"/", "\\"} & set(name)
+        and name not in ("", ".", "..")
+        and len(name) < 200
+    )
 
 
 def _header(file: Path) -> dict[str, Stored]:
@@ -123,14 +173,24 @@ def _header(file: Path) -> dict[str, Stored]:
         opened = safe_open(str(file), "np")
         parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no dict
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: truncated or damaged, or no safetensors file ({named(str(error))}); download it again") from error
-    return {name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+        raise ConfigError(
+            f"{file}: truncated or damaged, or no safetensors file ({named(str(error))}); download"
+            " it again"
+        ) from error
+    return {
+        name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape()))
+        for name, part in parts.items()
+    }
 
 
-def write_tensors(folder: Path, tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]], name: str = WEIGHTS) -> Iterator[str]:
-    """Writes tensors (name, bytes, what makes it), in files of at most `SHARD_BYTES` or one tensor each; yields the names as they are made.
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]], name: str = WEIGHTS
+) -> Iterator[str]:
+    """Writes tensors (name, bytes, what makes it), in files of at most `SHARD_BYTES` or one tensor
+    each; yields the names as they are made.
 
-    No more than one file's tensors are in memory at a time. A single file is called `name`; several get numbers and an index.
+    No more than one file's tensors are in memory at a time. A single file is called `name`; several
+    get numbers and an index.
     """
     shards: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
     filled = total = 0
@@ -150,4 +210,6 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, int, Callable[[], n
         save_file(made, folder / file, {"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / f"{name}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / f"{name}.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )

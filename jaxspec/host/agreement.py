@@ -1,7 +1,8 @@
-"""Whether a draft that was loaded fits its policy: agreement and acceptance on a few prompts, and what is wired wrongly if they are poor.
+"""Whether a draft that was loaded fits its policy: agreement and acceptance on a few prompts, and
+what is wired wrongly if they are poor.
 
-A wrong layer, flag or base of the positions raises no error anywhere; it only makes a draft useless (drafters.md 1.3: acceptance of 45 %
-becomes 10 %, 59 % becomes 1 %).
+A wrong layer, flag or base of the positions raises no error anywhere; it only makes a draft useless
+(drafters.md 1.3: acceptance of 45 % becomes 10 %, 59 % becomes 1 %).
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.state import PyTree
 
 POOR, CHANCE = 0.5, 0.2
-"""Agreement below which repairs are tried, and below which a draft for which none helps is taken to be made for other weights: published
-heads agree with their policy in more than half of all tokens, miswired ones in 1 to 15 % (drafters.md 1.3), weak ones in between."""
+"""Agreement below which repairs are tried, and below which a draft for which none helps is taken to
+be made for other weights: published heads agree with their policy in more than half of all tokens,
+miswired ones in 1 to 15 % (drafters.md 1.3), weak ones in between."""
 BETTER, TIMES = 0.15, 1.5
 """A repair must agree in so much more of the tokens, and so many times as often, to be named."""
 LEAST = 64
@@ -57,23 +59,36 @@ class Repair(NamedTuple):
 
 
 def probe(
-    generator: Generator, policy: Decoder, network: PyTree, tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]
+    generator: Generator,
+    policy: Decoder,
+    network: PyTree,
+    tokens: Int[np.ndarray, "B S"],
+    lengths: Int[np.ndarray, " B"],
 ) -> Reading:
-    """Compares a draft with its policy on texts of `lengths` tokens, and looks for the wrong wire where they do not agree.
+    """Compares a draft with its policy on texts of `lengths` tokens, and looks for the wrong wire
+    where they do not agree.
 
     `tokens` are the same in all processes: a few dozen prompts, or whole texts.
     """
     inside = np.arange(tokens.shape[1]) < lengths[:, None]
-    texts = whole_rows(*jax.device_put((np.asarray(tokens, np.int32), inside), meshes.replicated(generator.mesh)))
+    texts = whole_rows(
+        *jax.device_put((np.asarray(tokens, np.int32), inside), meshes.replicated(generator.mesh))
+    )
     dtype, taps = jnp.dtype(generator.dtype), generator.taps
 
-    def read(network: PyTree, taps: tuple[int, ...], depths: int) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
-        objective = Objective(total_variation, depths, 1.0, generator.settings.processing.temperature)
+    def read(
+        network: PyTree, taps: tuple[int, ...], depths: int
+    ) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
+        objective = Objective(
+            total_variation, depths, 1.0, generator.settings.processing.temperature
+        )
         return _read(policy, network, _pass(policy, texts, taps, dtype), texts, objective, dtype)
 
     agreement, acceptance = jax.device_get(read(network, taps, max(2, generator.draft_length)))
     skipped = 1 if isinstance(network, Decoder) else 2  # tokens before the first that is predicted
-    reading = Reading(agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum()))
+    reading = Reading(
+        agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum())
+    )
     poor = next((depth for depth, share in enumerate(reading.agreement[:2]) if share < POOR), None)
     if poor is None or reading.tokens < LEAST:
         return reading
@@ -91,35 +106,61 @@ def report(reading: Reading) -> str:
     shares = ", ".join(f"{share:.0%}" for share in reading.agreement)
     overlaps = ", ".join(f"{share:.2f}" for share in reading.acceptance)
     kept = 1 + np.cumprod(reading.acceptance).sum()
-    agrees = f"the draft's likeliest token is the policy's in {shares} of {reading.tokens} prompt tokens"
+    agrees = (
+        f"the draft's likeliest token is the policy's in {shares} of {reading.tokens} prompt tokens"
+    )
     return f"{agrees} (by depth); expected acceptance {overlaps}, hence {kept:.2f} tokens a round"
 
 
 def repairs(network: PyTree, taps: tuple[int, ...], target: ModelConfig) -> Iterator[Repair]:
     """The likely mistakes of a loader, undone one at a time."""
     if isinstance(network, Mtp):
-        order, name = ("[hidden, embedding]", "MiMo's") if network.embedding_first else ("[embedding, hidden]", "DeepSeek's")
+        order, name = (
+            ("[hidden, embedding]", "MiMo's")
+            if network.embedding_first
+            else ("[embedding, hidden]", "DeepSeek's")
+        )
         mend = f"{name} names for its tensors, from which the order follows"
-        yield Repair(f"its layers read {order}", mend, _with(network, embedding_first=not network.embedding_first), taps)
+        yield Repair(
+            f"its layers read {order}",
+            mend,
+            _with(network, embedding_first=not network.embedding_first),
+            taps,
+        )
     if isinstance(network, Eagle3):
         yield from _shifted(network, taps, target.layers)
         for flag in ("norm_before_residual", "norm_output"):
             value = not getattr(network.form, flag)
             changed = _with(network, form=dataclasses.replace(network.form, **{flag: value}))
-            yield Repair(f"{flag} is {value}", f'"{flag}": {str(value).lower()} in the draft\'s config.json', changed, taps)
+            yield Repair(
+                f"{flag} is {value}",
+                f'"{flag}": {str(value).lower()} in the draft\'s config.json',
+                changed,
+                taps,
+            )
         yield from _ids(network, taps)
         bases = {"the policy's": target.rope_theta, "the default": 1e4}
         for whose, theta in bases.items():
             if theta != network.config.rope_theta:
-                changed = _with(network, config=dataclasses.replace(network.config, rope_theta=theta))
-                yield Repair(f"rope_theta is {whose} {theta:g}", f'"rope_theta": {theta:g} in the draft\'s config.json', changed, taps)
+                changed = _with(
+                    network, config=dataclasses.replace(network.config, rope_theta=theta)
+                )
+                yield Repair(
+                    f"rope_theta is {whose} {theta:g}",
+                    f'"rope_theta": {theta:g} in the draft\'s config.json',
+                    changed,
+                    taps,
+                )
 
 
 def _shifted(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
     for by in (1, -1):
         moved = tuple(tap + by for tap in taps)
         if moved and moved[0] >= 0 and moved[-1] <= layers:
-            said = f"it reads one layer {'later' if by > 0 else 'earlier'}, after {', '.join(map(str, moved))}"
+            said = (
+                f"it reads one layer {'later' if by > 0 else 'earlier'}, after"
+                f" {', '.join(map(str, moved))}"
+            )
             yield Repair(said, f"--head.taps {' '.join(map(str, moved))}", network, moved)
 
 
@@ -130,7 +171,10 @@ def _ids(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:
     ids = stored - np.arange(stored.size, dtype=np.int32)
     if (np.diff(ids) > 0).all() and (ids != stored).any():
         yield Repair(
-            "its d2t holds token ids, not offsets", "d2t - arange(len(d2t)) in the draft's file", with_vocabulary(network, ids), taps
+            "its d2t holds token ids, not offsets",
+            "d2t - arange(len(d2t)) in the draft's file",
+            with_vocabulary(network, ids),
+            taps,
         )
 
 
@@ -150,8 +194,13 @@ def _diagnosis(share: float, depth: int, readings: dict[tuple[str, str], float])
         return f"{poor}, but in {readings[best]:.0%} if {says}: set {mend}"
     if share >= CHANCE:
         return ""
-    tried = f"; none of these mends it: {', '.join(says for says, _ in readings)}" if readings else ""
-    return f"{poor}{tried}. Most likely it was trained for other weights; train it further (--offline.steps), or leave it out"
+    tried = (
+        f"; none of these mends it: {', '.join(says for says, _ in readings)}" if readings else ""
+    )
+    return (
+        f"{poor}{tried}. Most likely it was trained for other weights; train it further"
+        " (--offline.steps), or leave it out"
+    )
 
 
 @partial(jax.jit, static_argnames=("taps", "dtype"))

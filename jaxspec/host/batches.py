@@ -1,4 +1,5 @@
-"""Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees to its own rows."""
+"""Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees
+to its own rows."""
 
 import math
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ class Scored(NamedTuple):
 
 
 class Batches:
-    """Prompts by batch number, from the training stream or the held-out problems, and their rewards."""
+    """Prompts by batch number, from the training stream or the held-out problems, and their
+    rewards."""
 
     def __init__(self, job: Job, problems: Problems, held_out: Problems):
         self._job, self._held_out = job, held_out
@@ -53,11 +55,13 @@ class Batches:
         return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
 
     def compare(self, batch: int) -> Prompts:
-        """The prompts of a training batch under other noise: history has its answers by now, and must not hand them back."""
+        """The prompts of a training batch under other noise: history has its answers by now, and
+        must not hand them back."""
         return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
 
     def evaluate(self, call: int) -> Prompts:
-        """The held-out prompts of one evaluation call; the last is padded with prompts that are not answered."""
+        """The held-out prompts of one evaluation call; the last is padded with prompts that are not
+        answered."""
         return self._place(self._held_out_problems(call, self._here), Stream.EVALUATE, call)
 
     def nothing(self, batch: int) -> Prompts:
@@ -69,7 +73,8 @@ class Batches:
         return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
 
     def score_training(self, batch: int, rollout: Rollout) -> Scored:
-        """Rewards of a training batch, whose answers are remembered where drafts look through them."""
+        """Rewards of a training batch, whose answers are remembered where drafts look through
+        them."""
         self.remember(batch, rollout)
         return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
 
@@ -78,50 +83,87 @@ class Batches:
         return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
 
     def replanned(self, finished: Finished) -> Finished:
-        """A finished batch with a plan for this mesh: the one of another mesh, or of other micro-batches, is no use."""
+        """A finished batch with a plan for this mesh: the one of another mesh, or of other
+        micro-batches, is no use."""
         rows = np.flatnonzero(self._owned).astype(np.int32)
         table = np.zeros(len(self._owned), np.float32)
-        lengths, valid = (_local_rows(leaf, rows) for leaf in (finished.rollout.lengths, finished.valid))
+        lengths, valid = (
+            _local_rows(leaf, rows) for leaf in (finished.rollout.lengths, finished.valid)
+        )
         table[rows] = np.where(valid, lengths - 1, 0)
         return finished.replace(plan=self._planned(_sum_over_processes(table)))
 
     def _planned(self, read: np.ndarray) -> Plan:
         """The plan for rows of which so many tokens are read, on the devices."""
         learner = self._job.step.learner
-        return put(planned(read.astype(np.int32), learner.mesh.shape[meshes.DATA], learner.tokens), self._finished.plan)
+        return put(
+            planned(read.astype(np.int32), learner.mesh.shape[meshes.DATA], learner.tokens),
+            self._finished.plan,
+        )
 
     def _owned_prompts(self) -> np.ndarray:
         return self._owned[:: self._group]
 
     def _training_problems(self, batch: int, mask: np.ndarray) -> dict[int, Problem]:
-        return {int(place): self._stream[batch * self._prompts + int(place)] for place in np.flatnonzero(mask)}
+        return {
+            int(place): self._stream[batch * self._prompts + int(place)]
+            for place in np.flatnonzero(mask)
+        }
 
     def _held_out_problems(self, call: int, mask: np.ndarray) -> dict[int, Problem]:
         first, count = call * self._prompts, len(self._held_out)
-        return {int(place): self._held_out[first + int(place)] for place in np.flatnonzero(mask) if first + place < count}
+        return {
+            int(place): self._held_out[first + int(place)]
+            for place in np.flatnonzero(mask)
+            if first + place < count
+        }
 
     def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
         width = self._job.config.data.max_prompt_length
-        tokens, lengths = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32), np.ones(self._prompts, np.int32)
+        tokens, lengths = (
+            np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32),
+            np.ones(self._prompts, np.int32),
+        )
         live, places, past = np.zeros(self._prompts, bool), list(problems), self.history.past
-        history, history_lengths = np.zeros(self._like.history.shape, np.int32), np.zeros((self._prompts, past), np.int32)
+        history, history_lengths = (
+            np.zeros(self._like.history.shape, np.int32),
+            np.zeros((self._prompts, past), np.int32),
+        )
         if places:
-            tokens[places], lengths[places] = pad_prompts(list(problems.values()), width, self._job.tokenizer.pad_id)
+            tokens[places], lengths[places] = pad_prompts(
+                list(problems.values()), width, self._job.tokenizer.pad_id
+            )
             live[places] = True
         for place, problem in problems.items() if stream != Stream.EVALUATE else ():
             for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
-                history[place, number, : len(text)], history_lengths[place, number] = text, len(text)
-        host: dict[str, Any] = {"tokens": tokens, "lengths": lengths, "live": live, "history": history, "history_lengths": history_lengths}
+                history[place, number, : len(text)], history_lengths[place, number] = (
+                    text,
+                    len(text),
+                )
+        host: dict[str, Any] = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "live": live,
+            "history": history,
+            "history_lengths": history_lengths,
+        }
         return put(Prompts(**host, stream=jnp.int32(stream), batch=jnp.int32(batch)), self._like)
 
     def remember(self, batch: int, rollout: Rollout) -> None:
-        """Keeps the answers where drafts look through them: in every process those of all, so that a resumed run may divide otherwise."""
+        """Keeps the answers where drafts look through them: in every process those of all, so that
+        a resumed run may divide otherwise."""
         group, past = self._group, self.history.past
         if not past:
             return
         problems = self._training_problems(batch, self._owned_prompts())
-        rows = np.asarray([place * group + member for place in problems for member in range(min(group, past))], np.int32)
-        tokens, starts, ends = (_local_rows(leaf, rows) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
+        rows = np.asarray(
+            [place * group + member for place in problems for member in range(min(group, past))],
+            np.int32,
+        )
+        tokens, starts, ends = (
+            _local_rows(leaf, rows)
+            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
+        )
         width = self._job.step.generator.settings.max_new_tokens
         table = np.zeros((len(self._owned), 1 + width), np.int32)
         for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
@@ -133,17 +175,30 @@ class Batches:
 
     def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
         job, group = self._job, self._group
-        rows = np.asarray([place * group + member for place in problems for member in range(group)], np.int32)
+        rows = np.asarray(
+            [place * group + member for place in problems for member in range(group)], np.int32
+        )
         tokens, starts, ends, status, rounds = (
             _local_rows(leaf, rows)
-            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds)
+            for leaf in (
+                rollout.tokens,
+                rollout.prompt_lengths,
+                rollout.lengths,
+                rollout.status,
+                rollout.statistics.rounds,
+            )
         )
-        responses = [job.tokenizer.decode(row[start:end]) for row, start, end in zip(tokens, starts, ends, strict=True)]
+        responses = [
+            job.tokenizer.decode(row[start:end])
+            for row, start, end in zip(tokens, starts, ends, strict=True)
+        ]
         asked = [problem for problem in problems.values() for _ in range(group)]
-        scores = score(responses, [problem.answer for problem in asked], job.config.data.answer_style)
+        scores = score(
+            responses, [problem.answer for problem in asked], job.config.data.answer_style
+        )
         has_reward = np.isin(status, (EOS, LENGTH))
-        # One row of the table a reward, one whether it counts, one the tokens to read, one for each outcome; zeros where another process
-        # fills in.
+        # One row of the table a reward, one whether it counts, one the tokens to read, one for each
+        # outcome; zeros where another process fills in.
         table = np.zeros((3 + len(Outcome), len(self._owned)), np.float32)
         table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
         table[2, rows] = np.where(has_reward, ends - 1, 0)
@@ -152,12 +207,25 @@ class Batches:
         table = _sum_over_processes(table)
         counted = float(table[1].sum()) or math.nan
         plan, like = self._planned(table[2]), self._finished
-        rewards, valid, learn = put((table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn))
+        rewards, valid, learn = put(
+            (table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn)
+        )
         samples = [
-            {"prompt": problem.prompt, "response": response, "answer": problem.answer, "reward": float(reward), "rounds": int(count)}
-            for problem, response, reward, count in zip(asked, responses, scores.rewards, rounds, strict=True)
+            {
+                "prompt": problem.prompt,
+                "response": response,
+                "answer": problem.answer,
+                "reward": float(reward),
+                "rounds": int(count),
+            }
+            for problem, response, reward, count in zip(
+                asked, responses, scores.rewards, rounds, strict=True
+            )
         ]
-        shares = {f"reward/{outcome.name.lower()}": float(table[3 + outcome].sum()) / counted for outcome in Outcome}
+        shares = {
+            f"reward/{outcome.name.lower()}": float(table[3 + outcome].sum()) / counted
+            for outcome in Outcome
+        }
         finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
 
@@ -171,4 +239,8 @@ def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
 
 
 def _sum_over_processes(table: np.ndarray) -> np.ndarray:
-    return table if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)
+    return (
+        table
+        if jax.process_count() == 1
+        else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)
+    )

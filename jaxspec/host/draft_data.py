@@ -1,4 +1,5 @@
-"""What a draft is trained on: the policy's own responses or a text, in batches of an order of its own, and the vocabulary they call for."""
+"""What a draft is trained on: the policy's own responses or a text, in batches of an order of its
+own, and the vocabulary they call for."""
 
 import dataclasses
 import difflib
@@ -34,29 +35,37 @@ class Rows(NamedTuple):
 
     tokens: Int32[np.ndarray, "rows length"]
     mask: Bool[np.ndarray, "rows length"]
-    """True at the tokens to predict: responses, what the assistant wrote in a chat, or all of a text."""
+    """True at the tokens to predict: responses, what the assistant wrote in a chat, or all of a
+    text."""
 
 
 def answered(batch: SftBatch) -> Rows:
     """Prompts with their responses, of which the latter are to be predicted."""
     positions = np.arange(batch.tokens.shape[1])
-    return Rows(batch.tokens, (positions >= batch.prompt_lengths[:, None]) & (positions < batch.lengths[:, None]))
+    return Rows(
+        batch.tokens,
+        (positions >= batch.prompt_lengths[:, None]) & (positions < batch.lengths[:, None]),
+    )
 
 
 def split(offline: OfflineConfig) -> tuple[range, range]:
-    """Numbers of the batches of samples to train on, and of those held out: the last ones, at least one."""
+    """Numbers of the batches of samples to train on, and of those held out: the last ones, at least
+    one."""
     count = -(-offline.samples // offline.rows)
     first = count - max(1, count // HELD_OUT)
     return range(first), range(first, count)
 
 
 def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
-    """Returns what answers batch number n of the training prompts, once each, under the rollout's own processing.
+    """Returns what answers batch number n of the training prompts, once each, under the rollout's
+    own processing.
 
-    Decoding is plain. A batch depends on the seed, the policy and its number alone. A response that failed is given as an empty one.
+    Decoding is plain. A batch depends on the seed, the policy and its number alone. A response that
+    failed is given as an empty one.
     """
     config, rows = job.config, job.config.offline.rows
-    alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)  # those of the config are for other prompts
+    # those of the config are for other prompts
+    alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
     stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
 
     @jax.jit
@@ -70,7 +79,9 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
         tokens, lengths = pad_prompts(chosen, config.data.max_prompt_length, job.tokenizer.pad_id)
         history, history_lengths = np.zeros((rows, 0, 0), np.int32), np.zeros((rows, 0), np.int32)
         host = tokens, lengths, np.ones(rows, bool), history, history_lengths
-        tokens, lengths, live, history, history_lengths = jax.device_put(host, meshes.rows_sharding(job.mesh))
+        tokens, lengths, live, history, history_lengths = jax.device_put(
+            host, meshes.rows_sharding(job.mesh)
+        )
         asked = Prompts(
             tokens=tokens,
             lengths=lengths,
@@ -86,28 +97,47 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 
 
 def training_text(config: Config, tokenizer: Tokenizer, say: Callable[[str], Any]) -> Rows | None:
-    """The rows of `offline.text`; None where the policy's own responses are trained on. `say` is told what a file repeats or leaves empty.
+    """The rows of `offline.text`; None where the policy's own responses are trained on. `say` is
+    told what a file repeats or leaves empty.
 
     Raises:
       ConfigError: names file, line and column of what cannot be used, and a remedy.
     """
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     if config.offline.text == "generic":
-        corpus, rng = dataclasses.replace(config.data, format="text"), stream_rng(config.seed, Stream.CORPUS)
-        return answered(arithmetic.sample_sft_batch(corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length))
-    return _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length, say) if config.offline.text else None
+        corpus, rng = (
+            dataclasses.replace(config.data, format="text"),
+            stream_rng(config.seed, Stream.CORPUS),
+        )
+        return answered(
+            arithmetic.sample_sft_batch(
+                corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length
+            )
+        )
+    return (
+        _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length, say)
+        if config.offline.text
+        else None
+    )
 
 
-def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Callable[[str], Any]) -> Rows:
-    """The columns `text` or `messages` of a JSON-lines file, padded to `length`; empty texts are left out."""
+def _read(
+    path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Callable[[str], Any]
+) -> Rows:
+    """The columns `text` or `messages` of a JSON-lines file, padded to `length`; empty texts are
+    left out."""
     rows: list[tuple[list[int], list[bool]]] = []
     seen: set[tuple[int, ...]] = set()
-    counts = dict.fromkeys(("blank lines passed over", "empty texts left out", "repeated texts (kept)"), 0)
+    counts = dict.fromkeys(
+        ("blank lines passed over", "empty texts left out", "repeated texts (kept)"), 0
+    )
     blank, empty, repeated = counts
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"offline.text {path}: {error.strerror}; give a readable JSON-lines file, or `generic`") from error
+        raise ConfigError(
+            f"offline.text {path}: {error.strerror}; give a readable JSON-lines file, or `generic`"
+        ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             counts[blank] += 1
@@ -119,21 +149,36 @@ def _read(path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Cal
             counts[empty] += 1
             continue
         with read_from(where):
-            ids, mask = _chat(row["messages"], tokenizer, where) if column == "messages" else _text(row["text"], any_text, tokenizer, where)
+            ids, mask = (
+                _chat(row["messages"], tokenizer, where)
+                if column == "messages"
+                else _text(row["text"], any_text, tokenizer, where)
+            )
         if len(ids) > length:
             raise ConfigError(
-                f"{where}: column {column!r} takes {len(ids)} tokens with its ends, more than data.max_prompt_length + "
-                f"rollout.max_new_tokens = {length}; cut it into pieces, or raise --rollout.max_new_tokens"
+                f"{where}: column {column!r} takes {len(ids)} tokens with its ends, more than"
+                f" data.max_prompt_length + rollout.max_new_tokens = {length}; cut it into pieces,"
+                " or raise --rollout.max_new_tokens"
             )
         rows.append((ids, mask))
         counts[repeated] += tuple(ids) in seen
         seen.add(tuple(ids))
     if any(counts.values()):
-        say(f"offline.text {path}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}; {len(rows)} to train on")
+        say(
+            f"offline.text {path}:"
+            f" {', '.join(f'{count} {what}' for what, count in counts.items() if count)};"
+            f" {len(rows)} to train on"
+        )
     if not rows:
         what = f"all {counts[empty]} texts are empty" if counts[empty] else "the file is empty"
-        raise ConfigError(f"offline.text {path}: {what}; give one JSON object a line, with a column 'text' or 'messages'")
-    tokens, masks = np.full((len(rows), length), tokenizer.pad_id, np.int32), np.zeros((len(rows), length), bool)
+        raise ConfigError(
+            f"offline.text {path}: {what}; give one JSON object a line, with a column 'text' or"
+            " 'messages'"
+        )
+    tokens, masks = (
+        np.full((len(rows), length), tokenizer.pad_id, np.int32),
+        np.zeros((len(rows), length), bool),
+    )
     for place, (ids, mask) in enumerate(rows):
         tokens[place, : len(ids)], masks[place, : len(ids)] = ids, mask
     return Rows(tokens, masks)
@@ -144,30 +189,58 @@ def _columns(line: bytes, where: str) -> dict[str, Any]:
     row = json_line(line, where, ", with a column 'text' or 'messages'")
     found = [name for name in _COLUMNS if name in row]
     if not found:
-        near = [(match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)]
-        remedy = f"; rename {near[0][0]!r} to {near[0][1]!r}?" if near else "; give the row one of the two"
-        raise ConfigError(f"{where}: no column 'text' or 'messages' among {listed(map(shown, row)) or 'none'}{remedy}")
+        near = [
+            (match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)
+        ]
+        remedy = (
+            f"; rename {near[0][0]!r} to {near[0][1]!r}?"
+            if near
+            else "; give the row one of the two"
+        )
+        raise ConfigError(
+            f"{where}: no column 'text' or 'messages' among"
+            f" {listed(map(shown, row)) or 'none'}{remedy}"
+        )
     if len(found) > 1:
         raise ConfigError(f"{where}: columns 'text' and 'messages' both; keep the one to train on")
     return row
 
 
-def _text(text: Any, any_text: bool, tokenizer: Tokenizer, where: str) -> tuple[list[int], list[bool]]:
-    """A text between the beginning token, if there is one, and the end token; all but the first is to be predicted."""
+def _text(
+    text: Any, any_text: bool, tokenizer: Tokenizer, where: str
+) -> tuple[list[int], list[bool]]:
+    """A text between the beginning token, if there is one, and the end token; all but the first is
+    to be predicted."""
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in quotes")
+        raise ConfigError(
+            f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in"
+            " quotes"
+        )
     if not any_text and (unknown := tokenizer.unknown(text)):
-        raise ConfigError(f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set --data.tokenizer to a folder")
+        raise ConfigError(
+            f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set"
+            " --data.tokenizer to a folder"
+        )
     ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
     return [*tokenizer.bos_ids, *ids], [False] * len(tokenizer.bos_ids) + [True] * len(ids)
 
 
 def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> tuple[list[int], list[bool]]:
-    """A chat as the checkpoint's own template writes it; what the assistant wrote is to be predicted."""
-    if not (isinstance(messages, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)):
-        raise ConfigError(f"{where}: column 'messages' is not a list of objects with a role and its content; correct the row")
+    """A chat as the checkpoint's own template writes it; what the assistant wrote is to be
+    predicted."""
+    if not (
+        isinstance(messages, list)
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)
+    ):
+        raise ConfigError(
+            f"{where}: column 'messages' is not a list of objects with a role and its content;"
+            " correct the row"
+        )
     if all(message["role"] != "assistant" for message in messages):
-        raise ConfigError(f"{where}: column 'messages' has none of role 'assistant', so there is nothing to learn; leave the row out")
+        raise ConfigError(
+            f"{where}: column 'messages' has none of role 'assistant', so there is nothing to"
+            " learn; leave the row out"
+        )
     return tokenizer.conversation(messages)
 
 
@@ -177,37 +250,55 @@ def joined(batches: Sequence[Rows]) -> Rows:
 
 
 def in_use(batches: Sequence[Rows]) -> Rows:
-    """All rows of some batches but those with nothing to predict: what made a response fail would fail the learner's pass as well.
+    """All rows of some batches but those with nothing to predict: what made a response fail would
+    fail the learner's pass as well.
 
     Raises:
       ConfigError: nothing is left.
     """
     rows = joined(batches)
     used = np.asarray(rows.mask.any(axis=1))
-    lost = f"all {len(used)} responses of the policy failed (logits that are not finite), so there is nothing to train a draft on"
-    require(bool(used.any()), f"{lost} or to measure it by; check the policy's weights, or set --model.dtype float32")
+    lost = (
+        f"all {len(used)} responses of the policy failed (logits that are not finite), so there is"
+        " nothing to train a draft on"
+    )
+    require(
+        bool(used.any()),
+        f"{lost} or to measure it by; check the policy's weights, or set --model.dtype float32",
+    )
     return Rows(rows.tokens[used], rows.mask[used])
 
 
 def in_batches(rows: Rows, size: int) -> list[Rows]:
-    """Rows in order, in batches of `size`; the last is filled up with rows of which nothing is to be predicted."""
+    """Rows in order, in batches of `size`; the last is filled up with rows of which nothing is to
+    be predicted."""
     places = np.arange(-(-len(rows.tokens) // size) * size)
     tokens, mask = (part[places % len(rows.tokens)] for part in rows)
     mask[len(rows.tokens) :] = False
-    return [Rows(tokens[first : first + size], mask[first : first + size]) for first in range(0, len(places), size)]
+    return [
+        Rows(tokens[first : first + size], mask[first : first + size])
+        for first in range(0, len(places), size)
+    ]
 
 
 def batch_of(rows: Rows, number: int, size: int, seed: int) -> Rows:
-    """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on nothing but the arguments."""
+    """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on
+    nothing but the arguments."""
     count = len(rows.tokens)
     places = np.arange(number * size, (number + 1) * size)
-    orders = {epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count) for epoch in set((places // count).tolist())}
+    orders = {
+        epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count)
+        for epoch in set((places // count).tolist())
+    }
     chosen = [orders[place // count][place % count] for place in places.tolist()]
     return Rows(*(part[chosen] for part in rows))
 
 
-def vocabulary(rows: Rows, size: int, vocab: int, stop_ids: tuple[int, ...]) -> Int32[np.ndarray, " size"]:
-    """The end tokens and the most frequent tokens to predict of `rows`, `size` of the `vocab` in all, ascending; lowest ids fill up.
+def vocabulary(
+    rows: Rows, size: int, vocab: int, stop_ids: tuple[int, ...]
+) -> Int32[np.ndarray, " size"]:
+    """The end tokens and the most frequent tokens to predict of `rows`, `size` of the `vocab` in
+    all, ascending; lowest ids fill up.
 
     Source: drafters.md, section 2.3.
     """

@@ -45,7 +45,13 @@ DEPTHS = 8
 PROBED = 16
 """Training prompts on which a draft that was loaded is compared with the policy."""
 CODE = (
-    *("host/draft_training.py", "host/draft_data.py", "data/problems.py", "data/chat_template.py", "data/template_process.py"),
+    *(
+        "host/draft_training.py",
+        "host/draft_data.py",
+        "data/problems.py",
+        "data/chat_template.py",
+        "data/template_process.py",
+    ),
     *("step.py", "streams.py", "sampling.py"),
     *("hf/*.py", "drafts/build.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
 )
@@ -54,15 +60,21 @@ KEEP_SECONDS, KEEP_COST = 10.0, 10.0
 """Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
 
-def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress) -> dict[int, Rows]:
-    """The policy's responses to batches of the training prompts, by plain decoding: in domain, the largest single lever on acceptance.
+def collect(
+    job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress
+) -> dict[int, Rows]:
+    """The policy's responses to batches of the training prompts, by plain decoding: in domain, the
+    largest single lever on acceptance.
 
     Each batch is kept in `folder` as soon as it is there, and read from there if it is already.
     """
     respond = draft_data.responder(job, policy)
     rows, whole = job.config.offline.rows, meshes.replicated(job.mesh)
     size = job.config.data.max_prompt_length + job.config.rollout.max_new_tokens
-    shapes: list[Any] = [jax.ShapeDtypeStruct(shape, np.int32, sharding=whole) for shape in ((rows, size), (rows,), (rows,))]
+    shapes: list[Any] = [
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
+        for shape in ((rows, size), (rows,), (rows,))
+    ]
     batches = {}
     for done, number in enumerate(numbers, start=1):
         file = folder / f"responses-{number}.npz"
@@ -75,23 +87,36 @@ def collect(job: Job, policy: Decoder, numbers: list[int], folder: Path, progres
     return batches
 
 
-def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress, loaded: PyTree = None) -> PyTree:
-    """Trains a fresh draft, or one that was `loaded`, for `offline.steps` updates on batches of `rows`; returns its weights.
+def train(
+    job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress, loaded: PyTree = None
+) -> PyTree:
+    """Trains a fresh draft, or one that was `loaded`, for `offline.steps` updates on batches of
+    `rows`; returns its weights.
 
-    Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to the same weights in every bit.
+    Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to
+    the same weights in every bit.
     """
     config, file, mesh = job.config, folder / "learner.npz", job.mesh
     offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(mesh)
-    optimizer = optimizers.adamw(optimizers.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip)
+    optimizer = optimizers.adamw(
+        optimizers.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip
+    )
     # The policy is only read.
-    learner = dataclasses.replace(job.step.learner, policy_loss=None, draft_optimizer=optimizer, tokens=_micro(job))
+    learner = dataclasses.replace(
+        job.step.learner, policy_loss=None, draft_optimizer=optimizer, tokens=_micro(job)
+    )
 
     def fresh() -> tuple[Trained, Array]:
         return optimizers.start(job.step.fresh_draft(), optimizer), jnp.zeros((), jnp.int32)
 
     def update(trained: Trained, policy: Decoder, batch: TrainBatch) -> tuple[Trained, Metrics]:
         reading = optimizers.start(policy, optax.identity())
-        state = LearnerState(policy=reading, draft=trained, online=jnp.ones((), bool), version=jnp.zeros((), jnp.int32))
+        state = LearnerState(
+            policy=reading,
+            draft=trained,
+            online=jnp.ones((), bool),
+            version=jnp.zeros((), jnp.int32),
+        )
         state, metrics = learner.learn(state, batch)
         assert state.draft is not None, "it was given"
         return state.draft, metrics
@@ -107,7 +132,9 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
         if loaded is not None:
             trained = trained.replace(network=loaded)
         elif draft.vocab:
-            ids = draft_data.vocabulary(rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids)
+            ids = draft_data.vocabulary(
+                rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids
+            )
             trained = trained.replace(network=with_vocabulary(trained.network, ids))
     call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
     last, pause = time.monotonic(), KEEP_SECONDS
@@ -119,14 +146,24 @@ def train(job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progres
             save_tree(file, (trained, np.int32(number + 1)))
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
-        progress.update(number + 1, loss=float(metrics["loss/draft"]), expected_acceptance_length=expected_length(metrics))
-        skipped, look = float(metrics["skipped_in_row/draft"]), "Lower --offline.learning_rate; what was kept of this draft is useless."
-        optimizers.require_progress(skipped, "draft", f"step {number + 1} of its offline training", look)
+        progress.update(
+            number + 1,
+            loss=float(metrics["loss/draft"]),
+            expected_acceptance_length=expected_length(metrics),
+        )
+        skipped, look = (
+            float(metrics["skipped_in_row/draft"]),
+            "Lower --offline.learning_rate; what was kept of this draft is useless.",
+        )
+        optimizers.require_progress(
+            skipped, "draft", f"step {number + 1} of its offline training", look
+        )
     return trained.network
 
 
 def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """What `save_tree` wrote, with the layout of `abstract`; None where there is no such file, or a damaged one, which is discarded."""
+    """What `save_tree` wrote, with the layout of `abstract`; None where there is no such file, or a
+    damaged one, which is discarded."""
     if not file.exists():
         return None
     try:
@@ -141,39 +178,57 @@ def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
 def _micro(job: Job) -> int:
     """Positions of a micro-batch of `offline.rows`: as in the run, but no more than there are."""
     learner, length = job.step.learner, job.step.generator.row_length - 1
-    return max(length, min(job.config.offline.rows // job.mesh.shape[meshes.DATA] * length, learner.tokens))
+    return max(
+        length, min(job.config.offline.rows // job.mesh.shape[meshes.DATA] * length, learner.tokens)
+    )
 
 
 def expected_length(metrics: Metrics) -> float:
-    """Tokens a round would keep if each depth were accepted with its mean overlap: 1 + a1 + a1 a2 + ..."""
+    """Tokens a round would keep if each depth were accepted with its mean overlap: 1 + a1 + a1 a2 +
+    ..."""
     depths = sum(name.startswith("draft/expected_acceptance_") for name in metrics)
-    return tokens_kept([float(metrics[f"draft/expected_acceptance_{depth}"]) for depth in range(1, depths + 1)])[-1]
+    return tokens_kept(
+        [float(metrics[f"draft/expected_acceptance_{depth}"]) for depth in range(1, depths + 1)]
+    )[-1]
 
 
 def tokens_kept(acceptance: list[float]) -> list[float]:
-    """Tokens that rounds of 1, 2, ... drafts would keep if each depth were accepted with its mean overlap."""
+    """Tokens that rounds of 1, 2, ... drafts would keep if each depth were accepted with its mean
+    overlap."""
     return (1 + np.cumsum(np.cumprod(acceptance))).tolist()
 
 
 def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) -> list[float]:
-    """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of `held_out`; a small model has one depth."""
+    """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of
+    `held_out`; a small model has one depth."""
     training = job.config.draft_training
     depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.longest)
 
     objective = job.step.learner.objective
     assert objective is not None, "only a draft with weights is measured"
-    learner = dataclasses.replace(job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job))
+    learner = dataclasses.replace(
+        job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job)
+    )
     compare = jax.jit(learner.compare)
-    found = [jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens))) for batch in held_out]
-    sums, counts = (np.sum(part, axis=0) for part in zip(*((sums.acceptance, counts) for sums, counts in found), strict=True))
+    found = [
+        jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens)))
+        for batch in held_out
+    ]
+    sums, counts = (
+        np.sum(part, axis=0)
+        for part in zip(*((sums.acceptance, counts) for sums, counts in found), strict=True)
+    )
     return (sums / np.maximum(counts, 1)).tolist()
 
 
 def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, folder: Path) -> None:
-    """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial` on the way."""
+    """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial`
+    on the way."""
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
-    with writing(f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"):
+    with writing(
+        f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"
+    ):
         if not partial.is_dir():
             discard(partial)
         partial.mkdir(exist_ok=True)
@@ -185,29 +240,55 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         say_agreement(job, policy, loaded)
     ours, held_out = draft_data.split(offline)
     numbers = [*(() if text else ours), *held_out]
-    with Progress("sampling", len(numbers) * offline.rows) as progress, interrupt.nothing_unsaved("sampling", progress.stop, then=then):
+    with (
+        Progress("sampling", len(numbers) * offline.rows) as progress,
+        interrupt.nothing_unsaved("sampling", progress.stop, then=then),
+    ):
         batches = collect(job, policy, numbers, partial, progress)
-    rows, measured = text or draft_data.in_use([batches[number] for number in ours]), draft_data.in_use([batches[n] for n in held_out])
-    used, asked = len(measured.tokens) + (0 if text else len(rows.tokens)), len(numbers) * offline.rows
+    rows, measured = (
+        text or draft_data.in_use([batches[number] for number in ours]),
+        draft_data.in_use([batches[n] for n in held_out]),
+    )
+    used, asked = (
+        len(measured.tokens) + (0 if text else len(rows.tokens)),
+        len(numbers) * offline.rows,
+    )
     if used < asked:
-        job.say(f"{asked - used} of {asked} responses failed (logits that are not finite) and are left out")
-    with Progress("draft", offline.steps) as progress, interrupt.nothing_unsaved("training the draft", progress.stop, then=then):
+        job.say(
+            f"{asked - used} of {asked} responses failed (logits that are not finite) and are"
+            " left out"
+        )
+    with (
+        Progress("draft", offline.steps) as progress,
+        interrupt.nothing_unsaved("training the draft", progress.stop, then=then),
+    ):
         network = train(job, policy, rows, partial, progress, loaded)
-    reached: dict[str, Any] = {"kind": draft.kind, "responses": len(measured.tokens), "vocabulary": None, "coverage": None}
+    reached: dict[str, Any] = {
+        "kind": draft.kind,
+        "responses": len(measured.tokens),
+        "vocabulary": None,
+        "coverage": None,
+    }
     if draft.vocab:
         ids = np.asarray(network.vocabulary[...])
         reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
     with interrupt.nothing_unsaved("measuring the draft", then=then):
-        reached["acceptance"] = measure(job, policy, network, draft_data.in_batches(measured, offline.rows))
+        reached["acceptance"] = measure(
+            job, policy, network, draft_data.in_batches(measured, offline.rows)
+        )
         save_tree(folder / WEIGHTS, network)
         write_whole(folder / ACCEPTANCE, json.dumps(reached) + "\n")
     by_length = tokens_kept(reached["acceptance"][: draft.longest])
-    would = f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep {by_length[-1]:.2f} tokens on held-out responses"
+    would = (
+        f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep"
+        f" {by_length[-1]:.2f} tokens on held-out responses"
+    )
     job.say(f"the draft took {time.perf_counter() - began:.0f} s; {would}")
 
 
 def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
-    """The file of the draft's weights, trained first if the cache does not hold it; in process 0, which does it for all.
+    """The file of the draft's weights, trained first if the cache does not hold it; in process 0,
+    which does it for all.
 
     `text` is what `draft_data.training_text` read for this job.
 
@@ -218,7 +299,9 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
     offline, kind = job.config.offline, job.config.rollout.draft.kind
     key = _key(job, text)
     partial = cache_folder() / f"{key}.partial"
-    source = f"{len(text.tokens)} rows of {offline.text}" if text else f"{offline.samples} responses"
+    source = (
+        f"{len(text.tokens)} rows of {offline.text}" if text else f"{offline.samples} responses"
+    )
 
     def build_here(folder: Path) -> None:
         job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
@@ -235,21 +318,41 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
 
 
 def _key(job: Job, text: Rows | None) -> str:
-    """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network, training, code."""
+    """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network,
+    training, code."""
     config: Config = job.config
-    tokenizer = [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
+    tokenizer = (
+        [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
+    )
     path = [Path(config.data.path)] if config.data.path else []
     data = dataclasses.replace(config.data, path=_digest(path), tokenizer=_digest(tokenizer))
     offline = dataclasses.replace(
-        config.offline, text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else ""
+        config.offline,
+        text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else "",
     )
-    draft, training, processing = config.rollout.draft, config.draft_training, job.step.learner.processing
-    network = draft.kind, draft.vocab, draft.ffn, draft.layers, draft.embedding_first, config.head, config.draft_model
+    draft, training, processing = (
+        config.rollout.draft,
+        config.draft_training,
+        job.step.learner.processing,
+    )
+    network = (
+        draft.kind,
+        draft.vocab,
+        draft.ffn,
+        draft.layers,
+        draft.embedding_first,
+        config.head,
+        config.draft_model,
+    )
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources(*CODE)
     law = config.seed, config.rollout.max_new_tokens, processing
-    weights = [fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path]
-    return content_key("draft", policy_key(job), weights, law, data, offline, network, objective, code)
+    weights = [
+        fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path
+    ]
+    return content_key(
+        "draft", policy_key(job), weights, law, data, offline, network, objective, code
+    )
 
 
 def _digest(files: list[Path]) -> str:
@@ -263,16 +366,22 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
     if not config.rollout.draft.path:
         return None
     network = read_draft(config, shapes)
-    job.say(f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in {time.perf_counter() - began:.1f} s")
+    job.say(
+        f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in"
+        f" {time.perf_counter() - began:.1f} s"
+    )
     return network
 
 
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
-    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if not, why."""
+    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
+    not, why."""
     problems, _ = load_problems(job.config.data, job.tokenizer)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
-    reading = probe(job.step.generator, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id))
+    reading = probe(
+        job.step.generator, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id)
+    )
     job.say(report(reading))
     if reading.warning:
         job.say(f"warning: {reading.warning}")

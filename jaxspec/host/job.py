@@ -1,4 +1,5 @@
-"""What every program does around its work: config, processes, devices, mesh, tokenizer; bad input as one message and exit code 2."""
+"""What every program does around its work: config, processes, devices, mesh, tokenizer; bad input
+as one message and exit code 2."""
 
 import dataclasses
 import os
@@ -47,10 +48,19 @@ class Job:
 
     def with_sizes(self, **sizes: int) -> "Job":
         """The same with some of `step.Sizes` set, in the config too."""
-        config, step = self.config, self.step.resized(self.config.grpo.prompts, self.step.sizes._replace(**sizes))
-        learner = dataclasses.replace(config.learner, tokens=sizes.pop("tokens", config.learner.tokens))
-        rollout = dataclasses.replace(config.rollout, engine=dataclasses.replace(config.rollout.engine, **sizes))
-        return dataclasses.replace(self, config=dataclasses.replace(config, learner=learner, rollout=rollout), step=step)
+        config, step = (
+            self.config,
+            self.step.resized(self.config.grpo.prompts, self.step.sizes._replace(**sizes)),
+        )
+        learner = dataclasses.replace(
+            config.learner, tokens=sizes.pop("tokens", config.learner.tokens)
+        )
+        rollout = dataclasses.replace(
+            config.rollout, engine=dataclasses.replace(config.rollout.engine, **sizes)
+        )
+        return dataclasses.replace(
+            self, config=dataclasses.replace(config, learner=learner, rollout=rollout), step=step
+        )
 
     def say(self, message: str) -> None:
         """Prints a line, once for all processes."""
@@ -66,13 +76,16 @@ def run(
     varied: Sequence[str] = (),
     used: str = "",
 ) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status of `reported`, or 128 and the number of a signal.
+    """Runs `body` with what the command line asks for; returns the exit status of `reported`, or
+    128 and the number of a signal.
 
     `varied` and `used` are as in `load_config`.
     """
 
     def work() -> int:
-        config, _ = load_config(sys.argv[1:] if argv is None else argv, program, description, varied, used)
+        config, _ = load_config(
+            sys.argv[1:] if argv is None else argv, program, description, varied, used
+        )
         with Interrupt() as interrupt:
             told: list[str] = []
             with interrupt.nothing_unsaved("starting"):
@@ -87,8 +100,8 @@ def run(
 def reported(work: Callable[[], int]) -> int:
     """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
 
-    The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too little memory. It is 1 for a `Diverged`
-    and for another process of the job that has ended.
+    The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too
+    little memory. It is 1 for a `Diverged` and for another process of the job that has ended.
     """
     try:
         return work()
@@ -101,56 +114,79 @@ def reported(work: Callable[[], int]) -> int:
 
 
 def _in_words(error: Exception) -> str:
-    """What there is to say of an error; nothing of one that nobody foresaw, whose traceback is needed."""
+    """What there is to say of an error; nothing of one that nobody foresaw, whose traceback is
+    needed."""
     if isinstance(error, OSError):
         name = str(error.filename or "")
-        name = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}...{name[-_LONGEST_NAME // 2 :]}"
-        return f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
+        name = (
+            name
+            if len(name) <= _LONGEST_NAME
+            else f"{name[: _LONGEST_NAME // 2]}...{name[-_LONGEST_NAME // 2 :]}"
+        )
+        return (
+            f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
+        )
     if isinstance(error, MemoryError):
-        ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(_PACKAGE)]
-        where = "".join(f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in ours[-1:])
+        ours = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).is_relative_to(_PACKAGE)
+        ]
+        where = "".join(
+            f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in ours[-1:]
+        )
         asked = "; ".join(filter(None, (str(error), where)))
         return (
-            f"the memory of this machine does not hold what is asked for ({asked}); lower the setting it follows from, or find a larger one"
+            f"the memory of this machine does not hold what is asked for ({asked}); lower the"
+            " setting it follows from, or find a larger one"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         lost = jax.distributed.is_initialized() and _LOST.search(str(error))
-        ended = f"another process of the job has ended, and its own last lines say why ({first_line(error)})"
+        ended = (
+            "another process of the job has ended, and its own last lines say why"
+            f" ({first_line(error)})"
+        )
         return f"{ended}; the same command goes on from the last checkpoint" if lost else ""
     return str(error)
 
 
 def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
-    """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is as in `Interrupt.nothing_unsaved`."""
+    """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is
+    as in `Interrupt.nothing_unsaved`."""
     with Interrupt() as interrupt, interrupt.nothing_unsaved(doing):
         return reported(lambda: work(interrupt))
 
 
 def open_job(config: Config) -> Job:
-    """Starts JAX for this config on all devices of all processes, and builds its step for their mesh."""
-    # A CPU runs a data shard a core, but where weights would be split between them: their memory feeds all cores anyway, and a step's many
-    # collectives can starve its few threads.
+    """Starts JAX for this config on all devices of all processes, and builds its step for their
+    mesh."""
+    # A CPU runs a data shard a core, but where weights would be split between them: their memory
+    # feeds all cores anyway, and a step's many collectives can starve its few threads.
     split = largest_weight(config.model) >= config.mesh.shard_above
     start_jax(config, config.mesh.data * config.mesh.tensor or int(split))
     initialize_processes()
     data, tensor = check(config, meshes.count_devices(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
     if config.model.path:
-        policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))  # what is wrong is named before anything else is done
+        # what is wrong is named before anything else is done
+        policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))
     if data * tensor < jax.device_count():
         job.say(
-            f"using {data * tensor} of {jax.device_count()} devices: more data shards would not divide every batch (grpo.prompts, rows)"
+            f"using {data * tensor} of {jax.device_count()} devices: more data shards would not"
+            " divide every batch (grpo.prompts, rows)"
         )
     return job
 
 
 def start_jax(config: Config, devices: int, threads: int = 0) -> None:
-    """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come before any use of a device."""
+    """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come
+    before any use of a device."""
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    # A GPU is this program's alone, and it says before it starts what it takes: JAX would leave a quarter of the memory unused.
+    # A GPU is this program's alone, and it says before it starts what it takes: JAX would leave a
+    # quarter of the memory unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     meshes.prepare_devices(devices, threads)
 
@@ -166,8 +202,9 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     """Reads the tokenizer and builds the step for a mesh.
 
     Raises:
-      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the model has rows; bans leave no token to
-        sample; a warm start is asked for where there is nothing to train it on.
+      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the
+        model has rows; bans leave no token to sample; a warm start is asked for where there is
+        nothing to train it on.
     """
     thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
     tokenizer = load_tokenizer(folder, thinking) if folder else character_tokenizer()
@@ -175,32 +212,51 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         given = "model.path" if config.model.path else "data.path or data.tokenizer"
-        raise ConfigError(f"the warm start trains a fresh model on the built-in tasks; with {given} set --sft.steps 0")
-    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size))
+        raise ConfigError(
+            f"the warm start trains a fresh model on the built-in tasks; with {given} set"
+            " --sft.steps 0"
+        )
+    return Job(
+        config=config,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size),
+    )
 
 
 def _check_bans(config: Config, tokenizer: Tokenizer) -> None:
     """Whether `rollout.banned` leaves answers that differ."""
     rollout = config.rollout
     left = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
-    require(bool(left), f"rollout.banned has all {tokenizer.size} tokens of the tokenizer, so that none could be sampled; leave some out")
+    require(
+        bool(left),
+        f"rollout.banned has all {tokenizer.size} tokens of the tokenizer, so that none could be"
+        " sampled; leave some out",
+    )
     words = sorted(left - set(tokenizer.stop_ids))
-    few = f"of the {tokenizer.size} tokens only {words} and end tokens are not in rollout.banned: answers could differ in length alone"
+    few = (
+        f"of the {tokenizer.size} tokens only {words} and end tokens are not in rollout.banned:"
+        " answers could differ in length alone"
+    )
     require(len(words) >= 2, f"{few}; ban fewer")
 
 
 def on_this_process(job: Job) -> Job:
-    """The same job on a mesh of this process's devices only, for work that one process does for all; a lone process keeps its mesh."""
+    """The same job on a mesh of this process's devices only, for work that one process does for
+    all; a lone process keeps its mesh."""
     if jax.process_count() == 1:
         return job
-    config = dataclasses.replace(with_whole_pool(job.config), mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1))
+    config = dataclasses.replace(
+        with_whole_pool(job.config), mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1)
+    )
     data, _ = check(config, jax.local_device_count())
     devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1)
     return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
 
 
 def with_whole_pool(config: Config) -> Config:
-    """The same with all pages that can be needed: those that a config has are for the prompts of its own data shards."""
+    """The same with all pages that can be needed: those that a config has are for the prompts of
+    its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
 
@@ -215,26 +271,41 @@ def process_0_first(work: Callable[[], _T]) -> _T:
 
 def agreed_by_process_0(answer: bool) -> bool:
     """What process 0 answers, in every process."""
-    return answer if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+    return (
+        answer
+        if jax.process_count() == 1
+        else bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+    )
 
 
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
-    """`build` in process 0; elsewhere a complaint, since what process 0 built should have been found."""
+    """`build` in process 0; elsewhere a complaint, since what process 0 built should have been
+    found."""
 
     def refuse(folder: Path) -> None:
-        raise ConfigError(f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder that all processes share")
+        raise ConfigError(
+            f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder"
+            " that all processes share"
+        )
 
     return build if jax.process_index() == 0 else refuse
 
 
 def sources(*names: str) -> str:
-    """The text of some of the package's own files: part of the key of cached weights, which a change of code must not reuse.
+    """The text of some of the package's own files: part of the key of cached weights, which a
+    change of code must not reuse.
 
     Raises:
       ValueError: a name matches no file, as after a file was renamed.
     """
     found = {name: sorted(_PACKAGE.glob(name)) for name in names}
     if gone := [name for name, files in found.items() if not files]:
-        raise ValueError(f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is made")
+        raise ValueError(
+            f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is"
+            " made"
+        )
     files = sorted({file for some in found.values() for file in some})
-    return "".join(f"{os.fspath(file.relative_to(_PACKAGE))}\n{file.read_text(encoding='utf-8')}" for file in files)
+    return "".join(
+        f"{os.fspath(file.relative_to(_PACKAGE))}\n{file.read_text(encoding='utf-8')}"
+        for file in files
+    )

@@ -31,7 +31,10 @@ from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.streams import Stream
 from jaxspec.system.files import expanded
 
-EXPECTED = "give the folder of a training run (a workdir of jaxspec.train, with config.json and checkpoints/), or RUN/checkpoints/NUMBER"
+EXPECTED = (
+    "give the folder of a training run (a workdir of jaxspec.train, with config.json and"
+    " checkpoints/), or RUN/checkpoints/NUMBER"
+)
 
 
 class Run(NamedTuple):
@@ -55,11 +58,19 @@ def find_run(path: str) -> Run:
     require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
     require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
     saved = saved_config(folder, EXPECTED)
-    require("rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}")
+    require(
+        "rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}"
+    )
     found = steps(folder)
-    require(bool(found), f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')} batches (--save_every)")
+    require(
+        bool(found),
+        f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')}"
+        " batches (--save_every)",
+    )
     number = int(named.name) if chosen else found[-1]
-    require(number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}")
+    require(
+        number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}"
+    )
     with read_from(str(file)):
         return Run(folder, number, from_json(saved))
 
@@ -70,14 +81,21 @@ def check_tokenizer(trained: str, wanted: str) -> None:
     Raises:
       ConfigError: only one of them is the built-in tokenizer, or there is no such folder.
     """
-    differs = f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'}; leave it out"
+    differs = (
+        f"--tokenizer {wanted!r}: the run was trained with {trained or 'the built-in characters'};"
+        " leave it out"
+    )
     require(bool(wanted) == bool(trained), differs)
     file = Path(wanted, "tokenizer.json").absolute()
-    require(not wanted or file.is_file(), f"the run's tokenizer is not at {file}; name its folder with --tokenizer")
+    require(
+        not wanted or file.is_file(),
+        f"the run's tokenizer is not at {file}; name its folder with --tokenizer",
+    )
 
 
 def open_here(config: Config) -> Job:
-    """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says, for a few rows."""
+    """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says,
+    for a few rows."""
     start_jax(config, config.mesh.tensor)
     tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
     config = replace(with_whole_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
@@ -88,28 +106,41 @@ def open_here(config: Config) -> Job:
 def restore(run: Run, job: Job, samples: int) -> Ready:
     """Policy and draft in the rollout layout, to answer one prompt `samples` times.
 
-    The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor 1 from there on.
+    The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor
+    1 from there on.
     """
-    trained = build_step(replace(run.config, mesh=job.config.mesh), job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
+    trained = build_step(
+        replace(run.config, mesh=job.config.mesh),
+        job.mesh,
+        job.tokenizer.stop_ids,
+        job.tokenizer.size,
+    )
     bare = read_state(run, trained, job.config.rollout.draft.learned)
     generator = job.step.generator.with_(prompts=1, group_size=samples)
-    measured = _measured(bare.generator.overlap_by_factor, generator, trained.generator.settings.grid)
+    measured = _measured(
+        bare.generator.overlap_by_factor, generator, trained.generator.settings.grid
+    )
     state = bare.replace(generator=bare.generator.replace(overlap_by_factor=measured))
     return jax.jit(replace(job.step, generator=generator).load)(state)
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
-    """The run's state on the mesh of `step`, which has the run's config, without the optimizers; the draft only where it is wanted."""
+    """The run's state on the mesh of `step`, which has the run's config, without the optimizers;
+    the draft only where it is wanted."""
     state, _, _ = abstract(step, run.config.grpo.prompts)
     learner = state.learner
     draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
-    bare = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None), draft=draft))
+    bare = state.replace(
+        learner=learner.replace(policy=learner.policy.replace(optimizer=None), draft=draft)
+    )
     with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
     return bare
 
 
-def _measured(trained: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]) -> Float[Array, "K2 F2"]:
+def _measured(
+    trained: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]
+) -> Float[Array, "K2 F2"]:
     """What the run measured of the draft temperatures, for as many depths as the job drafts."""
     length = generator.draft_length
     if generator.settings.grid != grid:
@@ -138,7 +169,8 @@ class Session:
     """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
 
     def __init__(self, job: Job, ready: Ready, samples: int) -> None:
-        # A group of one is no group to learn from, so the config cannot say it. Rounds come one at a time, all alike.
+        # A group of one is no group to learn from, so the config cannot say it. Rounds come one at
+        # a time, all alike.
         generator = job.step.generator.with_(prompts=1, group_size=samples, tail=(), lengths=())
 
         def one_round(ready: Ready, running: DecodeState) -> DecodeState:
@@ -153,8 +185,11 @@ class Session:
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
         self._advance, _ = ahead(one_round, ready, running, donate_argnums=1, out_shardings=same)
         self._measure, _ = ahead(measure, running, ready)
-        idle = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like)
-        self._advance(ready, self._begin(ready, idle))  # a program's first call is slower than the others
+        idle = put(
+            jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like
+        )
+        # a program's first call is slower than the others
+        self._advance(ready, self._begin(ready, idle))
 
     def rounds(self, problem: Problem) -> Iterator[list[Piece] | Answer]:
         """Yields what each round gives to every row, then the answer as a whole."""
@@ -165,19 +200,35 @@ class Session:
             running = self._advance(self._ready, running)
             rollout = jax.device_get(running.rollout)
             starts, before = np.broadcast_to(ends, rollout.lengths.shape), accepted
-            ends, accepted, status = rollout.lengths, rollout.statistics.accepted.sum(axis=1), rollout.status
+            ends, accepted, status = (
+                rollout.lengths,
+                rollout.statistics.accepted.sum(axis=1),
+                rollout.status,
+            )
             seconds += time.perf_counter() - began
-            rows = zip(rollout.tokens, starts, ends, np.broadcast_to(accepted - before, ends.shape), strict=True)
+            rows = zip(
+                rollout.tokens,
+                starts,
+                ends,
+                np.broadcast_to(accepted - before, ends.shape),
+                strict=True,
+            )
             yield [Piece(row[start:end].tolist(), int(count)) for row, start, end, count in rows]
             began = time.perf_counter()
         yield Answer(numbers(self._measure(running, self._ready)), status.tolist(), seconds)
 
     def _prompts(self, problem: Problem) -> Prompts:
-        tokens, lengths = pad_prompts([problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id)
+        tokens, lengths = pad_prompts(
+            [problem], self._like.tokens.shape[1], self.job.tokenizer.pad_id
+        )
         number, self._answered = self._answered, self._answered + 1
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like)
         asked = nothing.replace(
-            tokens=tokens, lengths=lengths, live=np.ones(1, bool), stream=np.int32(Stream.SAMPLE), batch=np.int32(number)
+            tokens=tokens,
+            lengths=lengths,
+            live=np.ones(1, bool),
+            stream=np.int32(Stream.SAMPLE),
+            batch=np.int32(number),
         )
         return put(asked, self._like)
 
@@ -188,13 +239,21 @@ def read_prompt(text: str, config: Config, tokenizer: Tokenizer) -> Problem:
     Raises:
       ConfigError: characters that the tokenizer lacks, or more tokens than `max_prompt_length`.
     """
-    asked = f"{text}\n{config.data.instruction}" if config.data.path and config.data.instruction else text
+    asked = (
+        f"{text}\n{config.data.instruction}"
+        if config.data.path and config.data.instruction
+        else text
+    )
     unknown = "" if config.data.tokenizer else tokenizer.unknown(asked)
-    require(not unknown, f"the run's built-in tokenizer lacks {unknown[:20]!r}; its prompts look like 27+85=")
+    require(
+        not unknown,
+        f"the run's built-in tokenizer lacks {unknown[:20]!r}; its prompts look like 27+85=",
+    )
     prompt = tokenizer.render(asked)
     ids, limit = tuple(tokenizer.encode(prompt)), config.data.max_prompt_length
     require(
         len(ids) <= limit,
-        f"the prompt takes {len(ids)} tokens, and the limit is {limit}; shorten it, or set --max_prompt_length {len(ids)}",
+        f"the prompt takes {len(ids)} tokens, and the limit is {limit}; shorten it, or set"
+        f" --max_prompt_length {len(ids)}",
     )
     return Problem(prompt, ids, "", 0)

@@ -1,4 +1,5 @@
-"""What a run takes of a device's memory, as its compiled programs say: told at its start, and refused with numbers where it cannot fit."""
+"""What a run takes of a device's memory, as its compiled programs say: told at its start, and
+refused with numbers where it cannot fit."""
 
 import contextlib
 import math
@@ -57,34 +58,56 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     offload = "" if step.offloaded else "--learner.offload, "
     fewer_moments = f"--learner.moments bfloat16, {offload}--lora.rank 16, or more devices"
     kept = [
-        Part("policy weights", _placed(learner.policy.network), "more devices: training splits weights over all of them"),
+        Part(
+            "policy weights",
+            _placed(learner.policy.network),
+            "more devices: training splits weights over all of them",
+        ),
         Part("the policy's optimizer", _placed(learner.policy.optimizer), fewer_moments),
-        Part("the draft and its optimizer", _placed(learner.draft), "--rollout.draft.layers, or --rollout.draft.kind ngram or none"),
+        Part(
+            "the draft and its optimizer",
+            _placed(learner.draft),
+            "--rollout.draft.layers, or --rollout.draft.kind ngram or none",
+        ),
     ]
     return _Bytes(
         kept=kept,
         weights=_size((ready.target, ready.drafter.network)) // mesh[TENSOR],
         pool=_size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR]),
-        pools=2 if step.generator.settings.lengths else 1,  # what rounds of each length cost is measured on a pool that stays as it is
+        # what rounds of each length cost is measured on a pool that stays as it is
+        pools=2 if step.generator.settings.lengths else 1,
     )
 
 
 def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
-    """What a run takes on each device, by owner: what it keeps, and what its compiled `programs` take beside that while they run.
+    """What a run takes on each device, by owner: what it keeps, and what its compiled `programs`
+    take beside that while they run.
 
-    Programs do not run at the same time, so the one that takes most counts. What that is for is told where shapes say it: weights as
-    generation reads them, and the pool of keys and values; the rest are mostly the activations of a micro-batch.
+    Programs do not run at the same time, so the one that takes most counts. What that is for is
+    told where shapes say it: weights as generation reads them, and the pool of keys and values; the
+    rest are mostly the activations of a micro-batch.
     """
     found = _bytes_of(step, prompts)
     most = _most(programs, found.total)
     pool = found.pools * found.pool
     longest = step.generator.row_length - 1
-    micro = f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or more --mesh.tensor"
+    micro = (
+        f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or"
+        " more --mesh.tensor"
+    )
     listed = [
         *found.kept,
-        Part("weights as generation reads them", found.weights, "--model.dtype bfloat16, or --mesh.tensor"),
+        Part(
+            "weights as generation reads them",
+            found.weights,
+            "--model.dtype bfloat16, or --mesh.tensor",
+        ),
         Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
-        Part("what learning and generation take beside that while they run", max(most - found.weights - pool, 0), micro),
+        Part(
+            "what learning and generation take beside that while they run",
+            max(most - found.weights - pool, 0),
+            micro,
+        ),
     ]
     return [part for part in listed if part.size]
 
@@ -93,15 +116,22 @@ def _smaller_pool(step: Step, prompts: int) -> str:
     """What shrinks the pool."""
     settings, shorter = step.generator.settings, "or shorter answers"
     if not settings.page_size:
-        return f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with fewer --rollout.engine.pages, {shorter}"
+        return (
+            f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with"
+            f" fewer --rollout.engine.pages, {shorter}"
+        )
     now, least = settings.pages or _all_pages(step, prompts), _fewest_pages(step, prompts, 1)
-    return f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now {settings.slots}, {shorter}"
+    return (
+        f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now"
+        f" {settings.slots}, {shorter}"
+    )
 
 
 _LEARNS = ("step", "train")
 """Programs in which the learner runs: they get the whole state."""
 _LOADS = "prepare"
-"""The program that gets nothing but the part of the state that it reads. The rest run while the state lies there."""
+"""The program that gets nothing but the part of the state that it reads. The rest run while the
+state lies there."""
 
 
 def _most(programs: Mapping[str, Any], kept: int) -> int:
@@ -130,19 +160,24 @@ class Fitted(NamedTuple):
 
 
 FEW = 4
-"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at least."""
+"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at
+least."""
 MORE = 10
-"""By one in so many bytes a whole step must take more than its generation alone for learning to be the reason."""
+"""By one in so many bytes a whole step must take more than its generation alone for learning to be
+the reason."""
 SPARE = 50
-"""One in so many bytes stays free where the pool is sized: programs put together take a little more than each by itself."""
+"""One in so many bytes stays free where the pool is sized: programs put together take a little more
+than each by itself."""
 
 
 def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Automatic) -> Fitted:
-    """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open, before any weights are loaded.
+    """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open,
+    before any weights are loaded.
 
-    What takes most gives way: learning reads micro-batches of half the tokens; generation's pool gets the pages that are left beside its
-    weights and temporaries, and as many slots as these hold. A step that is one program says only what both take at most, so where that
-    does not fit, generation is compiled by itself to tell.
+    What takes most gives way: learning reads micro-batches of half the tokens; generation's pool
+    gets the pages that are left beside its weights and temporaries, and as many slots as these
+    hold. A step that is one program says only what both take at most, so where that does not fit,
+    generation is compiled by itself to tell.
 
     Raises:
       ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
@@ -157,24 +192,35 @@ def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Au
             return Fitted(step, runner, found, limit)
         sizes = _smaller(step, prompts, runner, may, limit)
         if sizes == step.sizes:
-            told = f"training takes {_total(found)} on each device, which has {_gib(limit)}: {_listed(found)}"
+            told = (
+                f"training takes {_total(found)} on each device, which has {_gib(limit)}:"
+                f" {_listed(found)}"
+            )
             raise ConfigError(told + _enough(step, prompts, runner, may, limit))
         step = step.resized(prompts, sizes)
 
 
 def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> str:
-    """The least change of what was asked of an accelerator's engine that makes it fit, in words; nothing where that would not help."""
+    """The least change of what was asked of an accelerator's engine that makes it fit, in words;
+    nothing where that would not help."""
     paged = step.sizes.page_size > 0
-    asked = Automatic(tokens=False, slots=not paged and not may.slots, pages=paged and not may.pages)
+    asked = Automatic(
+        tokens=False, slots=not paged and not may.slots, pages=paged and not may.pages
+    )
     if not accelerated(step.mesh) or not (asked.slots or asked.pages):
         return ""
     sizes = _smaller(step, prompts, runner, asked, limit)
-    changed = [f"--rollout.engine.{name} {new}" for name, new in sizes._asdict().items() if new != getattr(step.sizes, name)]
+    changed = [
+        f"--rollout.engine.{name} {new}"
+        for name, new in sizes._asdict().items()
+        if new != getattr(step.sizes, name)
+    ]
     return f"; {changed[0]} should fit" if changed else ""
 
 
 def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> Sizes:
-    """Smaller sizes of a step that does not fit; the same where none may give way, or none is left that would help."""
+    """Smaller sizes of a step that does not fit; the same where none may give way, or none is left
+    that would help."""
     half = max(step.generator.row_length - 1, step.learner.tokens // 2)
     fewer = step.sizes._replace(tokens=half) if may.tokens else step.sizes
     if not (may.slots or may.pages):
@@ -194,27 +240,48 @@ def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: in
     return _with_room(step, prompts, sizes, may, found.pool, room) if room < found.pool else sizes
 
 
-def _with_room(step: Step, prompts: int, sizes: Sizes, may: Automatic, pool: int, room: int) -> Sizes:
-    """Sizes whose pool takes at most `room` bytes instead of `pool`; fewer slots alone, and their temporaries, where none such is left."""
+def _with_room(
+    step: Step, prompts: int, sizes: Sizes, may: Automatic, pool: int, room: int
+) -> Sizes:
+    """Sizes whose pool takes at most `room` bytes instead of `pool`; fewer slots alone, and their
+    temporaries, where none such is left."""
     slots = step.generator.settings.slots
     if not sizes.page_size:
-        return sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots) if may.slots else sizes
+        return (
+            sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots)
+            if may.slots
+            else sizes
+        )
     if may.pages:
         pages = sizes.pages * max(room, 0) // pool
         if pages >= _fewest_pages(step, prompts, min(FEW, slots)):
-            return sizes._replace(pages=pages, slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots)
+            return sizes._replace(
+                pages=pages,
+                slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots,
+            )
     fewer = max(min(FEW, slots), slots // 4)
     if not may.slots or fewer == slots:
         return sizes
     sizes = sizes._replace(slots=fewer)
-    return sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts)) if may.pages else sizes
+    return (
+        sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts))
+        if may.pages
+        else sizes
+    )
 
 
 def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft, and positions of a page."""
+    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft,
+    and positions of a page."""
     generator = step.generator
     settings, shards = generator.settings, generator.mesh.shape[DATA]
-    return prompts // shards, generator.prompt_length, settings.max_new_tokens, generator.draft_length, settings.page_size
+    return (
+        prompts // shards,
+        generator.prompt_length,
+        settings.max_new_tokens,
+        generator.draft_length,
+        settings.page_size,
+    )
 
 
 def _all_pages(step: Step, prompts: int) -> int:
@@ -228,7 +295,8 @@ def _fewest_pages(step: Step, prompts: int, rows: int) -> int:
 
 
 def _slots_in(step: Step, prompts: int, pages: int) -> int:
-    """Rows that some pages hold halfway through their longest answers, each with the pages of its prompt that others write to as well."""
+    """Rows that some pages hold halfway through their longest answers, each with the pages of its
+    prompt that others write to as well."""
     count, prompt, response, draft, size = _shape(step, prompts)
     own = -(-(response // 2 + draft + 1) // size) + 1
     return max(FEW, (pages - count * -(-prompt // size)) // own)
@@ -236,10 +304,19 @@ def _slots_in(step: Step, prompts: int, pages: int) -> int:
 
 def told(step: Step, found: list[Part], limit: int) -> str:
     """The bytes of a device by owner, in a line; `limit` is what it has."""
-    owners = ", ".join(f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size))
+    owners = ", ".join(
+        f"{part.name} {_gib(part.size)}" for part in sorted(found, key=lambda part: -part.size)
+    )
     settings = step.generator.settings
-    pool = f"{settings.pages or 'all'} pages of {settings.page_size} positions" if settings.page_size else "a page a row"
-    chosen = f"micro-batches of {step.learner.tokens} tokens a data shard; {settings.slots} slots, {pool}"
+    pool = (
+        f"{settings.pages or 'all'} pages of {settings.page_size} positions"
+        if settings.page_size
+        else "a page a row"
+    )
+    chosen = (
+        f"micro-batches of {step.learner.tokens} tokens a data shard; {settings.slots} slots,"
+        f" {pool}"
+    )
     return f"each device takes {_total(found)} of {_gib(limit)}: {owners} ({chosen})"
 
 
@@ -257,7 +334,10 @@ def explained(found: list[Part]) -> Iterator[None]:
             raise
         first = str(error).splitlines()[0]
         limit = _gib(device_memory())
-        raise ConfigError(f"a device ran out of memory ({first}); it has {limit}, and training takes there {_listed(found)}") from error
+        raise ConfigError(
+            f"a device ran out of memory ({first}); it has {limit}, and training takes there"
+            f" {_listed(found)}"
+        ) from error
 
 
 def device_memory() -> int:
@@ -269,14 +349,18 @@ def device_memory() -> int:
 
 
 def least_of_processes(size: int) -> int:
-    """The least of a number of bytes that each process has, in whole MiB where there are several: all must choose alike."""
+    """The least of a number of bytes that each process has, in whole MiB where there are several:
+    all must choose alike."""
     if jax.process_count() == 1:
         return size
     return int(np.min(multihost_utils.process_allgather(np.int32(size // 2**20)))) * 2**20
 
 
 def _listed(kept: list[Part]) -> str:
-    return "; ".join(f"{part.name} {_gib(part.size)} (less with {part.remedy})" for part in sorted(kept, key=lambda part: -part.size))
+    return "; ".join(
+        f"{part.name} {_gib(part.size)} (less with {part.remedy})"
+        for part in sorted(kept, key=lambda part: -part.size)
+    )
 
 
 def _total(found: list[Part]) -> str:

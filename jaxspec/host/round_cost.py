@@ -1,4 +1,5 @@
-"""What rounds of each draft length cost on this machine, and how much of the draft is accepted, for runs that choose lengths by it."""
+"""What rounds of each draft length cost on this machine, and how much of the draft is accepted, for
+runs that choose lengths by it."""
 
 import functools
 import hashlib
@@ -33,7 +34,8 @@ REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
 
 
 def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
-    """The state with what draft lengths are chosen by, measured now; as it is where all rounds draft alike."""
+    """The state with what draft lengths are chosen by, measured now; as it is where all rounds
+    draft alike."""
     if state.generator.pace is None:
         return state
     pace = measured_pace(step.generator, jax.jit(step.load)(state), prompts)
@@ -42,13 +44,18 @@ def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
 
 
 def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
-    """The cost table of this machine, measured once for each model and shape, and the acceptance of the draft on some prompts.
+    """The cost table of this machine, measured once for each model and shape, and the acceptance of
+    the draft on some prompts.
 
-    Every round is one of the program that a run uses, with the table that makes it choose that length; end tokens are off. The same on
-    every process: process 0's seconds count. What a draft reads more after rounds of other lengths is in no cost: a wide pass now and then.
+    Every round is one of the program that a run uses, with the table that makes it choose that
+    length; end tokens are off. The same on every process: process 0's seconds count. What a draft
+    reads more after rounds of other lengths is in no cost: a wide pass now and then.
     """
-    # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens would follow another law.
-    prompts = prompts.replace(stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh))))
+    # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens
+    # would follow another law.
+    prompts = prompts.replace(
+        stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh)))
+    )
     settings, mesh = generator.settings, generator.mesh
     generator = generator.with_(processing=settings.processing._replace(stop_ids=()))
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
@@ -66,7 +73,9 @@ def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
     few = max(1, min(ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1))
     state = begin(forced(0), prompts)
     made = advance(forced(len(settings.lengths) - 1), state, jnp.int32(few)).rollout.statistics
-    total = jax.jit(lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(mesh))
+    total = jax.jit(
+        lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(mesh)
+    )
     reached, kept = (np.asarray(total(leaf)) for leaf in (made.reached, made.accepted))
     file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
     cost = _from_process_0(_kept(file, empty.cost.shape))
@@ -78,11 +87,15 @@ def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
                 prepared = jax.jit(placed_at, out_shardings=same)(state)
                 for place, length in enumerate(settings.lengths):
                     run = functools.partial(advance, forced(place), prepared)
-                    cost[place, loop:, context] = _seconds(run, max(1, min(ROUNDS, room // (length + 1) - 1)))
+                    cost[place, loop:, context] = _seconds(
+                        run, max(1, min(ROUNDS, room // (length + 1) - 1))
+                    )
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
             _keep(file, cost)
-    known = Known(reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32))
+    known = Known(
+        reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32)
+    )
     return Pace(known=known, cost=jnp.asarray(cost))
 
 
@@ -90,17 +103,24 @@ def _keep(file: Path, cost: np.ndarray) -> None:
     """Writes the table for the next run; where that cannot be done, a run goes on without."""
     try:
         with replacing(file, "the next run times its rounds anew", shared=True) as fresh:
-            fresh.write_text(json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}), encoding="utf-8")
+            fresh.write_text(
+                json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}),
+                encoding="utf-8",
+            )
     except SaveError as reason:
         say(f"warning: {reason}")
 
 
 def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The table in a file, or zeros where there is none of this shape, or one that does not hold any more what was written."""
+    """The table in a file, or zeros where there is none of this shape, or one that does not hold
+    any more what was written."""
     table, damage = [], ""
     try:
         saved = parse_json(file.read_text(encoding="utf-8"))
-        table, damage = saved["cost"], "" if saved["digest"] == content_key(saved["cost"]) else "is damaged"
+        table, damage = (
+            saved["cost"],
+            "" if saved["digest"] == content_key(saved["cost"]) else "is damaged",
+        )
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as reason:
@@ -109,18 +129,39 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
         damage = "is damaged"
     if damage and jax.process_index() == 0:
         say(f"warning: {file} {damage}: rounds are timed anew")
-    return np.asarray(table, np.float32) if not damage and np.shape(table) == shape else np.zeros(shape, np.float32)
+    return (
+        np.asarray(table, np.float32)
+        if not damage and np.shape(table) == shape
+        else np.zeros(shape, np.float32)
+    )
 
 
 def _from_process_0(table: np.ndarray) -> np.ndarray:
-    return np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
+    return (
+        np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
+    )
 
 
 def _key(generator: Generator, prompt: int) -> str:
     """What a cost table depends on."""
     shape = generator.settings._replace(rule=getattr(generator.settings.rule, "__name__", None))
-    code = sources("host/round_cost.py", "models/*.py", "kernels/*.py", "drafts/*.py", "rollout/*.py", "sampling.py")
-    parts = jax.__version__, machine(generator.mesh), shape, prompt, generator.arrangements, generator.about, code
+    code = sources(
+        "host/round_cost.py",
+        "models/*.py",
+        "kernels/*.py",
+        "drafts/*.py",
+        "rollout/*.py",
+        "sampling.py",
+    )
+    parts = (
+        jax.__version__,
+        machine(generator.mesh),
+        shape,
+        prompt,
+        generator.arrangements,
+        generator.about,
+        code,
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -131,14 +172,19 @@ def _with(state: DecodeState, live: int, shards: int, start: int) -> DecodeState
     status = jnp.where(numbers < live, rollout.status, EOS)
     ahead_by = jnp.maximum(start - rollout.prompt_lengths, 0)
     queue = state.queue
-    moved = rollout.replace(status=status, prompt_lengths=rollout.prompt_lengths + ahead_by, lengths=rollout.lengths + ahead_by)
+    moved = rollout.replace(
+        status=status,
+        prompt_lengths=rollout.prompt_lengths + ahead_by,
+        lengths=rollout.lengths + ahead_by,
+    )
     if queue is not None:
         queue = queue.replace(waiting=queue.waiting & (numbers < live))
     return state.replace(rollout=moved, queue=queue)
 
 
 def _seconds(run: Any, rounds: int) -> float:
-    """Seconds of a round: what `rounds` more of them add to a call, both at their fastest, since others' work only ever adds."""
+    """Seconds of a round: what `rounds` more of them add to a call, both at their fastest, since
+    others' work only ever adds."""
 
     def taken(count: int) -> float:
         began = time.perf_counter()
@@ -146,7 +192,12 @@ def _seconds(run: Any, rounds: int) -> float:
         return time.perf_counter() - began
 
     taken(1)
-    once = float(_from_process_0(np.asarray(taken(1) + taken(1 + rounds), np.float32)))  # all must make the same number of calls
-    pairs = [(taken(1), taken(1 + rounds)) for _ in range(max(REPEATS, min(MOST_REPEATS, int(SECONDS / once))))]
+    # all must make the same number of calls
+    once = float(_from_process_0(np.asarray(taken(1) + taken(1 + rounds), np.float32)))
+    pairs = [
+        (taken(1), taken(1 + rounds))
+        for _ in range(max(REPEATS, min(MOST_REPEATS, int(SECONDS / once))))
+    ]
     short, long = (min(times) for times in zip(*pairs, strict=True))
-    return (long - short) / rounds if long > short else long / (1 + rounds)  # a round is then less than what calls differ by
+    # a round is then less than what calls differ by
+    return (long - short) / rounds if long > short else long / (1 + rounds)

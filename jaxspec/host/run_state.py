@@ -1,4 +1,5 @@
-"""Where a run stands between two calls: before the first one, from a checkpoint, and from then on."""
+"""Where a run stands between two calls: before the first one, from a checkpoint, and from then
+on."""
 
 import dataclasses
 import time
@@ -45,7 +46,8 @@ class RunState:
 
     @property
     def number(self) -> int:
-        """Name of its checkpoint: twice the batches generated, and one more once all of them are learnt from."""
+        """Name of its checkpoint: twice the batches generated, and one more once all of them are
+        learnt from."""
         return 2 * self.batch + (self.pending is None)
 
     @property
@@ -55,13 +57,15 @@ class RunState:
 
 
 def offline_text(job: Job) -> Rows | None:
-    """What the draft is trained on before the run, where that is a text; a bad file is named before any long work."""
+    """What the draft is trained on before the run, where that is a text; a bad file is named before
+    any long work."""
     trained = job.config.offline.steps > 0 and job.config.rollout.draft.learned
     return training_text(job.config, job.tokenizer, job.say) if trained else None
 
 
 def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -> RunState:
-    """The run before the first batch: policy and draft from checkpoints, or from the cache, trained now if absent, or random.
+    """The run before the first batch: policy and draft from checkpoints, or from the cache, trained
+    now if absent, or random.
 
     `text` is that of `offline_text`.
     """
@@ -73,7 +77,9 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
     network = None if offline else load_draft(job, _network(shapes))
     policy = load_policy(job, interrupt)
     if offline:
-        network = load_tree(process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes))
+        network = load_tree(
+            process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes)
+        )
     elif network is not None:
         say_agreement(job, policy, network)
     else:
@@ -81,7 +87,9 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
         if remark := random_draft(config):
             job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    return RunState(state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0)
+    return RunState(
+        state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0
+    )
 
 
 def random_draft(config: Config) -> str:
@@ -89,16 +97,26 @@ def random_draft(config: Config) -> str:
     draft = config.rollout.draft
     if not draft.learned or draft.path or config.offline.steps:
         return ""
-    later = "learns during the run alone" if config.draft_training.online else "never learns, so that next to nothing is accepted"
+    later = (
+        "learns during the run alone"
+        if config.draft_training.online
+        else "never learns, so that next to nothing is accepted"
+    )
     remedy = "--offline.steps 300 trains it first, --rollout.draft.path loads one"
-    return f"the {draft.kind} draft started from random weights (offline.steps 0, no rollout.draft.path) and {later}; {remedy}"
+    return (
+        f"the {draft.kind} draft started from random weights (offline.steps 0, no"
+        f" rollout.draft.path) and {later}; {remedy}"
+    )
 
 
 def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, where they are."""
     if state.generator.pace is None:
         return state
-    job.say("measuring what rounds of each draft length cost on this machine, and what the draft is worth")
+    job.say(
+        "measuring what rounds of each draft length cost on this machine, and what the draft is"
+        " worth"
+    )
     began = time.perf_counter()
     state, lengths = with_pace(job.step, state, prompts), job.step.generator.settings.lengths
     pace = state.generator.pace
@@ -106,7 +124,10 @@ def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     full = np.asarray(pace.cost)[:, 0, 0]
     kept = np.asarray(draft_length.expected_tokens(pace.known, lengths))
     rounds = zip(lengths, full / full[0], kept, strict=True)
-    table = "; ".join(f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens" for length, cost, tokens in rounds)
+    table = "; ".join(
+        f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens"
+        for length, cost, tokens in rounds
+    )
     job.say(f"measured in {time.perf_counter() - began:.1f} s: {table}")
     return state
 
@@ -116,13 +137,17 @@ def _network(state: TrainState) -> PyTree:
 
 
 def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | None:
-    """The run of the newest checkpoint that is whole, on this run's mesh; None when there is none."""
+    """The run of the newest checkpoint that is whole, on this run's mesh; None when there is
+    none."""
     state, finished, _ = abstract(job.step, job.config.grpo.prompts)
-    restored = checkpoints.restore_newest((state, finished.replace(plan=None)))  # plans are of a mesh, and made again
+    # plans are of a mesh, and made again
+    restored = checkpoints.restore_newest((state, finished.replace(plan=None)))
     if restored is None:
         return None
     (state, finished), host = restored
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
     batches.history.load(host["history"])
     pending = None if host["pending"] is None else Pending(**host["pending"])
-    return RunState(state=state, finished=batches.replanned(finished), batch=host["batch"], pending=pending)
+    return RunState(
+        state=state, finished=batches.replanned(finished), batch=host["batch"], pending=pending
+    )

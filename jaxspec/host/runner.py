@@ -1,4 +1,5 @@
-"""The compiled calls of a run: the whole step as one program, or its phases one by one with their seconds."""
+"""The compiled calls of a run: the whole step as one program, or its phases one by one with their
+seconds."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,8 @@ class Called(NamedTuple):
     rollout: Rollout | None
     """None: asked to stop between two slices of generation; the state has already learnt."""
     learnt: dict[str, float]
-    """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where there was none."""
+    """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where
+    there was none."""
     generated: dict[str, float]
     seconds: Seconds
     """Of this batch; what `learnt` counts is not in them."""
@@ -37,12 +39,14 @@ class Runner(NamedTuple):
     """Makes steps: learn, sync, generate."""
 
     call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
-    """Consumes the state and, as one program, what is finished: their buffers are donated. The last argument is asked between slices of
-    generation, where there are any, whether to stop."""
+    """Consumes the state and, as one program, what is finished: their buffers are donated. The last
+    argument is asked between slices of generation, where there are any, whether to stop."""
     programs: Mapping[str, Any]
     """What it has compiled, by phase."""
 
-    def __call__(self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
+    def __call__(
+        self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+    ) -> Called:
         """One step."""
         return self.call(state, finished, prompts, stop)
 
@@ -61,15 +65,26 @@ def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
         return placed(leaf, rows if leaf.ndim else whole)
 
     state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
-    shapes = jax.eval_shape(lambda: step.nothing_finished(prompts * step.generator.settings.group_size))
-    finished = jax.tree.map(by_row, shapes).replace(plan=jax.tree.map(placed, shapes.plan, plan_layout(mesh)))
-    return state, finished, jax.tree.map(by_row, jax.eval_shape(lambda: step.generator.no_prompts(prompts)))
+    shapes = jax.eval_shape(
+        lambda: step.nothing_finished(prompts * step.generator.settings.group_size)
+    )
+    finished = jax.tree.map(by_row, shapes).replace(
+        plan=jax.tree.map(placed, shapes.plan, plan_layout(mesh))
+    )
+    return (
+        state,
+        finished,
+        jax.tree.map(by_row, jax.eval_shape(lambda: step.generator.no_prompts(prompts))),
+    )
 
 
 def put(tree: PyTree, like: PyTree) -> PyTree:
-    """Host arrays, known to every process where it needs them, as global arrays placed as `like`."""
+    """Host arrays, known to every process where it needs them, as global arrays placed as
+    `like`."""
 
-    return jax.tree.map(lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like)
+    return jax.tree.map(
+        lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like
+    )
 
 
 def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
@@ -78,7 +93,8 @@ def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
 
 
 def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
-    """Compiles a function for abstract arguments; returns it with its result's shapes and shardings, to compile the next one for."""
+    """Compiles a function for abstract arguments; returns it with its result's shapes and
+    shardings, to compile the next one for."""
     lowered = jax.jit(function, **options).lower(*arguments)
     program = lowered.compile()
     return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
@@ -87,37 +103,65 @@ def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Calla
 def whole_step(step: Step, prompts: int) -> Runner:
     """Compiles the step as one program, before anything runs."""
     state, finished, wanted = abstract(step, prompts)
-    layout = step.state_shardings(), meshes.rows_sharding(step.mesh), meshes.replicated(step.mesh), meshes.replicated(step.mesh)
-    program, _ = ahead(step.train_step, state, finished, wanted, donate_argnums=(0, 1), out_shardings=layout)
+    layout = (
+        step.state_shardings(),
+        meshes.rows_sharding(step.mesh),
+        meshes.replicated(step.mesh),
+        meshes.replicated(step.mesh),
+    )
+    program, _ = ahead(
+        step.train_step, state, finished, wanted, donate_argnums=(0, 1), out_shardings=layout
+    )
 
-    def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
+    def call(
+        state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+    ) -> Called:
         began = time.perf_counter()
         state, rollout, learnt, generated = program(state, finished, prompts)
         learnt, generated = numbers(learnt), numbers(generated)
         seconds = time.perf_counter() - began
-        return Called(state, rollout, learnt | {"time/learning_call": seconds}, generated, {"time/step": seconds})
+        return Called(
+            state,
+            rollout,
+            learnt | {"time/learning_call": seconds},
+            generated,
+            {"time/step": seconds},
+        )
 
     return Runner(call, {"step": program})
 
 
 def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
-    """The same phases compiled one by one: honest seconds for each, and generation in slices of so many rounds (0: in one piece)."""
+    """The same phases compiled one by one: honest seconds for each, and generation in slices of so
+    many rounds (0: in one piece)."""
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
-    learn, (_, learn_metrics) = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole))
+    learn, (_, learn_metrics) = ahead(
+        step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole)
+    )
     load, ready = ahead(step.load, state)
-    generating = _in_slices(step, ready, wanted, finished.rollout, slice_rounds) if slice_rounds else _in_one_piece(step, ready, wanted)
+    generating = (
+        _in_slices(step, ready, wanted, finished.rollout, slice_rounds)
+        if slice_rounds
+        else _in_one_piece(step, ready, wanted)
+    )
     generate, slices = generating
     measure, _ = ahead(step.generator.measure, finished.rollout, ready, out_shardings=whole)
 
-    def call(state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]) -> Called:
+    def call(
+        state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+    ) -> Called:
         seconds: Seconds = {}
 
         def do(phase: str, _: Callable, *arguments: Any) -> Any:
             began = time.perf_counter()
             match phase:
                 case "train":
-                    result = learn(*arguments) if learning else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
+                    result = (
+                        learn(*arguments)
+                        if learning
+                        else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
+                    )
                 case "prepare":
                     result = load(*arguments)
                 case "generate":
@@ -133,7 +177,9 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
         learnt, train = numbers(learnt), {"time/train": seconds.pop("time/train")}
         seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
         own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
-        return Called(state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own)
+        return Called(
+            state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own
+        )
 
     return Runner(call, {"train": learn, "prepare": load, **slices, "measure": measure})
 
@@ -146,7 +192,9 @@ def _until(result: Any, began: float) -> float:
 
 def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
     """Generation to its end, whoever asks to stop; also its program."""
-    program, _ = ahead(step.generator.generate, ready, prompts, out_shardings=meshes.rows_sharding(step.mesh))
+    program, _ = ahead(
+        step.generator.generate, ready, prompts, out_shardings=meshes.rows_sharding(step.mesh)
+    )
 
     def generate(ready: Ready, prompts: Prompts, _: Callable[[], bool]) -> Rollout:
         return program(ready, prompts)
@@ -154,8 +202,11 @@ def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable,
     return generate, {"generate": program}
 
 
-def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int) -> tuple[Callable, dict[str, Any]]:
-    """Generation that looks up between slices whether to stop, and then gives None; also its programs."""
+def _in_slices(
+    step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int
+) -> tuple[Callable, dict[str, Any]]:
+    """Generation that looks up between slices whether to stop, and then gives None; also its
+    programs."""
 
     def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
         return step.generator.advance(ready, running, jnp.int32(rounds))
@@ -163,7 +214,11 @@ def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rou
     begin, running = ahead(step.generator.begin, ready, prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     advance, _ = ahead(one_slice, ready, running, donate_argnums=1, out_shardings=same)
-    unfinished, _ = ahead(lambda status: jnp.any(status == RUNNING), running.rollout.status, out_shardings=meshes.replicated(step.mesh))
+    unfinished, _ = ahead(
+        lambda status: jnp.any(status == RUNNING),
+        running.rollout.status,
+        out_shardings=meshes.replicated(step.mesh),
+    )
     by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 
     def generate(ready: Ready, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
@@ -172,7 +227,8 @@ def _in_slices(step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rou
             if stop():
                 return None
             running = advance(ready, running)
-        return jax.device_put(step.generator.collect(ready, running), by_row)  # what has no elements comes without its sharding
+        # what has no elements comes without its sharding
+        return jax.device_put(step.generator.collect(ready, running), by_row)
 
     return generate, {"prefill": begin, "slice": advance, "unfinished": unfinished}
 
@@ -216,7 +272,9 @@ class TimedGeneration:
         began = time.perf_counter()
         running = jax.block_until_ready(self._begin(ready, prompts))
         middle = time.perf_counter()
-        rollout = jax.block_until_ready(self._generator.collect(ready, self._advance(ready, running)))
+        rollout = jax.block_until_ready(
+            self._generator.collect(ready, self._advance(ready, running))
+        )
         end = time.perf_counter()
         return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.ended)))
 
@@ -230,11 +288,15 @@ class Comparison(NamedTuple):
     plain_seconds: float
     spec_seconds: float
     round_cost: float
-    """Seconds of a round of draft and verification over seconds of a plain step, prefill left out."""
+    """Seconds of a round of draft and verification over seconds of a plain step, prefill left
+    out."""
 
 
-def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0) -> Comparison:
-    """Times generation of the same prompts with and without the draft, in turn; medians, and target passes a sequence.
+def compare(
+    step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
+) -> Comparison:
+    """Times generation of the same prompts with and without the draft, in turn; medians, and target
+    passes a sequence.
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
@@ -252,7 +314,10 @@ def compare(step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, b
     if jax.process_count() > 1:  # all must make the same number of calls
         once = multihost_utils.broadcast_one_to_all(once)
     pairs = [pair() for _ in range(max(1, min(repeats, int(budget / once))))]
-    taken = np.median([[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs], axis=0)
+    taken = np.median(
+        [[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs],
+        axis=0,
+    )
     rows = int(prompts.tokens.shape[0]) * step.generator.settings.group_size
     return Comparison(
         rows=rows,

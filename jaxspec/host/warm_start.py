@@ -1,4 +1,5 @@
-"""The policy that training starts from: a checkpoint's, or a supervised warm start on generated documents."""
+"""The policy that training starts from: a checkpoint's, or a supervised warm start on generated
+documents."""
 
 import dataclasses
 import time
@@ -27,9 +28,11 @@ WEIGHTS = "weights.npz"
 
 
 def warm_start(job: Job, progress: Progress) -> Decoder:
-    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed alone.
+    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed
+    alone.
 
-    It learns as in RL: what follows each document's prompt, by the negative log-likelihood of each token.
+    It learns as in RL: what follows each document's prompt, by the negative log-likelihood of each
+    token.
     """
     config = job.config
     sft, mesh = config.sft, job.mesh
@@ -37,12 +40,17 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     learner = dataclasses.replace(
         job.step.learner,
-        tokens=max(length - 1, min(sft.rows // mesh.shape[meshes.DATA] * (length - 1), job.step.learner.tokens)),
+        tokens=max(
+            length - 1,
+            min(sft.rows // mesh.shape[meshes.DATA] * (length - 1), job.step.learner.tokens),
+        ),
         processing=Processing(),
         policy_loss=negative_log_likelihood,
         objective=None,
         taps=(),
-        policy_optimizer=optimizers.adamw(optimizers.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01),
+        policy_optimizer=optimizers.adamw(
+            optimizers.cosine(sft.learning_rate, sft.steps), grad_clip=1.0, weight_decay=0.01
+        ),
     )
 
     def fresh() -> LearnerState:
@@ -50,26 +58,49 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
 
     layout = learner.layout(jax.eval_shape(fresh))
     state = jax.jit(fresh, out_shardings=layout)()
-    update = jax.jit(learner.learn, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh)))
+    update = jax.jit(
+        learner.learn, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh))
+    )
     for number in range(1, sft.steps + 1):
-        texts = answered(arithmetic.sample_sft_batch(config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length))
+        texts = answered(
+            arithmetic.sample_sft_batch(
+                config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length
+            )
+        )
         state, metrics = update(state, texts_to_learn(*texts, mesh, learner.tokens))
         progress.update(number, loss=float(metrics["loss/policy"]))
         skipped = int(metrics["skipped_in_row/policy"])
-        optimizers.require_progress(skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate.")
+        optimizers.require_progress(
+            skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate."
+        )
     return state.policy.network
 
 
 def policy_key(job: Job) -> str:
     """Names the warm start by all that shapes it."""
     config = job.config
-    shape = config.data.task, config.data.digits, config.data.format, config.data.max_prompt_length, config.rollout.max_new_tokens
-    code = sources("data/arithmetic.py", "data/tokenizer.py", "host/warm_start.py", "streams.py", "models/*.py", "kernels/*.py", "rl/*.py")
+    shape = (
+        config.data.task,
+        config.data.digits,
+        config.data.format,
+        config.data.max_prompt_length,
+        config.rollout.max_new_tokens,
+    )
+    code = sources(
+        "data/arithmetic.py",
+        "data/tokenizer.py",
+        "host/warm_start.py",
+        "streams.py",
+        "models/*.py",
+        "kernels/*.py",
+        "rl/*.py",
+    )
     return content_key("policy", config.seed, config.model, config.sft, shape, code)
 
 
 def cached_policy(job: Job, interrupt: Interrupt) -> Path:
-    """The file of the warm start's weights, trained first if the cache does not hold it; in process 0, which does it for all.
+    """The file of the warm start's weights, trained first if the cache does not hold it; in process
+    0, which does it for all.
 
     Raises:
       ConfigError: the cache cannot be written, or is not shared with process 0.
@@ -79,7 +110,10 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
     def build(folder: Path) -> None:
         job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
         began = time.perf_counter()
-        with Progress("warm start", config.sft.steps) as progress, interrupt.nothing_unsaved("warm start", progress.stop):
+        with (
+            Progress("warm start", config.sft.steps) as progress,
+            interrupt.nothing_unsaved("warm start", progress.stop),
+        ):
             save_tree(folder / WEIGHTS, warm_start(on_this_process(job), progress))
         job.say(f"the warm start took {time.perf_counter() - began:.0f} s")
 
@@ -88,10 +122,12 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
-    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights where `sft.steps` is 0; adapters merged."""
+    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights
+    where `sft.steps` is 0; adapters merged."""
     config, fresh = job.config, job.step.fresh_policy
     shapes = jax.eval_shape(fresh)
-    merge = merger(config.lora.path, shapes) if config.lora.path else None  # bad adapters are named before any long work
+    # bad adapters are named before any long work
+    merge = merger(config.lora.path, shapes) if config.lora.path else None
     layout = job.step.learner.layout(shapes)
     wanted = jax.tree.map(placed, shapes, layout)
     if config.model.path:
@@ -109,7 +145,9 @@ def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     with interrupt.nothing_unsaved("reading the policy"):
         checkpoint = policy_checkpoint(model, shapes)
         policy = load_shown(checkpoint)
-    job.say(f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in {time.perf_counter() - began:.1f} s")
+    job.say(
+        f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in {time.perf_counter() - began:.1f} s"
+    )
     return policy
 
 

@@ -1,4 +1,5 @@
-"""The folder of a run: one process at a time, one config, the data it began with; and on what machine and with what versions it ran."""
+"""The folder of a run: one process at a time, one config, the data it began with; and on what
+machine and with what versions it ran."""
 
 import contextlib
 import datetime
@@ -31,7 +32,13 @@ from jaxspec.step import Sizes
 from jaxspec.system.files import digest, expanded, locked, write_whole, writing
 from jaxspec.system.metrics import read
 
-CONFIG, CHECKPOINTS, STARTS, LOCK, SAVED = "config.json", "checkpoints", "starts.jsonl", "lock", "saved"
+CONFIG, CHECKPOINTS, STARTS, LOCK, SAVED = (
+    "config.json",
+    "checkpoints",
+    "starts.jsonl",
+    "lock",
+    "saved",
+)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 """How a file system says that it has no locks."""
 _LONGEST = 4096
@@ -40,13 +47,14 @@ _LONGEST = 4096
 
 @contextlib.contextmanager
 def held(job: Job) -> Iterator[Path]:
-    """The run's folder, made if it is not there, which no other run can have until this is left or its process dies.
+    """The run's folder, made if it is not there, which no other run can have until this is left or
+    its process dies.
 
     Of several processes of a job, process 0 has it for all.
 
     Raises:
-      ConfigError: the folder cannot be written, another run has it, it belongs to another config or other data, or what it holds would be
-        lost; what and where is named.
+      ConfigError: the folder cannot be written, another run has it, it belongs to another config or
+        other data, or what it holds would be lost; what and where is named.
     """
     folder = prepare_workdir(job.config.workdir)
     with contextlib.ExitStack() as stack:
@@ -81,7 +89,11 @@ def prepare_workdir(path: Path | str) -> Path:
     folder = expanded(path, "--workdir")
     require_outside_runs(folder, "workdir", "choose another --workdir")
     probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
-    with writing(f"workdir {folder} cannot be written to", "free some space or name another folder with --workdir", ConfigError):
+    with writing(
+        f"workdir {folder} cannot be written to",
+        "free some space or name another folder with --workdir",
+        ConfigError,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with probe.open("wb") as file:
@@ -94,10 +106,15 @@ def prepare_workdir(path: Path | str) -> Path:
 
 
 def require_outside_runs(path: Path, name: str, remedy: str) -> None:
-    """Refuses a path among the checkpoints of a run, which removes old ones with all that is in them."""
+    """Refuses a path among the checkpoints of a run, which removes old ones with all that is in
+    them."""
     for folder in (path, *path.parents):
         inside = folder.name == CHECKPOINTS and (folder.parent / CONFIG).is_file()
-        require(not inside, f"{name} {path} lies among the checkpoints of the run in {folder.parent}, which removes old ones; {remedy}")
+        require(
+            not inside,
+            f"{name} {path} lies among the checkpoints of the run in {folder.parent}, which removes"
+            f" old ones; {remedy}",
+        )
 
 
 @contextlib.contextmanager
@@ -105,7 +122,8 @@ def _lock(job: Job, folder: Path) -> Iterator[None]:
     """Has the folder for this process; a file system without locks is told, and trusted."""
     path = folder / LOCK
     with contextlib.ExitStack() as stack:
-        # The folder as well, where that can be locked (not on NFS): somebody may remove the file, and another run would make it anew.
+        # The folder as well, where that can be locked (not on NFS): somebody may remove the file,
+        # and another run would make it anew.
         lone, file = stack.enter_context(_folder_lock(folder)), None
         try:
             file = locked(path, wait=False)
@@ -114,18 +132,25 @@ def _lock(job: Job, folder: Path) -> Iterator[None]:
             told = f"{path} cannot be locked ({reason.strerror})"
             require(reason.errno in _NO_LOCKS, f"{told}; see to that, or choose another --workdir")
             job.say(f"warning: {told}; see to it that no other run uses this folder")
-        require(lone, f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose another --workdir")
+        require(
+            lone,
+            f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose"
+            " another --workdir",
+        )
         if file is not None:
             stack.enter_context(file)
             file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n")
+            file.write(
+                json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n"
+            )
             file.flush()
         yield
 
 
 @contextlib.contextmanager
 def _folder_lock(folder: Path) -> Iterator[bool]:
-    """Whether no other process has this folder locked; it is locked here from then on, where the file system can do that."""
+    """Whether no other process has this folder locked; it is locked here from then on, where the
+    file system can do that."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -152,7 +177,9 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def saved_config(folder: Path, remedy: str = "put it back from a copy, or choose another --workdir") -> dict[str, Any]:
+def saved_config(
+    folder: Path, remedy: str = "put it back from a copy, or choose another --workdir"
+) -> dict[str, Any]:
     """What config.json of a run holds.
 
     Raises:
@@ -166,19 +193,29 @@ def saved_config(folder: Path, remedy: str = "put it back from a copy, or choose
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}); {remedy}") from error
-    require(isinstance(saved, dict), f"{file} holds a {type(saved).__name__} instead of an object; {remedy}")
+    require(
+        isinstance(saved, dict),
+        f"{file} holds a {type(saved).__name__} instead of an object; {remedy}",
+    )
     return saved
 
 
 def _require_own(job: Job, folder: Path) -> None:
-    """Refuses a folder of another config or other data, and one in which a run that starts over would erase what it does not know."""
+    """Refuses a folder of another config or other data, and one in which a run that starts over
+    would erase what it does not know."""
     begun, saved, batches = (folder / CONFIG).exists(), steps(folder), len(read(folder))
     if begun:
         differing = differing_keys(saved_config(folder), job.config)
-        belongs = f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir, or set these keys back"
+        belongs = (
+            f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir,"
+            " or set these keys back"
+        )
         require(not differing, belongs)
     if saved:
-        unknown = f"{folder} holds checkpoints but no {CONFIG}, which says what they are of; put it back from a copy"
+        unknown = (
+            f"{folder} holds checkpoints but no {CONFIG}, which says what they are of; put it back"
+            " from a copy"
+        )
         require(begun, f"{unknown}, or choose another --workdir")
         _require_same_data(job, folder)
     else:
@@ -186,16 +223,23 @@ def _require_own(job: Job, folder: Path) -> None:
 
 
 def as_begun(job: Job, folder: Path) -> Job:
-    """The job with what its run chose by itself when it began, where it is to choose again: a resumed run adds up in the same order.
+    """The job with what its run chose by itself when it began, where it is to choose again: a
+    resumed run adds up in the same order.
 
     On another kind of device it would not, so there all is chosen anew.
     """
     saved = np.full((len(Sizes._fields),), -1, np.int32)
-    if jax.process_index() == 0 and steps(folder) and _last_backend(folder) == jax.default_backend():
+    if (
+        jax.process_index() == 0
+        and steps(folder)
+        and _last_backend(folder) == jax.default_backend()
+    ):
         values = flat(saved_config(folder))
         names = ("learner.tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
         found = (values.get(name) for name in names)
-        saved[:] = [number if type(number) is int and 0 <= number <= INT32 else -1 for number in found]
+        saved[:] = [
+            number if type(number) is int and 0 <= number <= INT32 else -1 for number in found
+        ]
     if jax.process_count() > 1:
         saved = multihost_utils.broadcast_one_to_all(saved)
     taken = _to_take(job, Sizes(*np.asarray(saved).tolist()))
@@ -210,7 +254,8 @@ def _last_backend(folder: Path) -> Any:
 
 
 def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
-    """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and that do here."""
+    """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and
+    that do here."""
     config, generator = job.config, job.step.generator
     engine, prompts = config.rollout.engine, config.grpo.prompts // job.mesh.shape[DATA]
     taken: dict[str, int] = {}
@@ -223,7 +268,8 @@ def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
     size = taken.get("page_size", job.step.sizes.page_size)
     if engine.pages == 0 and size == saved.page_size > 0:
         row = config.data.max_prompt_length, config.rollout.max_new_tokens, generator.draft_length
-        if saved.pages >= smallest_pool(prompts, *row, size):  # those of other shards can be too few for the prompts of these
+        # those of other shards can be too few for the prompts of these
+        if saved.pages >= smallest_pool(prompts, *row, size):
             taken["pages"] = saved.pages
     return taken
 
@@ -237,7 +283,10 @@ def steps(folder: Path) -> list[int]:
     checkpoints = folder / CHECKPOINTS
     exists = checkpoints.exists() or checkpoints.is_symlink()
     move = "move it away if it is not needed, or choose another --workdir"
-    require(not exists or checkpoints.is_dir(), f"{checkpoints} is not a folder, so no checkpoint can be read or saved; {move}")
+    require(
+        not exists or checkpoints.is_dir(),
+        f"{checkpoints} is not a folder, so no checkpoint can be read or saved; {move}",
+    )
     found = [entry for entry in checkpoints.iterdir() if entry.name.isdigit()] if exists else []
     for entry in found:
         name = entry.name
@@ -247,29 +296,41 @@ def steps(folder: Path) -> list[int]:
 
 
 def note_saved(folder: Path) -> None:
-    """Notes in the folder that a checkpoint has been saved, once there is one: if none is there later, they were taken away."""
+    """Notes in the folder that a checkpoint has been saved, once there is one: if none is there
+    later, they were taken away."""
     if jax.process_index() == 0 and not (folder / SAVED).exists() and (found := steps(folder)):
         write_whole(folder / SAVED, f"checkpoint {found[0]} was saved at {_now()}\n")
 
 
 def _require_nothing_to_lose(job: Job, folder: Path, written: int) -> None:
-    """A run of which nothing was ever saved starts over, for all its `written` metrics; one whose checkpoints were taken away does not."""
+    """A run of which nothing was ever saved starts over, for all its `written` metrics; one whose
+    checkpoints were taken away does not."""
     if not written:
         return
     where, checkpoints = f"{folder} has metrics of {written} batches", folder / CHECKPOINTS
     remedy = "put them back, choose another --workdir, or remove the folder yourself to start over"
-    require(checkpoints.is_dir(), f"{where}, but {checkpoints} is missing, and starting over would erase them; {remedy}")
-    taken = f"{where}, but the checkpoints that were saved in {checkpoints} are gone, and starting over would erase them; {remedy}"
+    require(
+        checkpoints.is_dir(),
+        f"{where}, but {checkpoints} is missing, and starting over would erase them; {remedy}",
+    )
+    taken = (
+        f"{where}, but the checkpoints that were saved in {checkpoints} are gone, and starting over"
+        f" would erase them; {remedy}"
+    )
     require(not (folder / SAVED).exists(), taken)
     job.say(f"{where} and no checkpoint was saved yet: starting over")
 
 
 def require_no_checkpoints(folder: Path) -> None:
-    """Refuses, in all processes, to start over beside checkpoints in which nothing was found to go on from."""
+    """Refuses, in all processes, to start over beside checkpoints in which nothing was found to go
+    on from."""
 
     def look() -> None:
         found = steps(folder)
-        told = f"{folder / CHECKPOINTS} has {', '.join(map(str, found))}, which cannot be read as checkpoints"
+        told = (
+            f"{folder / CHECKPOINTS} has {', '.join(map(str, found))}, which cannot be read as"
+            " checkpoints"
+        )
         require(not found, f"{told}; put them right, or choose another --workdir")
 
     _refused_by_all(look)
@@ -280,21 +341,38 @@ def _data(config: Config) -> dict[str, str]:
     data = config.data
     files = {"data.path": Path(data.path)} if data.path else {}
     files |= {"data.eval_path": Path(data.eval_path)} if data.path and data.eval_path else {}
-    files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES} if data.tokenizer else {}
+    files |= (
+        {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
+        if data.tokenizer
+        else {}
+    )
     return {f"{name} {file}": digest(file) for name, file in files.items()}
 
 
 def _require_same_data(job: Job, folder: Path) -> None:
-    """Refuses data that differs from what the run began with; a data file that is gone is named where it is read."""
+    """Refuses data that differs from what the run began with; a data file that is gone is named
+    where it is read."""
     starts, now = read_starts(folder), _data(job.config)
     before = starts[0].get("data") if starts else None
     before = before if isinstance(before, dict) else {}
-    found = {name: value for name, value in now.items() if value != "-" or name.startswith("data.tokenizer")}
+    found = {
+        name: value
+        for name, value in now.items()
+        if value != "-" or name.startswith("data.tokenizer")
+    }
     if unknown := ", ".join(sorted(found.keys() - before.keys())):
-        job.say(f"warning: {folder / STARTS} has no record of {unknown} as the run began with, so that cannot be compared")
+        job.say(
+            f"warning: {folder / STARTS} has no record of {unknown} as the run began with, so that"
+            " cannot be compared"
+        )
     differing = ", ".join(name for name, value in found.items() if before.get(name, value) != value)
-    told = f"{differing} holds other data than the run in {folder} began with, at {starts[0].get('time') if starts else ''}"
-    require(not differing, f"{told}; put that data back, or choose another --workdir for a run on this")
+    told = (
+        f"{differing} holds other data than the run in {folder} began with, at"
+        f" {starts[0].get('time') if starts else ''}"
+    )
+    require(
+        not differing, f"{told}; put that data back, or choose another --workdir for a run on this"
+    )
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -318,10 +396,11 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def announced(job: Job, folder: Path) -> dict[str, Any]:
-    """What this start has to tell of itself: time, versions, machine, data, and the checkpoints that it was given.
+    """What this start has to tell of itself: time, versions, machine, data, and the checkpoints
+    that it was given.
 
-    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if there was one. Process 0 alone has it,
-    as it alone writes it down.
+    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if
+    there was one. Process 0 alone has it, as it alone writes it down.
 
     Raises:
       ConfigError: one of these files cannot be read.
@@ -332,14 +411,24 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
         start.update(_start(job))
         versions, where = start["versions"], start["machine"]
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        job.say(f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']}, {where['platform']}")
+        job.say(
+            f"{start['time']}  {shown}  {where['backend']} ({where['device']}) on {where['host']},"
+            f" {where['platform']}"
+        )
         before = read_starts(folder)[-1:] if steps(folder) else []
         for kind, was in (
-            (kind, last[kind]) for last in before for kind in ("versions", "checkpoints") if isinstance(last.get(kind), dict)
+            (kind, last[kind])
+            for last in before
+            for kind in ("versions", "checkpoints")
+            if isinstance(last.get(kind), dict)
         ):
             for name, value in start[kind].items():
                 if was.get(name, value) != value:
-                    more = f": {was[name]} -> {value}" if kind == "versions" else "; the run goes on with the weights that it has saved"
+                    more = (
+                        f": {was[name]} -> {value}"
+                        if kind == "versions"
+                        else "; the run goes on with the weights that it has saved"
+                    )
                     job.say(f"warning: since the run's last start, {name} is another{more}")
 
     _refused_by_all(look)
@@ -348,7 +437,11 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
 
 def _start(job: Job) -> dict[str, Any]:
     """What `announced` returns."""
-    paths = {"model.path": job.config.model.path, "lora.path": job.config.lora.path, "rollout.draft.path": job.config.rollout.draft.path}
+    paths = {
+        "model.path": job.config.model.path,
+        "lora.path": job.config.lora.path,
+        "rollout.draft.path": job.config.rollout.draft.path,
+    }
     return {
         "time": _now(),
         "versions": {
@@ -365,7 +458,9 @@ def _start(job: Job) -> dict[str, Any]:
             **machine(job.mesh),
         },
         "data": _data(job.config),
-        "checkpoints": {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path},
+        "checkpoints": {
+            f"{name} {path}": fingerprint(path) for name, path in paths.items() if path
+        },
     }
 
 
@@ -375,7 +470,8 @@ def _jaxspec() -> str:
 
 
 def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:
-    """Writes config.json and adds the start to the others, each file whole or not at all; only once the config has proved to be good.
+    """Writes config.json and adds the start to the others, each file whole or not at all; only once
+    the config has proved to be good.
 
     The starts of a run from which nothing was saved are forgotten.
     """

@@ -1,9 +1,10 @@
 """An order among the collectives of one program, for CPUs.
 
-XLA's CPU runtime starts whatever has its inputs. Two collectives side by side it starts in one order on all devices, but a loop (or a
-conditional) counts as started as soon as it waits: a collective inside may then run beside one outside, in another order on another device,
-until all threads of the machine wait for each other. So wherever loops have collectives, what comes before and after is tied to them by
-data; `lax.optimization_barrier` is gone by the time a program runs.
+XLA's CPU runtime starts whatever has its inputs. Two collectives side by side it starts in one
+order on all devices, but a loop (or a conditional) counts as started as soon as it waits: a
+collective inside may then run beside one outside, in another order on another device, until all
+threads of the machine wait for each other. So wherever loops have collectives, what comes before
+and after is tied to them by data; `lax.optimization_barrier` is gone by the time a program runs.
 """
 
 import jax
@@ -26,10 +27,12 @@ def needed_on(mesh: Mesh) -> bool:
 
 
 def computed(leaf: Array, spec: P = WHOLE) -> Sign:
-    """A sign of `leaf`; where `spec` splits it over `tensor`, inside a `shard_map` that is manual over `data`."""
+    """A sign of `leaf`; where `spec` splits it over `tensor`, inside a `shard_map` that is manual
+    over `data`."""
 
     def here(part: Array) -> Sign:
-        value = part[(0,) * part.ndim].astype(np.float32)  # of an integer the compiler knows that it equals itself
+        # of an integer the compiler knows that it equals itself
+        value = part[(0,) * part.ndim].astype(np.float32)
         return (value == value) | (value != value)  # always; the compiler does not see it
 
     if TENSOR not in tuple(spec):
@@ -37,7 +40,9 @@ def computed(leaf: Array, spec: P = WHOLE) -> Sign:
     # Each member looks at its own part, and finds what the others find.
     peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(here, mesh=mesh, in_specs=peers, out_specs=P(), axis_names={TENSOR}, check_vma=False)(leaf)
+    return jax.shard_map(
+        here, mesh=mesh, in_specs=peers, out_specs=P(), axis_names={TENSOR}, check_vma=False
+    )(leaf)
 
 
 def after(value: Array, signs: list[Sign]) -> Array:
@@ -47,11 +52,14 @@ def after(value: Array, signs: list[Sign]) -> Array:
 
 @jax.custom_vjp
 def sequence(early: tuple[Array, ...], late: Array) -> tuple[tuple[Array, ...], Array]:
-    """All as they are: whatever is made of `late` comes after `early`, and in the backward pass the other way round."""
+    """All as they are: whatever is made of `late` comes after `early`, and in the backward pass the
+    other way round."""
     return early, after(late, list(map(computed, early)))
 
 
-def _backwards(_: None, cotangents: tuple[tuple[Array, ...], Array]) -> tuple[tuple[Array, ...], Array]:
+def _backwards(
+    _: None, cotangents: tuple[tuple[Array, ...], Array]
+) -> tuple[tuple[Array, ...], Array]:
     early, late = cotangents
     return tuple(after(each, [computed(late)]) for each in early), late
 

@@ -1,7 +1,9 @@
-"""Attention of a block to pages of a cache on NVIDIA Hopper GPUs (Pallas, Mosaic GPU): what `attend_cache` does elsewhere in plain JAX.
+"""Attention of a block to pages of a cache on NVIDIA Hopper GPUs (Pallas, Mosaic GPU): what
+`attend_cache` does elsewhere in plain JAX.
 
-A thread block goes through every n-th page of one row and one head of keys and values, for all queries that share that head; a page is
-copied while the one before it is multiplied. What the blocks of a row found is joined afterwards (flash decoding; Dao et al., 2023).
+A thread block goes through every n-th page of one row and one head of keys and values, for all
+queries that share that head; a page is copied while the one before it is multiplied. What the
+blocks of a row found is joined afterwards (flash decoding; Dao et al., 2023).
 """
 
 from typing import Any
@@ -29,13 +31,17 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def runs_here() -> bool:
-    """Whether the devices of the mesh in scope are Hopper GPUs; those of other generations multiply by other instructions."""
+    """Whether the devices of the mesh in scope are Hopper GPUs; those of other generations multiply
+    by other instructions."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and any(name in device.device_kind.replace("-", " ").split() for name in HOPPER)
+    return device is not None and any(
+        name in device.device_kind.replace("-", " ").split() for name in HOPPER
+    )
 
 
 def fits(query: Float[Array, "B T M R H"], keys: Float[Array, "... P M H s"]) -> bool:
-    """Whether shapes and types are such that tiles of them can be multiplied: bfloat16, and pages and heads of whole swizzles."""
+    """Whether shapes and types are such that tiles of them can be multiplied: bfloat16, and pages
+    and heads of whole swizzles."""
     _, length, _, shared, size = query.shape
     page = keys.shape[-1]
     whole = size % LANES == 0 and page % LANES == 0 and size * page <= LARGEST
@@ -50,7 +56,8 @@ def paged_parts(
     table: Int[Array, "B N"],
     sight: Sight,
 ) -> tuple[Float[Array, "B M T R"], Float[Array, "B M T R"], Float[Array, "B M T R H"]]:
-    """Attention that is not yet normalised: largest scores, sums of weights, and weighted values, all float32.
+    """Attention that is not yet normalised: largest scores, sums of weights, and weighted values,
+    all float32.
 
     Args:
       query: scaled.
@@ -63,7 +70,10 @@ def paged_parts(
     rows, length, heads, shared, size = query.shape
     page, count = keys.shape[-1], length * shared
     spare = QUERIES - count
-    tile = jnp.pad(query.transpose(0, 2, 1, 3, 4).reshape(rows, heads, count, size), ((0, 0), (0, 0), (0, spare), (0, 0)))
+    tile = jnp.pad(
+        query.transpose(0, 2, 1, 3, 4).reshape(rows, heads, count, size),
+        ((0, 0), (0, 0), (0, spare), (0, 0)),
+    )
     # Queries beyond those that there are see nothing.
     limits = jnp.repeat(jnp.stack([sight.last, sight.own], axis=1), shared, axis=2)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, spare)), constant_values=-1)
@@ -76,12 +86,20 @@ def paged_parts(
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR in mesh.auto_axes and mesh.shape[TENSOR] > 1:  # a kernel is not split by itself
         by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
-        run = jax.shard_map(run, in_specs=by_head, out_specs=P(None, TENSOR), axis_names={TENSOR}, check_vma=False)
+        run = jax.shard_map(
+            run, in_specs=by_head, out_specs=P(None, TENSOR), axis_names={TENSOR}, check_vma=False
+        )
     largest, total, weighted = run(tile, keys, values, layer[None], pages, limits, needed)
     over = jnp.max(largest, axis=2, keepdims=True)
     scale = jnp.exp(largest - jnp.where(over == -jnp.inf, 0, over))
-    joined = over[:, :, 0], jnp.sum(total * scale, axis=2), jnp.sum(weighted * scale[..., None], axis=2)
-    largest, total, weighted = (leaf[:, :, :count].reshape(rows, heads, length, shared, *leaf.shape[3:]) for leaf in joined)
+    joined = (
+        over[:, :, 0],
+        jnp.sum(total * scale, axis=2),
+        jnp.sum(weighted * scale[..., None], axis=2),
+    )
+    largest, total, weighted = (
+        leaf[:, :, :count].reshape(rows, heads, length, shared, *leaf.shape[3:]) for leaf in joined
+    )
     return largest, total, weighted
 
 
@@ -95,14 +113,18 @@ def _kernel(  # noqa: C901 - a kernel is one piece
     needed: Int[Array, " B"],
     sight: Sight,
 ) -> list[Array]:
-    """Largest scores, sums of weights and weighted values of each of the parts that a row's pages are dealt into."""
+    """Largest scores, sums of weights and weighted values of each of the parts that a row's pages
+    are dealt into."""
     rows, heads, _, size = query.shape
     page, wide = keys.shape[-1], jnp.float32
     parts = max(1, min(pages.shape[1], -(-BLOCKS // (rows * heads))))
     ahead = 2 if size * page * 2 > LARGEST else 4
 
     def body(*refs) -> None:
-        (query_ref, keys_ref, values_ref, layer_ref, pages_ref, limits_ref, needed_ref), refs = refs[:7], refs[7:]
+        (query_ref, keys_ref, values_ref, layer_ref, pages_ref, limits_ref, needed_ref), refs = (
+            refs[:7],
+            refs[7:],
+        )
         results, (queries, weights, key_pages, value_pages), refs = refs[:3], refs[3:7], refs[7:]
         limits_here, outs, (ready, keys_ready, values_ready) = refs[:2], refs[2:5], refs[5:]
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
@@ -113,8 +135,14 @@ def _kernel(  # noqa: C901 - a kernel is one piece
 
         def fetch(turn: Array) -> None:
             number, place = pages_ref[row, part + turn * parts], lax.rem(turn, jnp.int32(ahead))
-            plgpu.copy_gmem_to_smem(keys_ref.at[layer_ref[0], number, head], key_pages.at[place], keys_ready.at[place])
-            plgpu.copy_gmem_to_smem(values_ref.at[layer_ref[0], number, head], value_pages.at[place], values_ready.at[place])
+            plgpu.copy_gmem_to_smem(
+                keys_ref.at[layer_ref[0], number, head], key_pages.at[place], keys_ready.at[place]
+            )
+            plgpu.copy_gmem_to_smem(
+                values_ref.at[layer_ref[0], number, head],
+                value_pages.at[place],
+                values_ready.at[place],
+            )
 
         for turn in range(ahead):
             pl.when(turn < turns)(lambda turn=turn: fetch(jnp.int32(turn)))
@@ -132,23 +160,40 @@ def _kernel(  # noqa: C901 - a kernel is one piece
             place = lax.rem(turn, jnp.int32(ahead))
             plgpu.barrier_wait(keys_ready.at[place])
             scores = product(queries, key_pages.at[place], (QUERIES, page))
-            slots = (part + turn * parts) * page + lax.broadcasted_iota(jnp.int32, (QUERIES, page), 1)
-            last, own = (lax.broadcast_in_dim(limit[...], (QUERIES, page), (0,)) for limit in limits_here)
+            slots = (part + turn * parts) * page + lax.broadcasted_iota(
+                jnp.int32, (QUERIES, page), 1
+            )
+            last, own = (
+                lax.broadcast_in_dim(limit[...], (QUERIES, page), (0,)) for limit in limits_here
+            )
             beyond = (slots > last) & (slots <= own)
             if sight.period > 1:
                 beyond &= lax.rem(own - slots, jnp.int32(sight.period)) == 0
-            scores = jnp.where(((slots >= sight.first) & (slots <= last)) | beyond, scores, -jnp.inf)
+            scores = jnp.where(
+                ((slots >= sight.first) & (slots <= last)) | beyond, scores, -jnp.inf
+            )
             new = jnp.maximum(largest, scores.max(axis=1))
             base = jnp.where(new == -jnp.inf, 0.0, new)
-            old, fresh = jnp.exp(largest - base), jnp.exp(scores - lax.broadcast_in_dim(base, scores.shape, (0,)))
+            old, fresh = (
+                jnp.exp(largest - base),
+                jnp.exp(scores - lax.broadcast_in_dim(base, scores.shape, (0,))),
+            )
             weights[...] = fresh.astype(weights.dtype)
             plgpu.commit_smem()
             plgpu.barrier_wait(values_ready.at[place])
             added = product(weights, value_pages.at[place], (QUERIES, size))
             pl.when(turn + ahead < turns)(lambda: fetch(turn + ahead))
-            return new, total * old + fresh.sum(axis=1), weighted * lax.broadcast_in_dim(old, weighted.shape, (0,)) + added
+            return (
+                new,
+                total * old + fresh.sum(axis=1),
+                weighted * lax.broadcast_in_dim(old, weighted.shape, (0,)) + added,
+            )
 
-        nothing = jnp.full((QUERIES,), -jnp.inf, wide), jnp.zeros((QUERIES,), wide), jnp.zeros((QUERIES, size), wide)
+        nothing = (
+            jnp.full((QUERIES,), -jnp.inf, wide),
+            jnp.zeros((QUERIES,), wide),
+            jnp.zeros((QUERIES, size), wide),
+        )
         for out, found in zip(outs, lax.fori_loop(0, turns, one, nothing), strict=True):
             out[...] = found
         plgpu.commit_smem()
@@ -162,7 +207,10 @@ def _kernel(  # noqa: C901 - a kernel is one piece
 
     run = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((rows, heads, parts, *shape), wide) for shape in ((QUERIES,), (QUERIES,), (QUERIES, size))],
+        out_type=[
+            jax.ShapeDtypeStruct((rows, heads, parts, *shape), wide)
+            for shape in ((QUERIES,), (QUERIES,), (QUERIES, size))
+        ],
         scratch_types=[
             swizzled(QUERIES, size),
             swizzled(QUERIES, page),

@@ -54,14 +54,16 @@ def attend_segments(
 ) -> Float[Array, "B T N H"]:
     """Computes causal softmax attention inside the texts of packed rows.
 
-    By GPU kernels where the mesh in scope has devices that they are written for, and elsewhere by `attend_visible`, which see.
-    Memory is linear in T but for a mask of all pairs on some cards, whose size is bounded (`tokamax_attention`).
+    By GPU kernels where the mesh in scope has devices that they are written for, and elsewhere by
+    `attend_visible`, which see. Memory is linear in T but for a mask of all pairs on some cards,
+    whose size is bounded (`tokamax_attention`).
 
     Args:
       query: of N = M * R heads.
       key: finite everywhere.
       value: one for each key, finite too.
-      first: the first position that each query sees, where its text starts; it does not fall along T and is not beyond the query's own.
+      first: the first position that each query sees, where its text starts; it does not fall along
+        T and is not beyond the query's own.
     """
     implementation = tokamax_attention.available(query, key)
     if implementation is not None:

@@ -6,7 +6,8 @@ from jaxtyping import Array, Bool, Int
 
 
 class Sight(NamedTuple):
-    """The slots of its row that each query sees: `first` to `last`, and of those after `last` its own and every `period`-th before it."""
+    """The slots of its row that each query sees: `first` to `last`, and of those after `last` its
+    own and every `period`-th before it."""
 
     first: int
     last: Int[Array, "B T"]

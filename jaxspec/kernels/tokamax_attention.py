@@ -1,6 +1,8 @@
-"""Causal attention of packed texts on NVIDIA GPUs by the kernels of tokamax: what `attend_visible` does elsewhere in plain JAX.
+"""Causal attention of packed texts on NVIDIA GPUs by the kernels of tokamax: what `attend_visible`
+does elsewhere in plain JAX.
 
-All that is known here of tokamax's private parts stands in this file; `pyproject.toml` pins the releases that have them.
+All that is known here of tokamax's private parts stands in this file; `pyproject.toml` pins the
+releases that have them.
 """
 
 import functools
@@ -20,30 +22,41 @@ MOSAIC, TRITON = "mosaic_gpu", "triton"
 LARGEST_HEAD = 128
 """Larger heads do not fit the shared memory of the backward kernel on Blackwell (from 256 on)."""
 LONGEST_TRITON = 24576
-"""Positions up to which Triton's kernels are taken, more than a micro-batch has: their backward pass reads a mask of all pairs (here
-576 MiB)."""
+"""Positions up to which Triton's kernels are taken, more than a micro-batch has: their backward
+pass reads a mask of all pairs (here 576 MiB)."""
 
 
 class _Tokamax(NamedTuple):
     implementations: Any
-    """By name. What tokamax exports goes by the name `mosaic` and would fall back, unasked, to all scores at once."""
+    """By name. What tokamax exports goes by the name `mosaic` and would fall back, unasked, to all
+    scores at once."""
     mask: Any
-    """Its mask class, which what tokamax exports cannot be given: the only way to say where a query's text starts."""
+    """Its mask class, which what tokamax exports cannot be given: the only way to say where a
+    query's text starts."""
 
 
 @functools.cache
 def _tokamax() -> _Tokamax | None:
-    """None where it is not installed. It is imported when first wanted: that takes seconds, and on a CPU nobody needs it."""
+    """None where it is not installed. It is imported when first wanted: that takes seconds, and on
+    a CPU nobody needs it."""
     try:
-        from tokamax._src.ops.attention.api import IMPLEMENTATIONS  # pyright: ignore[reportMissingImports]
-        from tokamax._src.ops.attention.base import Mask  # pyright: ignore[reportMissingImports]
+        from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        told = "the learner's attention runs in plain JAX, without GPU kernels: those of tokamax, which the extras cuda12 and cuda13"
-        warnings.warn(f"{told} bring where Python is 3.12 or newer, cannot be imported ({error})", stacklevel=2)
+        told = (
+            "the learner's attention runs in plain JAX, without GPU kernels: those of tokamax,"
+            " which the extras cuda12 and cuda13"
+        )
+        warnings.warn(
+            f"{told} bring where Python is 3.12 or newer, cannot be imported ({error})",
+            stacklevel=2,
+        )
         return None
-    # It writes a warning of a page for each shape that it has not timed on this card, at every trace.
-    logging.getLogger("absl").addFilter(lambda record: not record.getMessage().startswith("Autotuning cache miss"))
-    return _Tokamax(IMPLEMENTATIONS, Mask)
+    # It writes a warning of a page for each shape that it has not timed on this card, at every
+    # trace.
+    logging.getLogger("absl").addFilter(
+        lambda record: not record.getMessage().startswith("Autotuning cache miss")
+    )
+    return _Tokamax(api.IMPLEMENTATIONS, base.Mask)
 
 
 def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> str | None:
@@ -52,7 +65,8 @@ def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> s
     device = mesh.abstract_device
     if device is None or not device.device_kind.startswith("NVIDIA"):
         return None
-    # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries stay with its keys.
+    # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries
+    # stay with its keys.
     split = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
     whole = split.keys() <= {TENSOR} and key.shape[2] % split.get(TENSOR, 1) == 0
     if not whole or query.dtype != jnp.bfloat16 or query.shape[-1] > LARGEST_HEAD:
@@ -64,7 +78,8 @@ def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> s
     capability = float(default.compute_capability)
     if 9 <= capability < 11:
         wanted = MOSAIC
-    # On Ampere, Ada and the small Blackwell cards Mosaic's kernels have no backward pass; before them, there is no bfloat16.
+    # On Ampere, Ada and the small Blackwell cards Mosaic's kernels have no backward pass; before
+    # them, there is no bfloat16.
     elif capability >= 8 and query.shape[1] <= LONGEST_TRITON:
         wanted = TRITON
     else:
@@ -80,7 +95,8 @@ def attend_causal(
     first: Int[Array, "B T"],
     implementation: str,
 ) -> Float[Array, "B T N H"]:
-    """Attention of each query to the keys from `first` to its own position, by one of tokamax's implementations.
+    """Attention of each query to the keys from `first` to its own position, by one of tokamax's
+    implementations.
 
     Gradients pass through it; a log-sum-exp would come without one, so it is not offered.
     """
@@ -94,5 +110,11 @@ def attend_causal(
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR in mesh.auto_axes and mesh.shape[TENSOR] > 1:
         by_head = P(None, None, TENSOR)
-        run = jax.shard_map(run, in_specs=(by_head,) * 3 + (P(),), out_specs=by_head, axis_names={TENSOR}, check_vma=False)
+        run = jax.shard_map(
+            run,
+            in_specs=(by_head,) * 3 + (P(),),
+            out_specs=by_head,
+            axis_names={TENSOR},
+            check_vma=False,
+        )
     return run(query, key, value, first)

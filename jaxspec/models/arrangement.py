@@ -1,4 +1,5 @@
-"""Weights arranged for generation: products joined that read the same input, layers apart, and on a CPU large weights turned or cut."""
+"""Weights arranged for generation: products joined that read the same input, layers apart, and on a
+CPU large weights turned or cut."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ _INPUTS = {"heads": 1, "output": 2, "gate_up": 1, "down": 1}
 """Axes of a layer's products that are summed over."""
 _EVERY = (*_INPUTS, "head")
 BLOCK, PART = 64, 128
-"""Outputs of a block: as many as XLA's float32 kernels for AVX-512 make at once, 32 and 128 are slower. Inputs of a part, likewise."""
+"""Outputs of a block: as many as XLA's float32 kernels for AVX-512 make at once, 32 and 128 are
+slower. Inputs of a part, likewise."""
 
 
 class Arrangement(NamedTuple):
@@ -25,8 +27,8 @@ class Arrangement(NamedTuple):
     joined: bool = False
     """Queries, keys and values side by side, and gate and up: one product each."""
     apart: bool = False
-    """Layers one by one instead of stacked: XLA copies what it slices out of a stack, on a CPU and, as programs compiled for H100 show,
-    on GPUs."""
+    """Layers one by one instead of stacked: XLA copies what it slices out of a stack, on a CPU and,
+    as programs compiled for H100 show, on GPUs."""
     transposed: tuple[str, ...] = ()
     """Products whose weights are `Transposed`: names of joined ones, or `head`."""
     blocked: tuple[str, ...] = ()
@@ -36,14 +38,16 @@ class Arrangement(NamedTuple):
 
 
 def best(config: ModelConfig, tensor: int, threads: int, tokens: Sequence[int]) -> Arrangement:
-    """The fastest known arrangement for passes over each of these numbers of `tokens` on every data shard, of `tensor` devices, or of one
-    that is a CPU with so many `threads` (0: any others).
+    """The fastest known arrangement for passes over each of these numbers of `tokens` on every data
+    shard, of `tensor` devices, or of one that is a CPU with so many `threads` (0: any others).
 
-    Measured on two cores of an x86 CPU (AVX-512) in float32, from a width of 256 on (at 128 all of it is slower): transposed weights make
-    products of 2 to 32 tokens up to 1.5 times as fast. Blocks make those of 2 to 15 tokens 1.2 to 2.3 times as fast as transposed weights
-    where a device is one thread; XLA uses one thread for them. Of one token, the feed-forward layer's last product gains by transposed
-    weights, the others from a width of 512 on by parts: 1.2 to 1.5 times as fast; where several tokens meet the same weights in turn with
-    one, parts cost these nothing if there are two threads, and half their speed if there is one.
+    Measured on two cores of an x86 CPU (AVX-512) in float32, from a width of 256 on (at 128 all of
+    it is slower): transposed weights make products of 2 to 32 tokens up to 1.5 times as fast.
+    Blocks make those of 2 to 15 tokens 1.2 to 2.3 times as fast as transposed weights where a
+    device is one thread; XLA uses one thread for them. Of one token, the feed-forward layer's last
+    product gains by transposed weights, the others from a width of 512 on by parts: 1.2 to 1.5
+    times as fast; where several tokens meet the same weights in turn with one, parts cost these
+    nothing if there are two threads, and half their speed if there is one.
     """
     if config.kv_heads % tensor:
         return Arrangement()
@@ -75,21 +79,35 @@ def arranged(network: Any, arrangement: Arrangement) -> Any:
 
 def _joined(layers: Layers, arrangement: Arrangement) -> Layers:
     """Stacked layers with their products joined; the first axis is a layer's place everywhere."""
-    layers = jax.tree.map(lambda leaf: leaf, layers)  # the module is changed below, and its caller's is not to be
+    # the module is changed below, and its caller's is not to be
+    layers = jax.tree.map(lambda leaf: leaf, layers)
     kv_heads = layers.key.shape[2]
 
     def by_kv_head(query: nnx.Variable, key: nnx.Variable, value: nnx.Variable) -> nnx.Param:
         """[..., N, H] and twice [..., M, H] as [..., M, R + 2, H]."""
         grouped = query[...].reshape(*query.shape[:-2], kv_heads, -1, query.shape[-1])
-        return nnx.Param(jnp.concatenate([grouped, key[...][..., None, :], value[...][..., None, :]], axis=-2))
+        return nnx.Param(
+            jnp.concatenate([grouped, key[...][..., None, :], value[...][..., None, :]], axis=-2)
+        )
 
     layers.heads = by_kv_head(layers.query, layers.key, layers.value)
     if layers.query_bias is not None:
         layers.heads_bias = by_kv_head(layers.query_bias, layers.key_bias, layers.value_bias)
     if layers.query_norm is not None and layers.key_norm is not None:
         queries = jnp.repeat(layers.query_norm[...][:, None], layers.heads.shape[-2] - 2, axis=1)
-        layers.heads_norm = nnx.Param(jnp.concatenate([queries, layers.key_norm[...][:, None]], axis=1))
-    for name in ("query", "key", "value", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"):
+        layers.heads_norm = nnx.Param(
+            jnp.concatenate([queries, layers.key_norm[...][:, None]], axis=1)
+        )
+    for name in (
+        "query",
+        "key",
+        "value",
+        "query_bias",
+        "key_bias",
+        "value_bias",
+        "query_norm",
+        "key_norm",
+    ):
         setattr(layers, name, nnx.data(None))
     if hasattr(layers, "gate"):
         layers.gate_up = nnx.Param(jnp.stack([layers.gate[...], layers.up[...]], axis=2))
@@ -101,7 +119,9 @@ def _joined(layers: Layers, arrangement: Arrangement) -> Layers:
     return layers
 
 
-def _laid_out(weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arrangement) -> nnx.Param:
+def _laid_out(
+    weight: nnx.Param, name: str, lead: int, inputs: int, arrangement: Arrangement
+) -> nnx.Param:
     """A weight [lead, *in, *out] as the arrangement has it."""
     if name in arrangement.transposed:
         return _transposed(weight, lead, inputs)
@@ -118,7 +138,8 @@ def _transposed(weight: nnx.Variable, lead: int, inputs: int) -> Transposed:
 
 
 def _split(weight: nnx.Param, lead: int, inputs: int) -> nnx.Param:
-    """[lead, *in, *out] as [lead, C, in/C, *out]; as it was where parts do not divide the inputs."""
+    """[lead, *in, *out] as [lead, C, in/C, *out]; as it was where parts do not divide the
+    inputs."""
     kernel = weight[...]
     if math.prod(kernel.shape[lead : lead + inputs]) % PART:
         return weight

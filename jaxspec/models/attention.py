@@ -12,14 +12,17 @@ from jaxspec.kernels.sight import Sight
 from jaxspec.models.kv import KVCache, Page, stretch
 
 STRETCH = 512
-"""Slots of a cache that are looked at together; of longer caches, only as many stretches as the longest row needs."""
+"""Slots of a cache that are looked at together; of longer caches, only as many stretches as the
+longest row needs."""
 
 
 TOGETHER, FEWEST = 2048, 128
-"""Queries of all rows, and of one row at least, whose scores are there at once: those of a long prompt would take more than its cache.
+"""Queries of all rows, and of one row at least, whose scores are there at once: those of a long
+prompt would take more than its cache.
 
-Milliseconds in which a CPU's core reads prompts in one piece / in several, and MB of temporaries (4 layers, 8 heads of 16, float32):
-32 of 64 the same program; 32 of 192 201 / 148, 84 / 52; 16 of 512 585 / 535, 272 / 86; 2 of 4,096 4,182 / 1,971, 275 / 88.
+Milliseconds in which a CPU's core reads prompts in one piece / in several, and MB of temporaries (4
+layers, 8 heads of 16, float32): 32 of 64 the same program; 32 of 192 201 / 148, 84 / 52; 16 of 512
+585 / 535, 272 / 86; 2 of 4,096 4,182 / 1,971, 275 / 88.
 """
 
 
@@ -31,11 +34,14 @@ class _Part(NamedTuple):
     weighted: Float[Array, "B M T R H"]
 
 
-def attend_cache(query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight) -> Float[Array, "B T N H"]:
-    """Softmax attention of a block to what its rows have in the cache; scores are normalised in at least float32.
+def attend_cache(
+    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+) -> Float[Array, "B T N H"]:
+    """Softmax attention of a block to what its rows have in the cache; scores are normalised in at
+    least float32.
 
-    A long block, that of a prompt, is gone through in pieces, so that its memory is linear in its length; each piece reads the cache as far
-    as its own queries see.
+    A long block, that of a prompt, is gone through in pieces, so that its memory is linear in its
+    length; each piece reads the cache as far as its own queries see.
     """
     rows, length, *heads = query.shape
     pieces = -(-length // max(FEWEST, TOGETHER // rows))
@@ -44,28 +50,42 @@ def attend_cache(query: Float[Array, "B T N H"], cache: KVCache, layer: Page, si
 
     def apart(leaf: Array, mode: str) -> Array:
         """Pieces as a first axis; the last one is filled up with what nobody reads."""
-        padded = jnp.pad(leaf, [(0, 0), (0, -length % pieces), *[(0, 0)] * (leaf.ndim - 2)], mode=mode)
+        padded = jnp.pad(
+            leaf, [(0, 0), (0, -length % pieces), *[(0, 0)] * (leaf.ndim - 2)], mode=mode
+        )
         return jnp.moveaxis(padded.reshape(rows, pieces, -1, *leaf.shape[2:]), 1, 0)
 
     def one(piece: tuple[Array, Array, Array]) -> Array:
         return _attended(piece[0], cache, layer, sight._replace(last=piece[1], own=piece[2]))
 
-    attended = lax.map(one, (apart(query, "constant"), apart(sight.last, "edge"), apart(sight.own, "edge")))
+    attended = lax.map(
+        one, (apart(query, "constant"), apart(sight.last, "edge"), apart(sight.own, "edge"))
+    )
     return jnp.moveaxis(attended, 0, 1).reshape(rows, -1, *heads)[:, :length]
 
 
-def _attended(query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight) -> Float[Array, "B T N H"]:
+def _attended(
+    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+) -> Float[Array, "B T N H"]:
     """The same, all at once."""
     rows, length, heads, size = query.shape
     grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
-    done = _paged(grouped, cache, layer, sight) if _by_kernel(grouped, cache) else _in_stretches(grouped, cache, layer, sight)
+    done = (
+        _paged(grouped, cache, layer, sight)
+        if _by_kernel(grouped, cache)
+        else _in_stretches(grouped, cache, layer, sight)
+    )
     attended = (done.weighted / done.total[..., None]).astype(query.dtype)
     return attended.transpose(0, 2, 1, 3, 4).reshape(rows, length, heads, size)
 
 
 def _by_kernel(grouped: Float[Array, "B T M R H"], cache: KVCache) -> bool:
     """Whether an accelerator kernel does it."""
-    return cache.table is not None and paged_attention.runs_here() and paged_attention.fits(grouped, cache.keys[0])
+    return (
+        cache.table is not None
+        and paged_attention.runs_here()
+        and paged_attention.fits(grouped, cache.keys[0])
+    )
 
 
 def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
@@ -78,8 +98,11 @@ def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sigh
     return _Part(*paged_attention.paged_parts(grouped, keys, values, place, cache.table, sight))
 
 
-def _in_stretches(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
-    """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov & Gimelshein, arXiv 1805.02867)."""
+def _in_stretches(
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight
+) -> _Part:
+    """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov
+    & Gimelshein, arXiv 1805.02867)."""
     rows, length, kv_heads, shared, _ = grouped.shape
     whole = cache.page_size * (1 if cache.table is None else cache.table.shape[1])
     count = whole if whole <= STRETCH else cache.unit * max(1, STRETCH // cache.unit)
@@ -87,7 +110,8 @@ def _in_stretches(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Pag
     def part(first: Int[Array, ""] | int) -> _Part:
         keys, values, slots = stretch(cache, layer, first, count)
         wide = np.promote_types(grouped.dtype, np.float32)
-        # chunks are a batch dimension, and the queries the same for all: with free chunks XLA would transpose the keys
+        # chunks are a batch dimension, and the queries the same for all: with free chunks XLA would
+        # transpose the keys
         queries = jnp.broadcast_to(grouped[:, None], (rows, keys.shape[2], *grouped.shape[1:]))
         scores = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=wide)
         scores = jnp.moveaxis(scores, 2, 4).reshape(rows, kv_heads, length, shared, -1)

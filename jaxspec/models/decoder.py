@@ -1,4 +1,5 @@
-"""The policy: a decoder of the Qwen and Llama families, used for prefill, verification, logprobs and training alike."""
+"""The policy: a decoder of the Qwen and Llama families, used for prefill, verification, logprobs
+and training alike."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,16 +37,19 @@ def master_dtype(config: ModelConfig) -> jnp.dtype:
 
 
 def tap_boundaries(layers: int) -> tuple[int, int, int]:
-    """Numbers of layers applied where EAGLE-3 reads the residual stream: 2, L//2, L-3 as in its published heads (Li et al.,
-    arXiv 2503.01840); models of less than 8 layers, for which no head is published, are read at 1, L//2, L-1."""
+    """Numbers of layers applied where EAGLE-3 reads the residual stream: 2, L//2, L-3 as in its
+    published heads (Li et al., arXiv 2503.01840); models of less than 8 layers, for which no head
+    is published, are read at 1, L//2, L-1."""
     return (2, layers // 2, layers - 3) if layers >= 8 else (1, layers // 2, layers - 1)
 
 
 class Layers(nnx.Module):
-    """All decoder layers, stacked along a first axis and scanned; `models/arrangement.py` joins some of their weights for generation."""
+    """All decoder layers, stacked along a first axis and scanned; `models/arrangement.py` joins
+    some of their weights for generation."""
 
     heads: nnx.Variable | None = None
-    """Instead of query, key and value: [D, M, R + 2, H], for each KV head its R queries, its key and its value; biases, norms likewise."""
+    """Instead of query, key and value: [D, M, R + 2, H], for each KV head its R queries, its key
+    and its value; biases, norms likewise."""
     heads_bias: nnx.Variable | None = None
     heads_norm: nnx.Variable | None = None
     """[R + 1, H]: of the queries and the key."""
@@ -57,7 +61,8 @@ class Layers(nnx.Module):
         dtype, depth = master_dtype(config), config.layers
         keys = iter(jax.random.split(key, 7))
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
-        residual = (2 * depth / streams) ** -0.5  # keeps the residual stream's variance independent of depth
+        # keeps the residual stream's variance independent of depth
+        residual = (2 * depth / streams) ** -0.5
         self.attention_norm = nnx.Param(jnp.ones((depth, d), dtype))
         self.query = dense(next(keys), (depth, d, n, h), d, dtype)
         self.key = dense(next(keys), (depth, d, m, h), d, dtype)
@@ -102,18 +107,28 @@ def project_heads(
     if layer.query_norm is not None and layer.key_norm is not None:
         query = rms_norm(query, layer.query_norm[...], eps)
         key = rms_norm(key, layer.key_norm[...], eps)
-    return rotate(query, table), rotate(key, table), _biased(product(normed, layer.value), layer.value_bias)
+    return (
+        rotate(query, table),
+        rotate(key, table),
+        _biased(product(normed, layer.value), layer.value_bias),
+    )
 
 
 def _project_joined(
-    normed: Float[Array, "B T D"], weight: nnx.Variable, layer: Layers, table: RotaryTable, eps: float
+    normed: Float[Array, "B T D"],
+    weight: nnx.Variable,
+    layer: Layers,
+    table: RotaryTable,
+    eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
     """The same by one product."""
     heads = _biased(product(normed, weight), layer.heads_bias)
     turned, value = heads[:, :, :, :-1], heads[:, :, :, -1]
     if layer.heads_norm is not None:
         turned = rms_norm(turned, layer.heads_norm[...], eps)
-    turned = rotate(turned.reshape(*turned.shape[:2], -1, turned.shape[-1]), table).reshape(turned.shape)
+    turned = rotate(turned.reshape(*turned.shape[:2], -1, turned.shape[-1]), table).reshape(
+        turned.shape
+    )
     query, key = turned[:, :, :, :-1], turned[:, :, :, -1]
     return query.reshape(*query.shape[:2], -1, query.shape[-1]), key, value
 
@@ -123,19 +138,29 @@ def _biased(heads: Float[Array, "B T *H"], bias: nnx.Variable | None) -> Float[A
 
 
 def finish_layer(
-    residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"], layer: Layers, config: ModelConfig
+    residual: Float[Array, "B T D"],
+    attended: Float[Array, "B T N H"],
+    layer: Layers,
+    config: ModelConfig,
 ) -> Float[Array, "B T D"]:
-    """What follows attention in one layer: its output product and the feed-forward layer, each added to the stream."""
+    """What follows attention in one layer: its output product and the feed-forward layer, each
+    added to the stream."""
     x = residual + _biased(product(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
     if family.experts:
-        experts = layer.router[...], layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
+        experts = (
+            layer.router[...],
+            layer.expert_gate[...],
+            layer.expert_up[...],
+            layer.expert_down[...],
+        )
         return x + mixture(normed, *experts, family.experts_per_token, family.normalize_experts)
     if layer.gate_up is not None:
         both = product(normed, layer.gate_up)
         gate, up = both[:, :, 0], both[:, :, 1]
-        # SiLU with its division last, which XLA never repeats: a multiplication would be, for every block of a `Blocked` weight. For
-        # generation only, as the gradient is NaN where the exponential is infinite.
+        # SiLU with its division last, which XLA never repeats: a multiplication would be, for every
+        # block of a `Blocked` weight. For generation only, as the gradient is NaN where the
+        # exponential is infinite.
         return x + product(gate * up / (1 + jnp.exp(-gate)), layer.down)
     return x + swiglu(normed, layer.gate, layer.up, layer.down)
 
@@ -145,7 +170,8 @@ def _as_it_is(layer: Layers) -> Layers:
 
 
 class Decoder(nnx.Module):
-    """Grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head (Qwen3, arXiv 2505.09388; Llama 3, arXiv 2407.21783).
+    """Grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head (Qwen3, arXiv
+    2505.09388; Llama 3, arXiv 2407.21783).
 
     `config.family` says what the families differ in: norms of queries and keys, biases, experts.
     """
@@ -157,7 +183,11 @@ class Decoder(nnx.Module):
         self.embedding = dense(embed_key, (config.vocab, config.embed), config.embed, dtype)
         self.layers = Layers(config, layers_key)
         self.norm = nnx.Param(jnp.ones((config.embed,), dtype))
-        self.head = nnx.data(None if config.tied else dense(head_key, (config.embed, config.vocab), config.embed, dtype))
+        self.head = nnx.data(
+            None
+            if config.tied
+            else dense(head_key, (config.embed, config.vocab), config.embed, dtype)
+        )
 
     def __call__(
         self,
@@ -170,24 +200,29 @@ class Decoder(nnx.Module):
     ) -> Forward:
         """Runs a block of tokens.
 
-        With a cache the block is written to the slots of its positions and attends to all up to its own; without one it attends causally
-        to itself, each token from the place `first` on, where its text starts (None: the first place of the block).
+        With a cache the block is written to the slots of its positions and attends to all up to its
+        own; without one it attends causally to itself, each token from the place `first` on, where
+        its text starts (None: the first place of the block).
 
         Args:
           tokens: the block.
           positions: of each token in its text.
           cache: keys and values of what precedes the block.
-          taps: boundaries at which the residual stream is wanted: numbers of layers applied, 0 to all, ascending.
+          taps: boundaries at which the residual stream is wanted: numbers of layers applied, 0 to
+            all, ascending.
           first: see above.
-          enter: what a layer's weights go through when the layer is run, inside the loop over layers: there a learner casts and gathers
-            them, so that no more than one layer is whole at a time.
+          enter: what a layer's weights go through when the layer is run, inside the loop over
+            layers: there a learner casts and gathers them, so that no more than one layer is whole
+            at a time.
         """
         config = self.config
         x = self.embedding[...][tokens].astype(self.norm.dtype)
         table = rotary_table(positions, config, x.dtype)
         starts = jnp.zeros_like(tokens) if first is None else first
 
-        def layer(x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page) -> tuple[Any, Any]:
+        def layer(
+            x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page
+        ) -> tuple[Any, Any]:
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
@@ -202,7 +237,11 @@ class Decoder(nnx.Module):
             x, cache, tapped = _scanned(layer, self.layers, x, cache, taps, config)
         else:
             one = jax.jit(layer, static_argnums=3)  # traced once for all layers
-            tapped, before, after = {}, [None] * config.layers if cache is None else apart(cache), []
+            tapped, before, after = (
+                {},
+                [None] * config.layers if cache is None else apart(cache),
+                [],
+            )
             for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
                 tapped[index] = x
                 x, own = one(x, own, weights, 0)
@@ -215,7 +254,15 @@ class Decoder(nnx.Module):
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """A cache for this model, of its type."""
         config, stacked = self.config, isinstance(self.layers, Layers)
-        return empty_cache(config.layers, rows, slots, config.kv_heads, config.head_size, self.embedding[...].dtype, stacked)
+        return empty_cache(
+            config.layers,
+            rows,
+            slots,
+            config.kv_heads,
+            config.head_size,
+            self.embedding[...].dtype,
+            stacked,
+        )
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""
@@ -227,14 +274,21 @@ class Decoder(nnx.Module):
 
 
 def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights above all."""
+    """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights
+    above all."""
     return primitive.name not in ("all_gather", "convert_element_type")
 
 
 def _scanned(
-    layer: Callable, layers: Layers, x: Float[Array, "B T D"], cache: KVCache | None, taps: tuple[int, ...], config: ModelConfig
+    layer: Callable,
+    layers: Layers,
+    x: Float[Array, "B T D"],
+    cache: KVCache | None,
+    taps: tuple[int, ...],
+    config: ModelConfig,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]]]:
-    """Runs stacked layers one after the other; also returns the residual stream at each of the `taps`."""
+    """Runs stacked layers one after the other; also returns the residual stream at each of the
+    `taps`."""
     # Where layer i writes its input; the last entry is never read.
     places = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
     tapped = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
@@ -250,4 +304,11 @@ def _scanned(
     body = jax.checkpoint(one, policy=None if config.remat else _but_gathered)
     indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(places, jnp.int32)
     (x, cache, tapped), _ = lax.scan(body, (x, cache, tapped), (layers, *indices))
-    return x, cache, {boundary: x if boundary == config.layers else tapped[place] for place, boundary in enumerate(taps)}
+    return (
+        x,
+        cache,
+        {
+            boundary: x if boundary == config.layers else tapped[place]
+            for place, boundary in enumerate(taps)
+        },
+    )

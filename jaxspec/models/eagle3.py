@@ -1,4 +1,5 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): a few layers over the target's taps and the next token's embedding."""
+"""The EAGLE-3 head (Li et al., arXiv 2503.01840): a few layers over the target's taps and the next
+token's embedding."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,18 +18,27 @@ from jaxspec.models.rope import rotary_table
 
 
 class VocabularyMap(nnx.Variable):
-    """Ids of the target's tokens that a draft can propose, int32, ascending; it travels with the weights but is never trained."""
+    """Ids of the target's tokens that a draft can propose, int32, ascending; it travels with the
+    weights but is never trained."""
 
 
 class OwnEmbedding(nnx.Variable):
-    """An embedding table that a draft brings along; it travels with the weights but is never trained."""
+    """An embedding table that a draft brings along; it travels with the weights but is never
+    trained."""
 
 
 def llama_head(target: ModelConfig, ffn: int = 0) -> ModelConfig:
-    """The decoder of a head that is made for `target`: one dense Llama layer of its sizes; `ffn` 0: as wide as one token's feed-forward."""
+    """The decoder of a head that is made for `target`: one dense Llama layer of its sizes; `ffn` 0:
+    as wide as one token's feed-forward."""
     family = target.family
     width = ffn or target.ffn * (family.experts_per_token if family.experts else 1)
-    return dataclasses.replace(target, path="", layers=1, ffn=width, family=FamilyConfig(model_type="llama", query_key_norm=False))
+    return dataclasses.replace(
+        target,
+        path="",
+        layers=1,
+        ffn=width,
+        family=FamilyConfig(model_type="llama", query_key_norm=False),
+    )
 
 
 def tap_count(head: HeadConfig) -> int:
@@ -37,7 +47,8 @@ def tap_count(head: HeadConfig) -> int:
 
 
 class FirstLayer(Layers):
-    """The layer that reads [norm(embedding), norm(hidden)], twice the width of its stream; a stack of one, for the same logical axes."""
+    """The layer that reads [norm(embedding), norm(hidden)], twice the width of its stream; a stack
+    of one, for the same logical axes."""
 
     def __init__(self, config: ModelConfig, keys: Iterator[Key[Array, ""]]):
         dtype, family = master_dtype(config), config.family
@@ -67,12 +78,21 @@ class FirstLayer(Layers):
 class Eagle3(nnx.Module):
     """Draft slot t sees the taps of position t and token t+1, and predicts token t+2.
 
-    The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only; deeper steps feed the previous step's
-    output instead, before the final norm (after it with `norm_output`). `HeadConfig` says how published heads differ (drafters.md 1.2).
+    The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only;
+    deeper steps feed the previous step's output instead, before the final norm (after it with
+    `norm_output`). `HeadConfig` says how published heads differ (drafters.md 1.2).
     """
 
-    def __init__(self, config: ModelConfig, head: HeadConfig, target: ModelConfig, key: Key[Array, ""], vocab: int = 0):
-        """Random weights for the head's own decoder `config`; `vocab` rows in the head (0: the target's whole vocabulary)."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        head: HeadConfig,
+        target: ModelConfig,
+        key: Key[Array, ""],
+        vocab: int = 0,
+    ):
+        """Random weights for the head's own decoder `config`; `vocab` rows in the head (0: the
+        target's whole vocabulary)."""
         dtype, d = master_dtype(config), config.embed
         keys = iter(jax.random.split(key, 9))
         width = tap_count(head) * target.embed
@@ -91,12 +111,20 @@ class Eagle3(nnx.Module):
         self.tap_norms = optional(head.fuse_norms, tap_count(head), target.embed)
         self.first = FirstLayer(config, keys)
         deeper = dataclasses.replace(config, layers=max(config.layers - 1, 1))
-        self.layers = nnx.data(Layers(deeper, jax.random.fold_in(key, 9)) if config.layers > 1 else None)
+        self.layers = nnx.data(
+            Layers(deeper, jax.random.fold_in(key, 9)) if config.layers > 1 else None
+        )
         self.norm = nnx.Param(jnp.ones((d,), dtype))
         self.head = dense(next(keys), (d, vocab or target.vocab), d, dtype)
-        own = OwnEmbedding(dense(jax.random.fold_in(key, 10), (target.vocab, d), d, dtype)[...]) if head.own_embedding else None
+        own = (
+            OwnEmbedding(dense(jax.random.fold_in(key, 10), (target.vocab, d), d, dtype)[...])
+            if head.own_embedding
+            else None
+        )
         self.embedding = nnx.data(own)
-        self.vocabulary = nnx.data(VocabularyMap(jnp.arange(vocab, dtype=jnp.int32)) if vocab else None)
+        self.vocabulary = nnx.data(
+            VocabularyMap(jnp.arange(vocab, dtype=jnp.int32)) if vocab else None
+        )
 
     def embed(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Embeddings of tokens: the target's, unless the head has its own."""
@@ -109,7 +137,10 @@ class Eagle3(nnx.Module):
             return features
         if self.tap_norms is not None:
             parts = jnp.split(features, self.tap_norms.shape[0], axis=-1)
-            features = jnp.concatenate([rms_norm(part, self.tap_norms[tap], eps) for tap, part in enumerate(parts)], axis=-1)
+            features = jnp.concatenate(
+                [rms_norm(part, self.tap_norms[tap], eps) for tap, part in enumerate(parts)],
+                axis=-1,
+            )
         if self.taps_norm is not None:
             features = rms_norm(features, self.taps_norm[...], eps)
         return jnp.einsum("BTC,CD->BTD", features, self.fuse[...])
@@ -117,22 +148,33 @@ class Eagle3(nnx.Module):
     def _layer(self, layer: int) -> Layers:
         return self.first.at(0) if layer == 0 or self.layers is None else self.layers.at(layer - 1)
 
-    def heads(self, layer: int, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Heads:
+    def heads(
+        self,
+        layer: int,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+    ) -> Heads:
         """Queries, keys and values, rotated to `positions`, and the residual.
 
-        Layer 0 reads [norm(embedding), norm(hidden)]; its residual is `hidden` as it is, unless `norm_before_residual`.
+        Layer 0 reads [norm(embedding), norm(hidden)]; its residual is `hidden` as it is, unless
+        `norm_before_residual`.
         """
         weights, eps = self._layer(layer), self.config.norm_eps
         table = rotary_table(positions, self.config, hidden.dtype)
         if isinstance(weights, FirstLayer):
             normed = rms_norm(hidden, weights.hidden_norm[...], eps)
-            joined = jnp.concatenate([rms_norm(embedded, weights.embedding_norm[...], eps), normed], axis=-1)
+            joined = jnp.concatenate(
+                [rms_norm(embedded, weights.embedding_norm[...], eps), normed], axis=-1
+            )
             hidden = normed if self.form.norm_before_residual else hidden
         else:
             joined = rms_norm(hidden, weights.attention_norm[...], eps)
         return Heads(*project_heads(joined, weights, table, eps), hidden)
 
-    def finish(self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def finish(
+        self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
         """The rest of a layer; what the last one gives is the next depth's hidden state."""
         output = finish_layer(residual, attended, self._layer(layer), self.config)
         return self._final(output) if self.form.norm_output and layer + 1 == self.stack else output
@@ -141,8 +183,13 @@ class Eagle3(nnx.Module):
         return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
     def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary in at least float32, of what the last layer gives; `target` lends nothing here."""
-        logits = jnp.einsum("BTD,DW->BTW", hidden if self.form.norm_output else self._final(hidden), self.head[...].astype(hidden.dtype))
+        """Logits over the draft's own vocabulary in at least float32, of what the last layer gives;
+        `target` lends nothing here."""
+        logits = jnp.einsum(
+            "BTD,DW->BTW",
+            hidden if self.form.norm_output else self._final(hidden),
+            self.head[...].astype(hidden.dtype),
+        )
         return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -151,27 +198,46 @@ class Eagle3(nnx.Module):
         if self.vocabulary is None:
             return logits
         whole = jnp.full((*logits.shape[:-1], self.config.vocab), -jnp.inf, logits.dtype)
-        return whole.at[..., self.vocabulary[...]].set(logits, indices_are_sorted=True, unique_indices=True)
+        return whole.at[..., self.vocabulary[...]].set(
+            logits, indices_are_sorted=True, unique_indices=True
+        )
 
 
 def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:
-    """The network with `ids` as the tokens of its head's rows, which must be trained (again) for them; on the host, never in a jit.
+    """The network with `ids` as the tokens of its head's rows, which must be trained (again) for
+    them; on the host, never in a jit.
 
     Raises:
-      ValueError: the network has the whole vocabulary, or `ids` are not as many as its rows, ascending and inside the target's vocabulary.
+      ValueError: the network has the whole vocabulary, or `ids` are not as many as its rows,
+        ascending and inside the target's vocabulary.
     """
     rows, vocab = network.head.shape[-1], network.config.vocab
     if network.vocabulary is None:
-        raise ValueError(f"a draft with the whole vocabulary of {vocab} tokens takes no map; it was given {ids.size} ids")
+        raise ValueError(
+            f"a draft with the whole vocabulary of {vocab} tokens takes no map; it was given"
+            f" {ids.size} ids"
+        )
     if ids.shape != (rows,):
-        raise ValueError(f"the draft's head has {rows} rows, but the vocabulary map has shape {ids.shape}")
+        raise ValueError(
+            f"the draft's head has {rows} rows, but the vocabulary map has shape {ids.shape}"
+        )
     falls = np.flatnonzero(ids[1:] <= ids[:-1])
     if falls.size:
-        raise ValueError(f"ids of the vocabulary map must ascend: entry {falls[0]} is {ids[falls[0]]}, the next one {ids[falls[0] + 1]}")
+        raise ValueError(
+            f"ids of the vocabulary map must ascend: entry {falls[0]} is {ids[falls[0]]}, the next"
+            f" one {ids[falls[0] + 1]}"
+        )
     if ids[0] < 0 or ids[-1] >= vocab:
-        raise ValueError(f"ids of the vocabulary map are {ids[0]}..{ids[-1]}, but the target's vocabulary is 0..{vocab - 1}")
+        raise ValueError(
+            f"ids of the vocabulary map are {ids[0]}..{ids[-1]}, but the target's vocabulary is"
+            f" 0..{vocab - 1}"
+        )
 
     def one(leaf: nnx.Variable) -> nnx.Variable:
-        return VocabularyMap(jax.device_put(ids.astype(np.int32), leaf[...].sharding)) if isinstance(leaf, VocabularyMap) else leaf
+        return (
+            VocabularyMap(jax.device_put(ids.astype(np.int32), leaf[...].sharding))
+            if isinstance(leaf, VocabularyMap)
+            else leaf
+        )
 
     return jax.tree.map(one, network, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) beside a decoder whose own weights stay, and the form that PEFT keeps them in."""
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) beside a decoder whose own weights stay,
+and the form that PEFT keeps them in."""
 
 import re
 from collections.abc import Mapping
@@ -50,8 +51,13 @@ def _adapter_axes(name: str, target: Target) -> dict[str, tuple[str | None, ...]
     return {f"{name}_a": (*axes[:split], None), f"{name}_b": (axes[0], None, *axes[split:])}
 
 
-ADAPTER_AXES = {name: axes for target in TARGETS for name, axes in _adapter_axes(target, TARGETS[target]).items()}
-"""Logical axes of the adapters: those of the weights that they change, so that the change is made where the weight is."""
+ADAPTER_AXES = {
+    name: axes
+    for target in TARGETS
+    for name, axes in _adapter_axes(target, TARGETS[target]).items()
+}
+"""Logical axes of the adapters: those of the weights that they change, so that the change is made
+where the weight is."""
 
 
 class Frozen(nnx.Variable):
@@ -59,39 +65,59 @@ class Frozen(nnx.Variable):
 
 
 class Adapters(nnx.Module):
-    """For each target NAME, `NAME_a` [L inputs R], uniform as PEFT starts it, and `NAME_b` [L R outputs], zeros: at first, no change."""
+    """For each target NAME, `NAME_a` [L inputs R], uniform as PEFT starts it, and `NAME_b` [L R
+    outputs], zeros: at first, no change."""
 
     def __init__(self, base: Decoder, names: tuple[str, ...], rank: int, key: Key[Array, ""]):
         dtype = master_dtype(base.config)
         for name, each in zip(names, jax.random.split(key, len(names)), strict=True):
             depth, inputs, outputs = _sizes(base, name)
             bound = float(np.prod(inputs)) ** -0.5  # kaiming_uniform_ with a = sqrt(5)
-            setattr(self, f"{name}_a", nnx.Param(jax.random.uniform(each, (depth, *inputs, rank), dtype, -bound, bound)))
+            setattr(
+                self,
+                f"{name}_a",
+                nnx.Param(jax.random.uniform(each, (depth, *inputs, rank), dtype, -bound, bound)),
+            )
             setattr(self, f"{name}_b", nnx.Param(jnp.zeros((depth, rank, *outputs), dtype)))
 
 
 class Adapted(nnx.Module):
-    """A decoder with adapters, of which only the latter are trained; `merged` makes a plain decoder of both."""
+    """A decoder with adapters, of which only the latter are trained; `merged` makes a plain decoder
+    of both."""
 
     def __init__(self, base: Decoder, lora: LoraConfig, key: Key[Array, ""]):
-        """Fresh adapters of `lora.rank` beside a base in the model's own type, since weights that nobody updates need no master copy;
-        raises ConfigError for targets that the decoder does not have."""
-        self.names, self.scale = chosen(lora.targets, base.config, "lora.targets"), lora.alpha / lora.rank
+        """Fresh adapters of `lora.rank` beside a base in the model's own type, since weights that
+        nobody updates need no master copy; raises ConfigError for targets that the decoder does not
+        have."""
+        self.names, self.scale = (
+            chosen(lora.targets, base.config, "lora.targets"),
+            lora.alpha / lora.rank,
+        )
         self.base = _variables(Frozen, cast(base, jnp.dtype(base.config.dtype)))
         self.adapters = Adapters(base, self.names, lora.rank, key)
 
 
 def chosen(names: tuple[str, ...], model: ModelConfig, where: str) -> tuple[str, ...]:
-    """The targets named, or all that a decoder has; `where` names them in the ConfigError for others."""
-    has = tuple(name for name, target in TARGETS.items() if target.module == "self_attn" or not model.family.experts)
+    """The targets named, or all that a decoder has; `where` names them in the ConfigError for
+    others."""
+    has = tuple(
+        name
+        for name, target in TARGETS.items()
+        if target.module == "self_attn" or not model.family.experts
+    )
     for name in names:
-        why = f" (a decoder with {model.family.experts} experts has adapters on its attention only)" if name in TARGETS else ""
+        why = (
+            f" (a decoder with {model.family.experts} experts has adapters on its attention only)"
+            if name in TARGETS
+            else ""
+        )
         require(name in has, f"{where} has {shown(name)}{why}; choose from {', '.join(has)}")
     return tuple(dict.fromkeys(names)) or has
 
 
 def merged(network: Decoder | Adapted) -> Decoder:
-    """A decoder as it is; of one with adapters, the decoder with W + alpha / rank * a b, in the type of the weights."""
+    """A decoder as it is; of one with adapters, the decoder with W + alpha / rank * a b, in the
+    type of the weights."""
     if isinstance(network, Decoder):
         return network
     decoder = _variables(nnx.Param, network.base)
@@ -102,19 +128,29 @@ def merged(network: Decoder | Adapted) -> Decoder:
 
 
 def applied(network: Decoder | Adapted) -> Decoder:
-    """A decoder as it is; of one with adapters, the decoder whose products have them beside its weights."""
+    """A decoder as it is; of one with adapters, the decoder whose products have them beside its
+    weights."""
     if isinstance(network, Decoder):
         return network
     decoder = jax.tree.map(lambda leaf: leaf, network.base)
     for name in network.names:
-        weight, (a, b) = TARGETS[name].weight, (getattr(network.adapters, f"{name}_{part}") for part in "ab")
-        setattr(decoder.layers, weight, LowRank(getattr(decoder.layers, weight), a, b, network.scale))
+        weight, (a, b) = (
+            TARGETS[name].weight,
+            (getattr(network.adapters, f"{name}_{part}") for part in "ab"),
+        )
+        setattr(
+            decoder.layers, weight, LowRank(getattr(decoder.layers, weight), a, b, network.scale)
+        )
     return decoder
 
 
 def _variables(kind: type[nnx.Variable], network: Decoder) -> Decoder:
     """A copy whose weights are variables of that kind."""
-    return jax.tree.map(lambda variable: kind(variable[...]), network, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree.map(
+        lambda variable: kind(variable[...]),
+        network,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
 
 
 def _change(decoder: Decoder, name: str, a: Array, b: Array, scale: Float[Array, " L"]) -> None:
@@ -142,13 +178,18 @@ def adapter_tensors(adapted: Adapted) -> dict[str, np.ndarray]:
         a, b = (np.asarray(getattr(adapted.adapters, f"{name}_{part}")[...]) for part in "ab")
         for layer in range(len(a)):
             key = f"base_model.model.{_module(layer, name)}"
-            tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, a.shape[-1]).T)
-            tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(b.shape[1], -1).T)
+            tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(
+                a[layer].reshape(-1, a.shape[-1]).T
+            )
+            tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(
+                b[layer].reshape(b.shape[1], -1).T
+            )
     return tensors
 
 
 def adapter_config(lora: LoraConfig, model: ModelConfig, base: str) -> dict[str, Any]:
-    """The adapter_config.json that goes with `adapter_tensors`; `base` names the checkpoint that they are for."""
+    """The adapter_config.json that goes with `adapter_tensors`; `base` names the checkpoint that
+    they are for."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -170,27 +211,58 @@ def adapter_config(lora: LoraConfig, model: ModelConfig, base: str) -> dict[str,
     }
 
 
-READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "layers_to_transform", "rank_pattern", "alpha_pattern"}
+READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "use_rslora",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+}
 """Keys of adapter_config.json that `merge_adapters` follows."""
 WITHOUT_EFFECT = {
-    *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "task_type", "runtime_config"),
-    *("exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_config", "megatron_core", "qalora_group_size"),
+    *(
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "task_type",
+        "runtime_config",
+    ),
+    *(
+        "exclude_modules",
+        "layers_pattern",
+        "lora_dropout",
+        "eva_config",
+        "megatron_config",
+        "megatron_core",
+        "qalora_group_size",
+    ),
 }
 """Those that change nothing in what finished adapters add; any other must be off."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the checkpoint's own weights as they are."""
-_KEY = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,8})\.(\w+)\.(\w+)\.lora_([AB])\.weight")
+_KEY = re.compile(
+    r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,8})\.(\w+)\.(\w+)\.lora_([AB])\.weight"
+)
 
 Pairs = dict[tuple[str, int], dict[str, np.ndarray]]
 """Matrices A and B by target and layer."""
 
 
 Changes = dict[str, tuple[Array | np.ndarray, ...]]
-"""By target: A and B of all layers in our layout, of the largest rank, and each layer's scale; layers without adapters have zeros."""
+"""By target: A and B of all layers in our layout, of the largest rank, and each layer's scale;
+layers without adapters have zeros."""
 
 
-def merge_adapters(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]) -> Decoder:
-    """The decoder with PEFT's adapters added to its weights: W + scale * B A, with scale alpha / r, or alpha / sqrt(r) for rsLoRA.
+def merge_adapters(
+    network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]
+) -> Decoder:
+    """The decoder with PEFT's adapters added to its weights: W + scale * B A, with scale alpha / r,
+    or alpha / sqrt(r) for rsLoRA.
 
     Raises:
       ConfigError: as `changes_of` does.
@@ -198,7 +270,9 @@ def merge_adapters(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_
     return changed(network, changes_of(network, tensors, adapter_config))
 
 
-def changes_of(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]) -> Changes:
+def changes_of(
+    network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]
+) -> Changes:
     """What PEFT's adapters add to the weights of a decoder, of which only the shapes are looked at.
 
     Raises:
@@ -213,7 +287,11 @@ def changes_of(network: Decoder, tensors: Mapping[str, np.ndarray], adapter_conf
         matrices = {layer: pairs[name, layer] for layer in range(depth) if (name, layer) in pairs}
         rank = max(len(pair["A"]) for pair in matrices.values())
         dtype = getattr(network.layers, TARGETS[name].weight).dtype
-        a, b, scale = np.zeros((depth, *inputs, rank), dtype), np.zeros((depth, rank, *outputs), dtype), np.zeros(depth, dtype)
+        a, b, scale = (
+            np.zeros((depth, *inputs, rank), dtype),
+            np.zeros((depth, rank, *outputs), dtype),
+            np.zeros(depth, dtype),
+        )
         for layer, pair in matrices.items():
             size = len(pair["A"])
             scale[layer] = _scale(_module(layer, name), size, adapter_config)
@@ -238,13 +316,24 @@ def _module(layer: int, name: str) -> str:
 def _check(config: Mapping[str, Any]) -> None:
     """Whether the adapters are plain LoRA."""
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
-    require(kind == "LORA", f"adapter_config.json: peft_type is {shown(kind)}; only LORA can be merged")
-    altered = f"adapter_config.json: init_lora_weights is {shown(start)}, for which PEFT alters the checkpoint's own weights"
-    require(any(start is known or start == known for known in STARTS), f"{altered}; convert the adapters to plain LoRA with PEFT")
+    require(
+        kind == "LORA", f"adapter_config.json: peft_type is {shown(kind)}; only LORA can be merged"
+    )
+    altered = (
+        f"adapter_config.json: init_lora_weights is {shown(start)}, for which PEFT alters the"
+        " checkpoint's own weights"
+    )
+    require(
+        any(start is known or start == known for known in STARTS),
+        f"{altered}; convert the adapters to plain LoRA with PEFT",
+    )
     for key, value in config.items():
         off = not value or value == "none" or key in READ | WITHOUT_EFFECT | {"init_lora_weights"}
         set_to = f"adapter_config.json: {named(key)} is {shown(value)}"
-        require(off, f"{set_to}, which cannot be merged; merge the adapters with PEFT and give that folder")
+        require(
+            off,
+            f"{set_to}, which cannot be merged; merge the adapters with PEFT and give that folder",
+        )
     _check_types(Keys(config, "adapter_config.json"))
 
 
@@ -265,11 +354,14 @@ def _check_types(keys: Keys) -> None:
             part.whole(expression) if ranks else part.number(expression)
             _compile(expression, part.source)
             simple = f"{part.source}: {shown(expression)} may take for ever to match; {_SIMPLE}"
-            require(_is_simple(expression), f"{simple}: write it so, or name the modules one by one")
+            require(
+                _is_simple(expression), f"{simple}: write it so, or name the modules one by one"
+            )
 
 
 _SIMPLE = (
-    "an expression has at most 500 characters, 3 groups and 3 repeats (*, +, ?, {), repeats no group, and looks neither ahead nor back"
+    "an expression has at most 500 characters, 3 groups and 3 repeats (*, +, ?, {), repeats no"
+    " group, and looks neither ahead nor back"
 )
 
 
@@ -278,14 +370,22 @@ def _compile(expression: str, source: str) -> None:
     try:
         re.compile(_whole(expression))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{source}: {shown(expression)} is no regular expression ({error}); correct it") from error
+        raise ConfigError(
+            f"{source}: {shown(expression)} is no regular expression ({error}); correct it"
+        ) from error
 
 
 def _is_simple(expression: str) -> bool:
-    """Whether the ways to match an expression are so few that trying all of them takes no time, whatever it says; `_SIMPLE` in code."""
+    """Whether the ways to match an expression are so few that trying all of them takes no time,
+    whatever it says; `_SIMPLE` in code."""
     marks = re.sub(r"\\.|\[[^\]]*\]", "", expression).replace("(?:", "(")
     repeats = sum(map(marks.count, "*+?{"))
-    return len(expression) <= 500 and marks.count("(") <= 3 and repeats <= 3 and not re.search(r"\)[*+{]|\(\?", marks)
+    return (
+        len(expression) <= 500
+        and marks.count("(") <= 3
+        and repeats <= 3
+        and not re.search(r"\)[*+{]|\(\?", marks)
+    )
 
 
 def _whole(expression: str) -> str:
@@ -299,21 +399,39 @@ def _pairs(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Pairs:
     for name_of_tensor, tensor in tensors.items():
         found, key = _KEY.fullmatch(name_of_tensor), named(name_of_tensor)
         if found is None:
-            raise ConfigError(f"adapter tensor {key}: not a LoRA matrix of a decoder layer, so it cannot be merged; merge it with PEFT")
+            raise ConfigError(
+                f"adapter tensor {key}: not a LoRA matrix of a decoder layer, so it cannot be"
+                " merged; merge it with PEFT"
+            )
         layer, module, name, side = int(found[1]), *found.groups()[1:]
         chosen((name,), network.config, f"adapter tensor {key}")
         depth, inputs, outputs = _sizes(network, name)
-        require(module == TARGETS[name].module, f"adapter tensor {key}: {name} is in {TARGETS[name].module}, not in {module}")
-        require(layer < depth, f"adapter tensor {key}: the model has {depth} layers; give adapters that were trained for it")
+        require(
+            module == TARGETS[name].module,
+            f"adapter tensor {key}: {name} is in {TARGETS[name].module}, not in {module}",
+        )
+        require(
+            layer < depth,
+            f"adapter tensor {key}: the model has {depth} layers; give adapters that were trained"
+            " for it",
+        )
         size = int(np.prod(inputs if side == "A" else outputs))
         fits = tensor.ndim == 2 and tensor.shape[side == "A"] == size
         wanted = f"[r, {size}]" if side == "A" else f"[{size}, r]"
-        require(fits, f"adapter tensor {key} has shape {list(tensor.shape)}, and the model needs {wanted}; give adapters trained for it")
+        require(
+            fits,
+            f"adapter tensor {key} has shape {list(tensor.shape)}, and the model needs {wanted};"
+            " give adapters trained for it",
+        )
         pairs.setdefault((name, layer), {})[side] = tensor
     for (name, layer), pair in pairs.items():
         ranks = {side: pair[side].shape[side == "B"] for side in pair}
         both = len(ranks) == 2 and len(set(ranks.values())) == 1
-        require(both, f"adapter of {_module(layer, name)}: lora_A and lora_B must both be there, of one rank; ranks are {ranks}")
+        require(
+            both,
+            f"adapter of {_module(layer, name)}: lora_A and lora_B must both be there, of one rank;"
+            f" ranks are {ranks}",
+        )
     return pairs
 
 
@@ -321,24 +439,47 @@ def _check_complete(network: Decoder, pairs: Pairs, config: Mapping[str, Any]) -
     """Whether all that the config names is there, at the rank that it says."""
     for (name, layer), pair in pairs.items():
         rank = _pattern(config.get("rank_pattern"), _module(layer, name), config.get("r"))
-        same = f"adapter_config.json: r is {rank} for {_module(layer, name)}, whose lora_A has rank {len(pair['A'])}; correct one of them"
+        same = (
+            f"adapter_config.json: r is {rank} for {_module(layer, name)}, whose lora_A has rank"
+            f" {len(pair['A'])}; correct one of them"
+        )
         require(rank == len(pair["A"]), same)
     named, layers = config.get("target_modules"), config.get("layers_to_transform")
     require(bool(pairs), "the adapter file has no tensors; export the adapters again")
     if isinstance(named, str):  # a regular expression: what it matches is what the file has
         return
-    layers = range(network.config.layers) if layers is None else [layers] if isinstance(layers, int) else layers
+    layers = (
+        range(network.config.layers)
+        if layers is None
+        else [layers]
+        if isinstance(layers, int)
+        else layers
+    )
     for name in named or ():
-        last = chosen((name.rpartition(".")[2],), network.config, "adapter_config.json: target_modules")[0]
-        absent = [] if "." in name else [_module(layer, last) for layer in layers if (last, layer) not in pairs]
-        require(not absent, f"adapter_config.json: target_modules has {shown(name)}, but the adapter file lacks {', '.join(absent[:3])}")
+        last = chosen(
+            (name.rpartition(".")[2],), network.config, "adapter_config.json: target_modules"
+        )[0]
+        absent = (
+            []
+            if "." in name
+            else [_module(layer, last) for layer in layers if (last, layer) not in pairs]
+        )
+        require(
+            not absent,
+            f"adapter_config.json: target_modules has {shown(name)}, but the adapter file lacks"
+            f" {', '.join(absent[:3])}",
+        )
 
 
 def _pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """What the first expression that matches the end of the module's name says; PEFT's own rule."""
-    return next((value for key, value in (pattern or {}).items() if re.match(_whole(key), module)), default)
+    return next(
+        (value for key, value in (pattern or {}).items() if re.match(_whole(key), module)), default
+    )
 
 
 def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
     """Factor on the product of the module's matrices."""
-    return _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha")) / (rank**0.5 if config.get("use_rslora") else rank)
+    return _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha")) / (
+        rank**0.5 if config.get("use_rslora") else rank
+    )

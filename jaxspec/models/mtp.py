@@ -1,4 +1,5 @@
-"""Native multi-token prediction: whole decoder layers behind the target, as DeepSeek-V3 (arXiv 2412.19437, 2.2) and MiMo train them."""
+"""Native multi-token prediction: whole decoder layers behind the target, as DeepSeek-V3 (arXiv
+2412.19437, 2.2) and MiMo train them."""
 
 import dataclasses
 
@@ -14,19 +15,26 @@ from jaxspec.models.rope import rotary_table
 
 
 class Mtp(nnx.Module):
-    """Draft slot t sees the target's final-norm hidden state of position t and token t+1, and predicts token t+2.
+    """Draft slot t sees the target's final-norm hidden state of position t and token t+1, and
+    predicts token t+2.
 
-    Embedding and head are the target's. Deeper steps feed the previous layer's post-final-norm output instead (unlike EAGLE-3); step i
-    runs layer i mod `depth`.
+    Embedding and head are the target's. Deeper steps feed the previous layer's post-final-norm
+    output instead (unlike EAGLE-3); step i runs layer i mod `depth`.
     """
 
     with_taps = False
     vocabulary = None
     stack = 1
 
-    def __init__(self, config: ModelConfig, key: Key[Array, ""], layers: int = 1, embedding_first: bool = True):
-        """Random weights; each of the `layers`, of the kind that `config` says, projects [embedding, hidden], or [hidden, embedding] as
-        MiMo-7B does."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        key: Key[Array, ""],
+        layers: int = 1,
+        embedding_first: bool = True,
+    ):
+        """Random weights; each of the `layers`, of the kind that `config` says, projects
+        [embedding, hidden], or [hidden, embedding] as MiMo-7B does."""
         dtype, d = master_dtype(config), config.embed
         project_key, layers_key = jax.random.split(key)
         self.config = dataclasses.replace(config, layers=layers)
@@ -46,17 +54,32 @@ class Mtp(nnx.Module):
         """The target's final-norm hidden states are the first ones."""
         return features
 
-    def heads(self, layer: int, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Heads:
-        """Queries, keys and values of the layer's projected input, rotated to `positions`; that input is the residual."""
+    def heads(
+        self,
+        layer: int,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+    ) -> Heads:
+        """Queries, keys and values of the layer's projected input, rotated to `positions`; that
+        input is the residual."""
         eps, weights = self.config.norm_eps, self.layers.at(layer)
-        parts = [rms_norm(embedded, self.embedding_norm[layer], eps), rms_norm(hidden, self.hidden_norm[layer], eps)]
+        parts = [
+            rms_norm(embedded, self.embedding_norm[layer], eps),
+            rms_norm(hidden, self.hidden_norm[layer], eps),
+        ]
         joined = jnp.concatenate(parts if self.embedding_first else parts[::-1], axis=-1)
         x = jnp.einsum("BTC,CD->BTD", joined, self.project[layer])
         table = rotary_table(positions, self.config, x.dtype)
-        return Heads(*project_heads(rms_norm(x, weights.attention_norm[...], eps), weights, table, eps), x)
+        return Heads(
+            *project_heads(rms_norm(x, weights.attention_norm[...], eps), weights, table, eps), x
+        )
 
-    def finish(self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer with its final norm; the output is the next depth's hidden state."""
+    def finish(
+        self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """The rest of the layer with its final norm; the output is the next depth's hidden
+        state."""
         output = finish_layer(residual, attended, self.layers.at(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 

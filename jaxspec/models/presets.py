@@ -1,21 +1,68 @@
-"""Published models as constants; the sizes are those of each model's `config.json` on Hugging Face."""
+"""Published models as constants; the sizes are those of each model's `config.json` on Hugging
+Face."""
 
 from jaxspec.config.settings import ModelConfig, RopeConfig
 
 _POSITIONS = RopeConfig(context=40_960)
 
-TINY = ModelConfig(vocab=40, layers=12, embed=64, heads=4, kv_heads=2, head_size=16, ffn=192, rope_theta=1e4, tied=True)
+TINY = ModelConfig(
+    vocab=40,
+    layers=12,
+    embed=64,
+    heads=4,
+    kv_heads=2,
+    head_size=16,
+    ffn=192,
+    rope_theta=1e4,
+    tied=True,
+)
 """The embedded default: deep and narrow, about 0.5 M parameters, for characters of arithmetic."""
 
 QWEN3_0_6B = ModelConfig(
-    vocab=151_936, layers=28, embed=1024, heads=16, kv_heads=8, head_size=128, ffn=3072, rope_theta=1e6, tied=True, rope=_POSITIONS
+    vocab=151_936,
+    layers=28,
+    embed=1024,
+    heads=16,
+    kv_heads=8,
+    head_size=128,
+    ffn=3072,
+    rope_theta=1e6,
+    tied=True,
+    rope=_POSITIONS,
 )
 QWEN3_1_7B = ModelConfig(
-    vocab=151_936, layers=28, embed=2048, heads=16, kv_heads=8, head_size=128, ffn=6144, rope_theta=1e6, tied=True, rope=_POSITIONS
+    vocab=151_936,
+    layers=28,
+    embed=2048,
+    heads=16,
+    kv_heads=8,
+    head_size=128,
+    ffn=6144,
+    rope_theta=1e6,
+    tied=True,
+    rope=_POSITIONS,
 )
 QWEN3_4B = ModelConfig(
-    vocab=151_936, layers=36, embed=2560, heads=32, kv_heads=8, head_size=128, ffn=9728, rope_theta=1e6, tied=True, rope=_POSITIONS
+    vocab=151_936,
+    layers=36,
+    embed=2560,
+    heads=32,
+    kv_heads=8,
+    head_size=128,
+    ffn=9728,
+    rope_theta=1e6,
+    tied=True,
+    rope=_POSITIONS,
 )
 QWEN3_8B = ModelConfig(
-    vocab=151_936, layers=36, embed=4096, heads=32, kv_heads=8, head_size=128, ffn=12_288, rope_theta=1e6, tied=False, rope=_POSITIONS
+    vocab=151_936,
+    layers=36,
+    embed=4096,
+    heads=32,
+    kv_heads=8,
+    head_size=128,
+    ffn=12_288,
+    rope_theta=1e6,
+    tied=False,
+    rope=_POSITIONS,
 )

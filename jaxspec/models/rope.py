@@ -1,4 +1,5 @@
-"""Rotary position embedding in the rotate-half form of Llama and Qwen (Su et al., arXiv 2104.09864), and its stretched variants."""
+"""Rotary position embedding in the rotate-half form of Llama and Qwen (Su et al., arXiv
+2104.09864), and its stretched variants."""
 
 import math
 
@@ -12,20 +13,26 @@ RotaryTable = tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
 """Cosines and sines of each position and pair."""
 
 
-def rotary_table(positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype) -> RotaryTable:
+def rotary_table(
+    positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype
+) -> RotaryTable:
     """Cosines and sines for the model's heads, computed in float32 (float64 for float64 models)."""
     wide = np.promote_types(dtype, np.float32)
     rates, scale = frequencies(config.head_size, config.rope_theta, config.rope_factor, config.rope)
     angle = positions[:, :, None, None].astype(wide) * jnp.asarray(rates, wide)
-    # The remainder changes nothing, but XLA computes cosines anew for whatever uses them, every head of every layer; remainders once.
+    # The remainder changes nothing, but XLA computes cosines anew for whatever uses them, every
+    # head of every layer; remainders once.
     cosine, sine = jnp.fmod(jnp.cos(angle), 2), jnp.fmod(jnp.sin(angle), 2)
     return (cosine * scale).astype(dtype), (sine * scale).astype(dtype)
 
 
-def frequencies(size: int, theta: float, factor: float, rope: RopeConfig) -> tuple[Float[np.ndarray, " h"], float]:
+def frequencies(
+    size: int, theta: float, factor: float, rope: RopeConfig
+) -> tuple[Float[np.ndarray, " h"], float]:
     """Radians a position turns each pair of a head of `size`, and the factor on cosines and sines.
 
-    Sources: YaRN, arXiv 2309.00071, eq. 17-22, in the form of Hugging Face transformers; Llama 3: the bands of its reference code.
+    Sources: YaRN, arXiv 2309.00071, eq. 17-22, in the form of Hugging Face transformers; Llama 3:
+    the bands of its reference code.
     """
     rates = theta ** (-np.arange(0, size, 2) / size)
     if factor == 1:
@@ -35,7 +42,11 @@ def frequencies(size: int, theta: float, factor: float, rope: RopeConfig) -> tup
             return rates / factor, 1.0
         case "llama3":
             turns = rope.context * rates / (2 * math.pi)
-            keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+            keep = np.clip(
+                (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor),
+                0,
+                1,
+            )
             return rates * (keep + (1 - keep) / factor), 1.0
         case "yarn":
             scale = rope.attention_factor or 0.1 * math.log(factor) + 1
@@ -44,7 +55,8 @@ def frequencies(size: int, theta: float, factor: float, rope: RopeConfig) -> tup
 
 
 def _ramp(size: int, theta: float, rope: RopeConfig) -> Float[np.ndarray, " h"]:
-    """YaRN's share of stretching for each pair: 0 for those that turn often in the original context, 1 for those that hardly turn."""
+    """YaRN's share of stretching for each pair: 0 for those that turn often in the original
+    context, 1 for those that hardly turn."""
 
     def pair_that_turns(times: float) -> float:
         return size * math.log(rope.context / (times * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,4 +1,5 @@
-"""Exact match: a response earns 1 where its final answer equals the reference, and says why it did not elsewhere."""
+"""Exact match: a response earns 1 where its final answer equals the reference, and says why it did
+not elsewhere."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ class Scores(NamedTuple):
 
 
 def score(responses: Sequence[str], answers: Sequence[str], style: Style) -> Scores:
-    """Return the scores of `responses` against their reference `answers`, row by row; raises ValueError for different numbers of rows."""
-    outcomes = np.array([_judge(response, answer, style) for response, answer in zip(responses, answers, strict=True)], np.int8)
+    """Return the scores of `responses` against their reference `answers`, row by row; raises
+    ValueError for different numbers of rows."""
+    outcomes = np.array(
+        [
+            _judge(response, answer, style)
+            for response, answer in zip(responses, answers, strict=True)
+        ],
+        np.int8,
+    )
     return Scores((outcomes == Outcome.CORRECT).astype(np.float32), outcomes)
 
 

@@ -1,4 +1,5 @@
-"""The final answer inside a response: found, and written in one normal form. Pure string code that accepts any text."""
+"""The final answer inside a response: found, and written in one normal form. Pure string code that
+accepts any text."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Literal
 
 Style = Literal["hash", "boxed", "answer_line"]
 
-WINDOW = 4096  # characters from the end of a response that are searched, so that the work does not grow with its length
+# characters from the end of a response that are searched, so that the work does not grow with its
+# length
+WINDOW = 4096
 
 _BRACES = re.compile(r"\\[{}]|\\boxed\s{0,8}\{|[{}]")
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,8}(\S[^\n]*)", re.IGNORECASE)
@@ -16,10 +19,12 @@ _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
 
 
 def extract(text: str, style: Style) -> str | None:
-    """Return the final answer that `text` states after its last `</think>`, or None if it states none.
+    """Return the final answer that `text` states after its last `</think>`, or None if it states
+    none.
 
-    `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced \\boxed{}; `answer_line`: what follows
-    the last `Answer:`, in or out of a box or markdown emphasis. A number that is merely the last one in the text is no answer.
+    `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced
+    \\boxed{}; `answer_line`: what follows the last `Answer:`, in or out of a box or markdown
+    emphasis. A number that is merely the last one in the text is no answer.
     """
     tail = text.rpartition("</think>")[2][-WINDOW:]
     match style:
@@ -33,7 +38,8 @@ def extract(text: str, style: Style) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return `answer` without `$`, spaces, trailing dots and thousands commas, and a number in its shortest form: `042.0` is `42`."""
+    """Return `answer` without `$`, spaces, trailing dots and thousands commas, and a number in its
+    shortest form: `042.0` is `42`."""
     bare = re.sub(r"\s+", "", answer.replace("\\$", "").replace("$", ""))
     if _THOUSANDS.fullmatch(bare.rstrip(".")):
         bare = bare.replace(",", "")

@@ -1,5 +1,6 @@
-"""How weights and gradients go between data shards in the learner's pass (FSDP): a weight is gathered when it is used, its gradient is
-added up and split again, and on CPUs all of it keeps an order."""
+"""How weights and gradients go between data shards in the learner's pass (FSDP): a weight is
+gathered when it is used, its gradient is added up and split again, and on CPUs all of it keeps an
+order."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -43,20 +44,35 @@ class Shards:
     # ---- forward: gathering
 
     def layer_whole(self, layer: Layers) -> Layers:
-        """One of the policy's layers whole over `data`: its leaves are split as in the stack of layers, whose first axis is gone."""
+        """One of the policy's layers whole over `data`: its leaves are split as in the stack of
+        layers, whose first axis is gone."""
         stacked = applied(self.splits[0]).layers
-        return jax.tree.map(lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, stacked)
+        return jax.tree.map(
+            lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, stacked
+        )
 
     def outside_whole(self, policy: Decoder | Adapted, draft: PyTree) -> Pair:
-        """Policy and draft with everything whole over `data` but the policy's layers, which are made whole one by one as they run."""
-        policy, split = (jax.tree.map(lambda leaf: leaf, network) for network in (policy, self.splits[0]))
-        decoder, by = (network if isinstance(network, Decoder) else network.base for network in (policy, split))
+        """Policy and draft with everything whole over `data` but the policy's layers, which are
+        made whole one by one as they run."""
+        policy, split = (
+            jax.tree.map(lambda leaf: leaf, network) for network in (policy, self.splits[0])
+        )
+        decoder, by = (
+            network if isinstance(network, Decoder) else network.base for network in (policy, split)
+        )
         for name in OUTSIDE:
-            setattr(decoder, name, self._network_whole({name: getattr(decoder, name)}, {name: getattr(by, name)})[name])
+            setattr(
+                decoder,
+                name,
+                self._network_whole({name: getattr(decoder, name)}, {name: getattr(by, name)})[
+                    name
+                ],
+            )
         return policy, self._network_whole(draft, self.splits[1])
 
     def _network_whole(self, network: PyTree, splits: PyTree) -> PyTree:
-        """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of positions add up their gradients."""
+        """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of
+        positions add up their gradients."""
 
         def one(path: Any, leaf: Array, spec: P) -> Array:
             return _whole(leaf, spec, self.dtype, wide=bool(_names(path) & {"embedding", "head"}))
@@ -66,20 +82,33 @@ class Shards:
     # ---- backward: adding up
 
     def summed(self, gradients: Pair) -> Pair:
-        """A pass's gradients added up over the shards. Of what is split, every micro-batch has added up the shards' parts already."""
-        return jax.tree.map(lambda leaf, spec: leaf if _split_axis(spec) >= 0 else lax.psum(leaf, DATA), gradients, self.splits)
+        """A pass's gradients added up over the shards. Of what is split, every micro-batch has
+        added up the shards' parts already."""
+        return jax.tree.map(
+            lambda leaf, spec: leaf if _split_axis(spec) >= 0 else lax.psum(leaf, DATA),
+            gradients,
+            self.splits,
+        )
 
-    def draft_first(self, hidden: Float[Array, "1 T D"], draft: PyTree) -> tuple[Float[Array, "1 T D"], PyTree]:
-        """The policy's last hidden states and the draft as they are; in the backward pass the policy's layers come after the draft's, of
-        which then nothing is kept any more."""
+    def draft_first(
+        self, hidden: Float[Array, "1 T D"], draft: PyTree
+    ) -> tuple[Float[Array, "1 T D"], PyTree]:
+        """The policy's last hidden states and the draft as they are; in the backward pass the
+        policy's layers come after the draft's, of which then nothing is kept any more."""
 
         def backward(_: None, cotangents: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
             above, gradients = cotangents
             leaves, structure = jax.tree.flatten(gradients)
-            weights = [number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+            weights = [
+                number
+                for number, leaf in enumerate(leaves)
+                if jnp.issubdtype(leaf.dtype, jnp.floating)
+            ]
             if self.ordered:
                 specs = jax.tree.leaves(self.splits[1])
-                return after(above, [computed(leaves[number], specs[number]) for number in weights]), gradients
+                return after(
+                    above, [computed(leaves[number], specs[number]) for number in weights]
+                ), gradients
             above, done = lax.optimization_barrier((above, [leaves[number] for number in weights]))
             for number, leaf in zip(weights, done, strict=True):
                 leaves[number] = leaf
@@ -92,25 +121,41 @@ class Shards:
     # ---- the order on CPUs
 
     def gathered(self, networks: Pair) -> list[Sign]:
-        """Where an order is needed, signs that everything outside the policy's layers has been gathered."""
-        outside = [(leaf, spec) for leaf, spec, inside in self._leaves(networks) if not inside and _split_axis(spec) >= 0]
+        """Where an order is needed, signs that everything outside the policy's layers has been
+        gathered."""
+        outside = [
+            (leaf, spec)
+            for leaf, spec, inside in self._leaves(networks)
+            if not inside and _split_axis(spec) >= 0
+        ]
         return [computed(leaf, spec) for leaf, spec in outside] if self.ordered else []
 
     def layers_learnt(self, gradients: Pair) -> list[Sign]:
         """Where an order is needed, signs that the gradients of the policy's layers are there."""
-        return [computed(leaf, spec) for leaf, spec, inside in self._leaves(gradients) if inside] if self.ordered else []
+        return (
+            [computed(leaf, spec) for leaf, spec, inside in self._leaves(gradients) if inside]
+            if self.ordered
+            else []
+        )
 
     def tied(self, pair: Pair, signs: list[Sign]) -> Pair:
-        """The same, of which what goes between shards outside the policy's layers comes after all of what `signs` are of."""
+        """The same, of which what goes between shards outside the policy's layers comes after all
+        of what `signs` are of."""
         if not signs:
             return pair
-        tied = [leaf if inside or _split_axis(spec) < 0 else after(leaf, signs) for leaf, spec, inside in self._leaves(pair)]
+        tied = [
+            leaf if inside or _split_axis(spec) < 0 else after(leaf, signs)
+            for leaf, spec, inside in self._leaves(pair)
+        ]
         return jax.tree.unflatten(jax.tree.structure(pair), tied)
 
     def _leaves(self, pair: Pair) -> Iterator[tuple[Array, P, bool]]:
-        """The leaves of policy and draft, with how each is split, and whether it is in the policy's layers."""
+        """The leaves of policy and draft, with how each is split, and whether it is in the policy's
+        layers."""
         specs = jax.tree.leaves(self.splits)
-        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(pair), specs, strict=True):
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(pair), specs, strict=True
+        ):
             yield leaf, spec, path[0].idx == 0 and not _names(path) & set(OUTSIDE)
 
 
@@ -119,23 +164,34 @@ def _names(path: Any) -> set[Any]:
 
 
 def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:
-    """A weight in the type of products, whole over `data`; its gradient comes out as the weight went in: in the weight's type, added up
-    over the shards and split. `wide`: the value keeps the weight's type after the gathering."""
+    """A weight in the type of products, whole over `data`; its gradient comes out as the weight
+    went in: in the weight's type, added up over the shards and split. `wide`: the value keeps the
+    weight's type after the gathering."""
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return _gathered(leaf, spec, dtype, leaf.dtype.name, wide) if floating else leaf
 
 
 def _gather(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> Array:
-    value = _between_shards(partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True), leaf.astype(dtype), spec)
+    value = _between_shards(
+        partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True),
+        leaf.astype(dtype),
+        spec,
+    )
     return value.astype(master) if wide else value
 
 
-def _gathered_forward(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> tuple[Array, None]:
+def _gathered_forward(
+    leaf: Array, spec: P, dtype: str, master: str, wide: bool
+) -> tuple[Array, None]:
     return _gather(leaf, spec, dtype, master, wide), None
 
 
-def _gathered_backward(spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array) -> tuple[Array]:
-    scatter = partial(lax.psum_scatter, axis_name=DATA, scatter_dimension=_split_axis(spec), tiled=True)
+def _gathered_backward(
+    spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array
+) -> tuple[Array]:
+    scatter = partial(
+        lax.psum_scatter, axis_name=DATA, scatter_dimension=_split_axis(spec), tiled=True
+    )
     return (_between_shards(scatter, gradient.astype(master), spec),)
 
 
@@ -144,15 +200,17 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _between_shards(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """A collective over `data` on a leaf that is split over it; on each member of `tensor` alone, since left to the compiler such a leaf
-    would be made whole over `tensor` first."""
+    """A collective over `data` on a leaf that is split over it; on each member of `tensor` alone,
+    since left to the compiler such a leaf would be made whole over `tensor` first."""
     if _split_axis(spec) < 0:
         return leaf
     if TENSOR not in tuple(spec):
         return collective(leaf)
     peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(collective, mesh=mesh, in_specs=peers, out_specs=peers, axis_names={TENSOR}, check_vma=False)(leaf)
+    return jax.shard_map(
+        collective, mesh=mesh, in_specs=peers, out_specs=peers, axis_names={TENSOR}, check_vma=False
+    )(leaf)
 
 
 def _split_axis(spec: P) -> int:

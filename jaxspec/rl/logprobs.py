@@ -11,11 +11,13 @@ from jaxspec.sampling import Processing, entropy, processed_logprobs
 from jaxspec.state import Rollout
 
 CHUNK_ELEMENTS = 2**25
-"""Logits alive at once: positions are taken in chunks so that rows x chunk x vocabulary stays below this."""
+"""Logits alive at once: positions are taken in chunks so that rows x chunk x vocabulary stays below
+this."""
 
 
 def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays: Array) -> Any:
-    """Maps `function` over chunks of the position axis (the second) and joins the results; the backward pass recomputes each chunk.
+    """Maps `function` over chunks of the position axis (the second) and joins the results; the
+    backward pass recomputes each chunk.
 
     One chunk, without a loop, when everything fits.
     """
@@ -33,7 +35,9 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
         moved = jnp.moveaxis(array, 0, 1)
         return moved.reshape(moved.shape[0], count * chunk, *moved.shape[3:])[:, :length]
 
-    mapped = jax.lax.map(lambda parts: jax.checkpoint(function)(*parts), tuple(split(array) for array in arrays))
+    mapped = jax.lax.map(
+        lambda parts: jax.checkpoint(function)(*parts), tuple(split(array) for array in arrays)
+    )
     return jax.tree.map(join, mapped)
 
 
@@ -44,12 +48,15 @@ def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
 
 
 def label_logprobs(
-    logits: Float[Array, "B T V"], labels: Int[Array, "B T"], produced: Int[Array, "B T"], processing: Processing
+    logits: Float[Array, "B T V"],
+    labels: Int[Array, "B T"],
+    produced: Int[Array, "B T"],
+    processing: Processing,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each label under the sampling distribution, and the entropy of that.
 
-    `produced` counts the tokens of the response before each label. A label that rounding puts just outside top-k or top-p here, though it
-    was sampled, counts as inside.
+    `produced` counts the tokens of the response before each label. A label that rounding puts just
+    outside top-k or top-p here, though it was sampled, counts as inside.
     """
     logprobs = processed_logprobs(logits, processing, produced, keep=labels)
     return jnp.take_along_axis(logprobs, labels[:, :, None], axis=2)[:, :, 0], entropy(logprobs)

@@ -16,7 +16,8 @@ PATIENCE = 3
 
 
 SOUND, SKIPPED, BROKEN = range(3)
-"""Conditions of a learner: its last update went through, it was skipped, or there are numbers that are not finite."""
+"""Conditions of a learner: its last update went through, it was skipped, or there are numbers that
+are not finite."""
 
 
 class Diverged(RuntimeError):
@@ -30,21 +31,32 @@ def require_progress(skipped_in_row: float, name: str, after: str, look: str) ->
       Diverged: says of which network (`name`), `after` which update, and where to `look`.
     """
     if skipped_in_row >= PATIENCE:
-        raise Diverged(f"the {name}'s loss or gradient was not finite in {PATIENCE} updates in a row, the last after {after}. {look}")
+        raise Diverged(
+            f"the {name}'s loss or gradient was not finite in {PATIENCE} updates in a row, the last"
+            f" after {after}. {look}"
+        )
 
 
-def adamw(learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
+def adamw(
+    learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW (betas 0.9, 0.95)."""
-    return optax.chain(optax.clip_by_global_norm(grad_clip), optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay))
+    return optax.chain(
+        optax.clip_by_global_norm(grad_clip),
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
+    )
 
 
 def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with its state, but for counts, kept in a narrower type between updates, which compute in the type of the weights."""
+    """The optimizer with its state, but for counts, kept in a narrower type between updates, which
+    compute in the type of the weights."""
 
     def init(params: PyTree) -> PyTree:
         return cast(optimizer.init(params), dtype)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
         wide = jax.tree.leaves(updates)[0].dtype
         changes, state = optimizer.update(updates, cast(state, wide), params)
         return changes, cast(state, dtype)
@@ -58,12 +70,16 @@ class Offloaded(optax.GradientTransformation):
 
 def to_device(state: PyTree) -> PyTree:
     """An optimizer's state on the device, inside a program."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, state
+    )
 
 
 def to_host(state: PyTree) -> PyTree:
     """It back in host memory."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, state
+    )
 
 
 def warmup(peak: float, steps: int) -> optax.Schedule:
@@ -73,7 +89,9 @@ def warmup(peak: float, steps: int) -> optax.Schedule:
 
 def cosine(peak: float, steps: int) -> optax.Schedule:
     """A twentieth of the steps of warm-up, then cosine decay to a tenth of `peak`."""
-    return optax.warmup_cosine_decay_schedule(peak / 20, peak, max(1, steps // 20), max(2, steps), peak / 10)
+    return optax.warmup_cosine_decay_schedule(
+        peak / 20, peak, max(1, steps // 20), max(2, steps), peak / 10
+    )
 
 
 def _is_variable(node: Any) -> bool:
@@ -81,28 +99,49 @@ def _is_variable(node: Any) -> bool:
 
 
 def parameters(network: PyTree) -> PyTree:
-    """The network with None in place of every variable that is not trained (a vocabulary map); all others keep their paths."""
+    """The network with None in place of every variable that is not trained (a vocabulary map); all
+    others keep their paths."""
     return jax.tree.map(
-        lambda node: None if _is_variable(node) and not isinstance(node, nnx.Param) else node, network, is_leaf=_is_variable
+        lambda node: None if _is_variable(node) and not isinstance(node, nnx.Param) else node,
+        network,
+        is_leaf=_is_variable,
     )
 
 
 def with_parameters(network: PyTree, weights: PyTree) -> PyTree:
     """The network with its trained leaves from `weights`, a tree as `parameters` gives it."""
-    return jax.tree.map(lambda node, weight: node if weight is None else weight, network, weights, is_leaf=_is_variable)
+    return jax.tree.map(
+        lambda node, weight: node if weight is None else weight,
+        network,
+        weights,
+        is_leaf=_is_variable,
+    )
 
 
 def start(network: PyTree, optimizer: optax.GradientTransformation) -> Trained:
     """A learner that has learnt nothing yet; the optimizer's state covers only what is trained."""
-    skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: one could not be donated twice
-    return Trained(network=network, optimizer=optimizer.init(parameters(network)), skipped=skipped, skipped_in_row=in_row)
+    # two buffers: one could not be donated twice
+    skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return Trained(
+        network=network,
+        optimizer=optimizer.init(parameters(network)),
+        skipped=skipped,
+        skipped_in_row=in_row,
+    )
 
 
 def condition(learner: Trained) -> Int[Array, ""]:
-    """Whether to go on from a learner later, by its weights, its optimizer's state and its last update."""
-    floats = [leaf for leaf in jax.tree.leaves(to_device(learner)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    """Whether to go on from a learner later, by its weights, its optimizer's state and its last
+    update."""
+    floats = [
+        leaf
+        for leaf in jax.tree.leaves(to_device(learner))
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
-    return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(jnp.int32)
+    return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(
+        jnp.int32
+    )
 
 
 def update(
@@ -112,11 +151,12 @@ def update(
     optimizer: optax.GradientTransformation,
     wanted: Bool[Array, ""] | bool = True,
 ) -> tuple[Trained, Float[Array, ""]]:
-    """Applies one update where it is `wanted` and returns the gradient's norm; a non-finite loss or gradient changes only the count of
-    skipped updates.
+    """Applies one update where it is `wanted` and returns the gradient's norm; a non-finite loss or
+    gradient changes only the count of skipped updates.
 
-    Old and new numbers are chosen between one by one: in a branch they would be held twice, and XLA moves nothing to the host in one. A
-    state that is `Offloaded` is fetched when the gradient is there.
+    Old and new numbers are chosen between one by one: in a branch they would be held twice, and XLA
+    moves nothing to the host in one. A state that is `Offloaded` is fetched when the gradient is
+    there.
     """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -131,4 +171,12 @@ def update(
     skipped = (wanted & ~finite).astype(jnp.int32)
     in_row = jnp.where(wanted, (learner.skipped_in_row + 1) * skipped, learner.skipped_in_row)
     network = with_parameters(learner.network, weights)
-    return learner.replace(network=network, optimizer=state, skipped=learner.skipped + skipped, skipped_in_row=in_row), norm
+    return (
+        learner.replace(
+            network=network,
+            optimizer=state,
+            skipped=learner.skipped + skipped,
+            skipped_in_row=in_row,
+        ),
+        norm,
+    )

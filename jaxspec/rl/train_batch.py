@@ -1,4 +1,5 @@
-"""What the learner reads: rows as they were left, and a plan that packs their texts into micro-batches without ever copying all of them."""
+"""What the learner reads: rows as they were left, and a plan that packs their texts into
+micro-batches without ever copying all of them."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ class TrainBatch(Tree):
     sampled_logprobs: Float[AnyArray, "B S"]
     """Of each token under the weights and the distribution that sampled it."""
     chosen: Bool[AnyArray, "B S"]
-    """The tokens to learn from: those that the policy sampled. Nothing after a row's last one is read."""
+    """The tokens to learn from: those that the policy sampled. Nothing after a row's last one is
+    read."""
     advantages: Float[AnyArray, " B"]
     version: Int[AnyArray, " B"]
     """Updates that the policy had seen when it sampled the row."""
@@ -29,7 +31,8 @@ class TrainBatch(Tree):
 
 
 class Pack(NamedTuple):
-    """Texts side by side: sequences of B, T positions each. A position reads a token and predicts its label, the next token of its text.
+    """Texts side by side: sequences of B, T positions each. A position reads a token and predicts
+    its label, the next token of its text.
 
     Positions beyond the last text are texts of a single token without a label.
     """
@@ -45,16 +48,21 @@ class Pack(NamedTuple):
 
 
 def read_lengths(chosen: Any) -> Any:
-    """Tokens of each row that a pass reads, [B] of a mask [B S] of the tokens to learn: those before the last of these."""
+    """Tokens of each row that a pass reads, [B] of a mask [B S] of the tokens to learn: those
+    before the last of these."""
     library: Any = jnp if isinstance(chosen, jax.Array) else np
-    return library.max(library.where(chosen, library.arange(chosen.shape[1], dtype=np.int32), 0), axis=1)
+    return library.max(
+        library.where(chosen, library.arange(chosen.shape[1], dtype=np.int32), 0), axis=1
+    )
 
 
 def planned(read: Int[np.ndarray, " B"], shards: int, tokens: int) -> Plan:
-    """A plan for one update on rows of which `read` tokens are read each; 0: the row is left out. On the host.
+    """A plan for one update on rows of which `read` tokens are read each; 0: the row is left out.
+    On the host.
 
-    Rows are dealt to the shards longest first, each to the shard with the least text that has a place left, and packed by first fit in
-    that order: so micro-batch n has texts of about the same length on every shard.
+    Rows are dealt to the shards longest first, each to the shard with the least text that has a
+    place left, and packed by first fit in that order: so micro-batch n has texts of about the same
+    length on every shard.
 
     Raises:
       ValueError: a row has more than `tokens` tokens to read.
@@ -66,7 +74,9 @@ def planned(read: Int[np.ndarray, " B"], shards: int, tokens: int) -> Plan:
     load, filled = np.zeros(shards, int), np.zeros(shards, int)
     room: list[list[int]] = [[] for _ in range(shards)]  # positions left in each pack of each shard
     for row in np.argsort(-read, kind="stable"):
-        shard = 0 if shards == 1 else int(np.argmin(np.where(filled < places, load, np.iinfo(int).max)))
+        shard = (
+            0 if shards == 1 else int(np.argmin(np.where(filled < places, load, np.iinfo(int).max)))
+        )
         place, length, packs = shard * places + filled[shard], int(read[row]), room[shard]
         order[place], filled[shard], load[shard] = row, filled[shard] + 1, load[shard] + length
         if not length:
@@ -78,12 +88,20 @@ def planned(read: Int[np.ndarray, " B"], shards: int, tokens: int) -> Plan:
         micro[place], start[place] = number, tokens - packs[number]
         packs[number] -= length
     used = np.array([max(map(len, room))], np.int32)
-    plan: dict[str, Any] = {"order": order, "micro": micro[None], "start": start[None], "used": used}
+    plan: dict[str, Any] = {
+        "order": order,
+        "micro": micro[None],
+        "start": start[None],
+        "used": used,
+    }
     return Plan(**plan)
 
 
-def texts_to_learn(tokens: Int[np.ndarray, "B S"], chosen: Bool[np.ndarray, "B S"], mesh: Mesh, micro: int) -> TrainBatch:
-    """A batch of texts that nobody sampled, on the devices of `mesh`, planned for micro-batches of `micro` positions a shard.
+def texts_to_learn(
+    tokens: Int[np.ndarray, "B S"], chosen: Bool[np.ndarray, "B S"], mesh: Mesh, micro: int
+) -> TrainBatch:
+    """A batch of texts that nobody sampled, on the devices of `mesh`, planned for micro-batches of
+    `micro` positions a shard.
 
     Raises:
       ValueError: as `planned`.
@@ -105,17 +123,25 @@ def texts_to_learn(tokens: Int[np.ndarray, "B S"], chosen: Bool[np.ndarray, "B S
 def plan_layout(mesh: Mesh) -> Any:
     """Shardings of a plan."""
     rows, by_update = rows_sharding(mesh), by_update_sharding(mesh)
-    return jax.eval_shape(lambda: no_plan(1)).replace(order=rows, micro=by_update, start=by_update, used=replicated(mesh))
+    return jax.eval_shape(lambda: no_plan(1)).replace(
+        order=rows, micro=by_update, start=by_update, used=replicated(mesh)
+    )
 
 
 def no_plan(rows: int, updates: int = 1) -> Plan:
     """A plan that reads nothing."""
     by_row = jnp.zeros((updates, rows), jnp.int32)
-    return Plan(order=jnp.arange(rows, dtype=jnp.int32), micro=by_row - 1, start=by_row, used=jnp.zeros((updates,), jnp.int32))
+    return Plan(
+        order=jnp.arange(rows, dtype=jnp.int32),
+        micro=by_row - 1,
+        start=by_row,
+        used=jnp.zeros((updates,), jnp.int32),
+    )
 
 
 def exchanged(batch: TrainBatch, shards: int) -> TrainBatch:
-    """The batch with every row at its place: a shard's rows go round all shards, which take what is theirs. Inside a `shard_map`.
+    """The batch with every row at its place: a shard's rows go round all shards, which take what is
+    theirs. Inside a `shard_map`.
 
     No shard ever holds more than twice its own rows.
     """
@@ -125,11 +151,17 @@ def exchanged(batch: TrainBatch, shards: int) -> TrainBatch:
     me = lax.axis_index(DATA).astype(jnp.int32)
     around = [((shard + 1) % shards, shard) for shard in range(shards)]
 
-    def turn(number: Int[Array, ""], carry: tuple[TrainBatch, TrainBatch]) -> tuple[TrainBatch, TrainBatch]:
+    def turn(
+        number: Int[Array, ""], carry: tuple[TrainBatch, TrainBatch]
+    ) -> tuple[TrainBatch, TrainBatch]:
         taken, passing = carry
         here = plan.order // rows == (me + number) % shards
         found = _at_places(passing, plan.order % rows)
-        taken = jax.tree.map(lambda old, new: jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old), taken, found)
+        taken = jax.tree.map(
+            lambda old, new: jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old),
+            taken,
+            found,
+        )
         return taken, jax.tree.map(lambda leaf: lax.ppermute(leaf, DATA, around), passing)
 
     moving = batch.replace(plan=None)
@@ -143,20 +175,32 @@ def _at_places(batch: TrainBatch, order: Int[Array, " B"]) -> TrainBatch:
 
 
 def filler(batch: TrainBatch) -> Int[Array, ""]:
-    """A token that some row of the batch starts with and that a pass reads anyway, for positions without a text. Inside a `shard_map`.
+    """A token that some row of the batch starts with and that a pass reads anyway, for positions
+    without a text. Inside a `shard_map`.
 
-    Just any token might be one that makes activations overflow: behind the mask, zero cotangents times NaN are NaN.
+    Just any token might be one that makes activations overflow: behind the mask, zero cotangents
+    times NaN are NaN.
     """
     read = read_lengths(batch.chosen) > 0
-    return lax.pmax(jnp.max(jnp.where(read & jnp.any(batch.plan.micro >= 0, axis=0), batch.tokens[:, 0], 0)), DATA)
+    return lax.pmax(
+        jnp.max(jnp.where(read & jnp.any(batch.plan.micro >= 0, axis=0), batch.tokens[:, 0], 0)),
+        DATA,
+    )
 
 
-def packed(batch: TrainBatch, update: int, micro: Int[Array, ""], tokens: int, filler: Int[Array, ""]) -> tuple[Pack, Int[Array, "1 T"]]:
-    """This shard's pack in a micro-batch, gathered from its rows; also the row that each position belongs to."""
+def packed(
+    batch: TrainBatch, update: int, micro: Int[Array, ""], tokens: int, filler: Int[Array, ""]
+) -> tuple[Pack, Int[Array, "1 T"]]:
+    """This shard's pack in a micro-batch, gathered from its rows; also the row that each position
+    belongs to."""
     rows, size = batch.tokens.shape
     plan = batch.plan
     starts = jnp.where(plan.micro[update] == micro, plan.start[update], tokens)
-    starting = jnp.full((tokens,), -1, jnp.int32).at[starts].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
+    starting = (
+        jnp.full((tokens,), -1, jnp.int32)
+        .at[starts]
+        .set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
+    )
     index = jnp.arange(tokens, dtype=jnp.int32)
     first = lax.cummax(jnp.where(starting >= 0, index, 0))
     row = jnp.maximum(starting[first], 0)
@@ -175,7 +219,8 @@ def packed(batch: TrainBatch, update: int, micro: Int[Array, ""], tokens: int, f
 
 
 def learnt_before(pack: Pack) -> Int[Array, "B T"]:
-    """Labels to learn that stand before each label in its own text: of a rollout, tokens of the response so far."""
+    """Labels to learn that stand before each label in its own text: of a rollout, tokens of the
+    response so far."""
     before = jnp.cumsum(pack.chosen, axis=1, dtype=jnp.int32) - pack.chosen.astype(jnp.int32)
     return before - jnp.take_along_axis(before, pack.first, axis=1)
 

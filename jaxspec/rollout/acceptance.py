@@ -1,4 +1,5 @@
-"""How far a draft covers the target: measured in every round, summed for each row, and told as metrics (drafters.md, section 8)."""
+"""How far a draft covers the target: measured in every round, summed for each row, and told as
+metrics (drafters.md, section 8)."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ class Comparison(NamedTuple):
     draft_entropy: Float[Array, "B K"]
 
 
-def no_statistics(rows: int, group_size: int, draft_length: int, factors: int, dtype: Any) -> Statistics:
+def no_statistics(
+    rows: int, group_size: int, draft_length: int, factors: int, dtype: Any
+) -> Statistics:
     """Zeros."""
     count, by_depth = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, draft_length), jnp.int32)
     return Statistics(
@@ -49,7 +52,8 @@ def compare(
     grid: tuple[float, ...],
     measured: slice | Int[Array, " m"],
 ) -> Comparison:
-    """The draft's distributions, and how much of the target's they cover; a draft gone NaN covers nothing.
+    """The draft's distributions, and how much of the target's they cover; a draft gone NaN covers
+    nothing.
 
     Args:
       proposal: what was drafted; without logits the drafted tokens count as certain.
@@ -57,23 +61,39 @@ def compare(
       produced: response tokens before each position.
       processing: the target's, and with `factors` the draft's.
       factors: on the temperature, at which the drafts were drawn.
-      grid: other factors to measure, in some slots only: a pass over the vocabulary for each would cost as much as a step of a small model.
+      grid: other factors to measure, in some slots only: a pass over the vocabulary for each would
+        cost as much as a step of a small model.
       measured: which slots.
     """
     length, logits = proposal.tokens.shape[1], proposal.logits
     target_logprobs, produced = target_logprobs[:, :length], produced[:, :length]
     if logits is None:
-        overlap = jnp.exp(jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2))[:, :, 0]
+        overlap = jnp.exp(
+            jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2)
+        )[:, :, 0]
         everywhere = jnp.repeat(overlap[measured][:, :, None], len(grid), axis=2)
         return Comparison(None, overlap, everywhere, jnp.zeros_like(overlap))
 
-    def at(factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
-        draft_logprobs = sampling.processed_logprobs(logits[rows], processing, produced[rows], factor)
-        return draft_logprobs, jnp.nan_to_num(jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1))
+    def at(
+        factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]
+    ) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
+        draft_logprobs = sampling.processed_logprobs(
+            logits[rows], processing, produced[rows], factor
+        )
+        return draft_logprobs, jnp.nan_to_num(
+            jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1)
+        )
 
     draft_logprobs, overlap = at(factors, slice(None))
-    by_factor = [at(factor, measured)[1] for factor in grid] if len(grid) > 1 else [overlap[measured]]
-    return Comparison(draft_logprobs, overlap, jnp.stack(by_factor, axis=-1), jnp.nan_to_num(sampling.entropy(draft_logprobs)))
+    by_factor = (
+        [at(factor, measured)[1] for factor in grid] if len(grid) > 1 else [overlap[measured]]
+    )
+    return Comparison(
+        draft_logprobs,
+        overlap,
+        jnp.stack(by_factor, axis=-1),
+        jnp.nan_to_num(sampling.entropy(draft_logprobs)),
+    )
 
 
 def of_round(
@@ -85,7 +105,8 @@ def of_round(
     kept: Int[Array, " B"],
     measured: slice | Int[Array, " m"],
 ) -> Statistics:
-    """Counts one round, in which each running slot was offered `offered` drafts and kept `kept` new tokens."""
+    """Counts one round, in which each running slot was offered `offered` drafts and kept `kept` new
+    tokens."""
     depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
     drafted = running[:, None] & (depths <= offered[:, None])
     reached = drafted & (depths <= kept[:, None])  # what stands before it was kept
@@ -108,12 +129,15 @@ def of_round(
 
 
 def acceptance_metrics(
-    statistics: Statistics, tokens: Num[Array, ""], choice: Int[Array, " K"], grid: tuple[float, ...]
+    statistics: Statistics,
+    tokens: Num[Array, ""],
+    choice: Int[Array, " K"],
+    grid: tuple[float, ...],
 ) -> dict[str, Num[Array, ""]]:
     """What speculation did, over all rows of `statistics`, which hold `tokens` response tokens.
 
-    Rates by depth are unconditional (of the rounds with a draft) or conditional (of those that kept every draft before); `choice` are the
-    draft temperatures of `grid` that were used.
+    Rates by depth are unconditional (of the rounds with a draft) or conditional (of those that kept
+    every draft before); `choice` are the draft temperatures of `grid` that were used.
     """
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0).astype(jnp.float32), statistics)
 
@@ -134,5 +158,9 @@ def acceptance_metrics(
         "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.drafted)),
         "rollout/coverage": share(drafted, total.rounds),
         "rollout/target_entropy": share(total.target_entropy, generated),
-        **{f"rollout/{name}_{depth}": value for name, values in by_depth.items() for depth, value in enumerate(values, start=1)},
+        **{
+            f"rollout/{name}_{depth}": value
+            for name, values in by_depth.items()
+            for depth, value in enumerate(values, start=1)
+        },
     }

@@ -1,7 +1,9 @@
-"""How many tokens the next round drafts: the length of most expected tokens a second, by what was kept so far and a measured cost table.
+"""How many tokens the next round drafts: the length of most expected tokens a second, by what was
+kept so far and a measured cost table.
 
-Chosen before anything is drafted, from earlier rounds only, by the same arithmetic on every process: sampling stays exact, and `tensor`
-peers agree. Now and then the next longer draft is tried, for at most `SHARE` of the seconds that the best rounds took.
+Chosen before anything is drafted, from earlier rounds only, by the same arithmetic on every
+process: sampling stays exact, and `tensor` peers agree. Now and then the next longer draft is
+tried, for at most `SHARE` of the seconds that the best rounds took.
 """
 
 from typing import NamedTuple
@@ -20,11 +22,13 @@ SHARE = 0.01
 KEEP = 0.5
 """Weight of what was known before each call in which drafts were offered: draft and policy move."""
 HOPE, WEIGHT = 0.8, 1.0
-"""Conditional acceptance of a draft of which nothing is known, and how many drafts' word that is worth."""
+"""Conditional acceptance of a draft of which nothing is known, and how many drafts' word that is
+worth."""
 
 
 def contexts(longest: int) -> tuple[int, ...]:
-    """Last position of each context bucket: four times as long as the one before, and the longest there can be."""
+    """Last position of each context bucket: four times as long as the one before, and the longest
+    there can be."""
     ends = [STRETCH * 4**power for power in range(12) if STRETCH * 4**power < longest]
     return (*ends, longest)
 
@@ -33,15 +37,21 @@ def unmeasured(lengths: tuple[int, ...], longest: int) -> Pace:
     """Nothing known of rows of up to `longest` tokens: no cost, and no draft ever offered."""
     none = jnp.zeros((lengths[-1],), jnp.float32)
     known = Known(reached=none, kept=none, spare=jnp.zeros((), jnp.float32))
-    return Pace(known=known, cost=jnp.zeros((len(lengths), LOOPS, len(contexts(longest))), jnp.float32))
+    return Pace(
+        known=known, cost=jnp.zeros((len(lengths), LOOPS, len(contexts(longest))), jnp.float32)
+    )
 
 
 def update(pace: Pace, statistics: Statistics) -> Pace:
     """Adds a call, over all rows of the mesh."""
     known = pace.known
-    reached, kept = (jnp.sum(leaf, axis=0, dtype=jnp.float32) for leaf in (statistics.reached, statistics.accepted))
+    reached, kept = (
+        jnp.sum(leaf, axis=0, dtype=jnp.float32)
+        for leaf in (statistics.reached, statistics.accepted)
+    )
     drafted = reached[0] > 0
-    # A call that drafted has spent what there was; plain rounds earn, as many as a row took on average, which is fewer than its shard's.
+    # A call that drafted has spent what there was; plain rounds earn, as many as a row took on
+    # average, which is fewer than its shard's.
     plain = jnp.mean((statistics.rounds - statistics.drafted[:, 0]).astype(jnp.float32))
     fresh = Known(
         reached=jnp.where(drafted, KEEP * known.reached + reached, known.reached),
@@ -54,21 +64,26 @@ def update(pace: Pace, statistics: Statistics) -> Pace:
 def expected_tokens(known: Known, lengths: tuple[int, ...]) -> Float[Array, " A"]:
     """Tokens a round of each length is expected to keep, its next_token included.
 
-    Depths never reached are taken to do as well as the one before: a length is tried when that would make it pay.
+    Depths never reached are taken to do as well as the one before: a length is tried when that
+    would make it pay.
     """
     rates, before = [], jnp.float32(HOPE)
     for depth in range(known.kept.shape[0]):
         before = (known.kept[depth] + WEIGHT * before) / (known.reached[depth] + WEIGHT)
         rates.append(before)
-    by_depth = 1 + jnp.concatenate([jnp.zeros((1,), jnp.float32), jnp.cumsum(jnp.cumprod(jnp.stack(rates)))])
+    by_depth = 1 + jnp.concatenate(
+        [jnp.zeros((1,), jnp.float32), jnp.cumsum(jnp.cumprod(jnp.stack(rates)))]
+    )
     return by_depth[np.asarray(lengths)]
 
 
 class Choice(NamedTuple):
-    """What the next round drafts, by what is known before it and nothing else: where a slice of generation ends must not matter."""
+    """What the next round drafts, by what is known before it and nothing else: where a slice of
+    generation ends must not matter."""
 
     place: Int[Array, ""]
-    """In the lengths, ascending: the best, or the next longer one when there are seconds to spare for it."""
+    """In the lengths, ascending: the best, or the next longer one when there are seconds to spare
+    for it."""
     spare: Float[Array, ""]
     """Seconds left to spare once the round is made: earned by the best, spent by the longer one."""
 

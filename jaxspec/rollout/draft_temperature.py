@@ -1,7 +1,9 @@
-"""The draft's sampling temperature, one factor for each depth: the one whose logged expected acceptance was best.
+"""The draft's sampling temperature, one factor for each depth: the one whose logged expected
+acceptance was best.
 
-sum_v min(target, draft_T) is measured for every T of a small grid where a round compared target and draft, so nothing is explored and
-nothing beyond the cut is looked at. Factors are fixed before a call draws anything: sampling stays exact (drafters.md 6.3, 6.8).
+sum_v min(target, draft_T) is measured for every T of a small grid where a round compared target and
+draft, so nothing is explored and nothing beyond the cut is looked at. Factors are fixed before a
+call draws anything: sampling stays exact (drafters.md 6.3, 6.8).
 """
 
 import jax.numpy as jnp
@@ -27,6 +29,9 @@ def update(measured: Float[Array, "K F"], statistics: Statistics) -> Float[Array
 
 
 def choose(measured: Float[Array, "K F"], grid: tuple[float, ...]) -> Int[Array, " K"]:
-    """Place in the grid of the best factor at each depth; that of 1, or the nearest to it, where nothing was measured."""
+    """Place in the grid of the best factor at each depth; that of 1, or the nearest to it, where
+    nothing was measured."""
     unmeasured = int(np.argmin(np.abs(np.asarray(grid) - 1)))
-    return jnp.where(jnp.any(measured > 0, axis=-1), jnp.argmax(measured, axis=-1).astype(jnp.int32), unmeasured)
+    return jnp.where(
+        jnp.any(measured > 0, axis=-1), jnp.argmax(measured, axis=-1).astype(jnp.int32), unmeasured
+    )

@@ -1,6 +1,8 @@
-"""The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`; `generate` composes them.
+"""The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`;
+`generate` composes them.
 
-All three work on the rows of one `data` shard; `generate`, `begin_sharded` and `advance_sharded` run them on every shard of a mesh.
+All three work on the rows of one `data` shard; `generate`, `begin_sharded` and `advance_sharded`
+run them on every shard of a mesh.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,9 @@ def begin(
     longest = size + length  # headroom: a block may reach K positions beyond the last token kept
     with jax.named_scope("prefill"):
         prefilled = _prefill(target, drafter, draft, prompts)
-    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(group, dtype=jnp.int32)
+    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
+        group, dtype=jnp.int32
+    )
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
@@ -70,7 +74,11 @@ def begin(
         version=jnp.zeros_like(lengths),
         statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
     )
-    keys = sampling.row_keys(key, numbers.reshape(-1), sampling.TARGET if by_matching(draft, settings) else sampling.ROUND)
+    keys = sampling.row_keys(
+        key,
+        numbers.reshape(-1),
+        sampling.TARGET if by_matching(draft, settings) else sampling.ROUND,
+    )
     chosen = min(settings.slots or count * group, count * group)
     if chosen < count * group or settings.page_size:
         engine = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
@@ -80,7 +88,9 @@ def begin(
         rollout=rollout,
         row=None,
         keys=keys,
-        caches=prefilled.caches.map(lambda cache: kv.rows_of(cache, group, longest, settings.chunk)),
+        caches=prefilled.caches.map(
+            lambda cache: kv.rows_of(cache, group, longest, settings.chunk)
+        ),
         draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
         round=jnp.zeros((1,), jnp.int32),
         queue=None,
@@ -90,7 +100,13 @@ def begin(
 
 
 def _with_queue(
-    rollout: Rollout, keys: Key[Array, " R"], prefilled: Prefilled, prompts: Prompts, chosen: int, longest: int, settings: Settings
+    rollout: Rollout,
+    keys: Key[Array, " R"],
+    prefilled: Prefilled,
+    prompts: Prompts,
+    chosen: int,
+    longest: int,
+    settings: Settings,
 ) -> DecodeState:
     """An engine of `chosen` empty slots, for which all rows wait."""
     count, rows, size = len(prompts.tokens), len(keys), settings.page_size
@@ -104,11 +120,16 @@ def _with_queue(
         number = settings.pages or whole_pool(count, width, longest - width, 0, size, chosen)
         least = smallest_pool(count, width, longest - width, 0, size)
         if number < least:
-            raise ValueError(f"{number} pages of {size} positions for {count} prompts and rows of {longest}; {least} are the fewest")
+            raise ValueError(
+                f"{number} pages of {size} positions for {count} prompts and rows of {longest};"
+                f" {least} are the fewest"
+            )
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
         pages = grow(no_pages(number, chosen + count, stretches), jnp.pad(wanted, (chosen, 0)))
         table = pages.table[chosen:, :of_prompt]
-        caches = read.map(lambda cache: kv.put_prompts(kv.empty_pages(cache, number, size), table, cache))
+        caches = read.map(
+            lambda cache: kv.put_prompts(kv.empty_pages(cache, number, size), table, cache)
+        )
         prefilled = prefilled.replace(caches=None)
         nothing = jnp.zeros((chosen,), jnp.int32)
         paged = Paged(pages=pages, reached=nothing, admitted=nothing)
@@ -117,9 +138,15 @@ def _with_queue(
         row=jnp.full((chosen,), rows, jnp.int32),
         keys=keys,
         caches=caches,
-        draft=jax.tree.map(lambda leaf: jnp.zeros((chosen, *leaf.shape[1:]), leaf.dtype), prefilled.draft),
+        draft=jax.tree.map(
+            lambda leaf: jnp.zeros((chosen, *leaf.shape[1:]), leaf.dtype), prefilled.draft
+        ),
         round=jnp.zeros((1,), jnp.int32),
-        queue=Queue(waiting=rollout.status == RUNNING, order=jnp.arange(rows, dtype=jnp.int32), prompts=prefilled),
+        queue=Queue(
+            waiting=rollout.status == RUNNING,
+            order=jnp.arange(rows, dtype=jnp.int32),
+            prompts=prefilled,
+        ),
         paged=paged,
         known=None,
     )
@@ -133,13 +160,19 @@ def _known(drafter: Drafter, settings: Settings) -> Known | None:
 
 
 def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts) -> Prefilled:
-    """What target and draft keep of every prompt; some prompts at a time, so that memory does not grow with their number."""
+    """What target and draft keep of every prompt; some prompts at a time, so that memory does not
+    grow with their number."""
     count, width = prompts.tokens.shape
 
     def read(prompts: Prompts) -> Prefilled:
         rows = len(prompts.tokens)
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        forward = target(prompts.tokens, positions, target.empty_cache(rows, width), taps=draft.taps if draft else ())
+        forward = target(
+            prompts.tokens,
+            positions,
+            target.empty_cache(rows, width),
+            taps=draft.taps if draft else (),
+        )
         assert forward.cache is not None, "a cache that goes in comes back"
         if draft is None:
             return Prefilled(caches=Caches(target=forward.cache, draft=None), draft=None)
@@ -166,9 +199,15 @@ def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Pr
 
 
 def advance(
-    target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, max_rounds: Int[Array, ""] | int, settings: Settings
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    engine: DecodeState,
+    max_rounds: Int[Array, ""] | int,
+    settings: Settings,
 ) -> DecodeState:
-    """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as one long call."""
+    """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as
+    one long call."""
     limit = engine.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - engine.round[0])
     tail = tuple(size for size in settings.tail if size < slots.slot_count(engine))
     return _run(target, drafter, draft, engine, limit, tail, settings)
@@ -184,9 +223,11 @@ def _run(
     settings: Settings,
     loop: int = 0,
 ) -> DecodeState:
-    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of that many.
+    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of
+    that many.
 
-    Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with one waiting goes on in the same loop.
+    Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with
+    one waiting goes on in the same loop.
     """
     enough, block = tail[0] if tail else 0, (draft.length if draft else 0) + 1
 
@@ -200,7 +241,13 @@ def _run(
         return one_round(target, drafter, draft, engine, settings, length)
 
     if settings.lengths:
-        engine = _rounds_of_choice(one, lambda engine: _choice(drafter, engine, settings, loop), unfinished, engine, settings.lengths)
+        engine = _rounds_of_choice(
+            one,
+            lambda engine: _choice(drafter, engine, settings, loop),
+            unfinished,
+            engine,
+            settings.lengths,
+        )
     else:
         engine = lax.while_loop(unfinished, lambda engine: one(engine, block - 1), engine)
     if not tail:
@@ -218,17 +265,24 @@ def _rounds_of_choice(
     engine: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
-    """Rounds of the length that is chosen before each: a loop for every length inside of one, since a `switch` would copy the caches."""
+    """Rounds of the length that is chosen before each: a loop for every length inside of one, since
+    a `switch` would copy the caches."""
 
     def chosen(engine: DecodeState) -> tuple[DecodeState, draft_length.Choice]:
         return engine, choose(engine)
 
-    def made(carry: tuple[DecodeState, draft_length.Choice], length: int) -> tuple[DecodeState, draft_length.Choice]:
+    def made(
+        carry: tuple[DecodeState, draft_length.Choice], length: int
+    ) -> tuple[DecodeState, draft_length.Choice]:
         engine, choice = carry
         assert engine.known is not None, "lengths are chosen by what is known"
-        return chosen(one(engine.replace(known=engine.known.replace(spare=choice.spare[None])), length))
+        return chosen(
+            one(engine.replace(known=engine.known.replace(spare=choice.spare[None])), length)
+        )
 
-    def in_turn(carry: tuple[DecodeState, draft_length.Choice]) -> tuple[DecodeState, draft_length.Choice]:
+    def in_turn(
+        carry: tuple[DecodeState, draft_length.Choice],
+    ) -> tuple[DecodeState, draft_length.Choice]:
         for place, length in enumerate(lengths):
             carry = lax.while_loop(
                 lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
@@ -240,15 +294,21 @@ def _rounds_of_choice(
     return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(engine))[0]
 
 
-def _choice(drafter: Drafter, engine: DecodeState, settings: Settings, loop: int) -> draft_length.Choice:
+def _choice(
+    drafter: Drafter, engine: DecodeState, settings: Settings, loop: int
+) -> draft_length.Choice:
     """The length of the next round."""
     assert drafter.pace is not None, "lengths are chosen by a cost table"
     assert engine.known is not None, "lengths are chosen by what is known"
     longest = jnp.max(jnp.where(slots.active(engine), slots.reached(engine), 0))
     ends = draft_length.contexts(engine.rollout.tokens.shape[1])
-    context = jnp.minimum(jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1)
+    context = jnp.minimum(
+        jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1
+    )
     cost = drafter.pace.cost[:, min(loop, drafter.pace.cost.shape[1] - 1), context]
-    return draft_length.choose(jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths)
+    return draft_length.choose(
+        jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths
+    )
 
 
 def collect(engine: DecodeState) -> Rollout:
@@ -257,14 +317,27 @@ def collect(engine: DecodeState) -> Rollout:
 
 
 def generate(
-    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    prompts: Prompts,
+    key: Key[Array, ""],
+    settings: Settings,
+    mesh: Mesh,
 ) -> Rollout:
     """Answers every prompt `group_size` times; no Python between the first token and the last.
 
-    Rows are sharded over `data`; every shard leaves its loop when its own rows have ended, and only `tensor` peers communicate.
+    Rows are sharded over `data`; every shard leaves its loop when its own rows have ended, and only
+    `tensor` peers communicate.
     """
 
-    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> Rollout:
+    def shard(
+        target: Decoder,
+        drafter: Drafter,
+        prompts: Prompts,
+        numbers: Int[Array, " n"],
+        key: Key[Array, ""],
+    ) -> Rollout:
         engine = begin(target, drafter, draft, prompts, numbers[0], key, settings)
         return collect(advance(target, drafter, draft, engine, jnp.iinfo(jnp.int32).max, settings))
 
@@ -273,32 +346,62 @@ def generate(
 
 
 def begin_sharded(
-    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, key: Key[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    prompts: Prompts,
+    key: Key[Array, ""],
+    settings: Settings,
+    mesh: Mesh,
 ) -> DecodeState:
     """`begin` on every shard of `mesh`."""
 
-    def shard(target: Decoder, drafter: Drafter, prompts: Prompts, numbers: Int[Array, " n"], key: Key[Array, ""]) -> DecodeState:
+    def shard(
+        target: Decoder,
+        drafter: Drafter,
+        prompts: Prompts,
+        numbers: Int[Array, " n"],
+        key: Key[Array, ""],
+    ) -> DecodeState:
         return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
     inputs, numbers = _begin_inputs(prompts)
 
     def of_a_shard(leaf: Array) -> Any:
-        return jax.ShapeDtypeStruct((leaf.shape[0] // mesh.shape[DATA], *leaf.shape[1:]), leaf.dtype) if leaf.ndim else leaf
+        return (
+            jax.ShapeDtypeStruct((leaf.shape[0] // mesh.shape[DATA], *leaf.shape[1:]), leaf.dtype)
+            if leaf.ndim
+            else leaf
+        )
 
-    engine = jax.eval_shape(shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key)
-    return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(target, drafter, prompts, numbers, key)
+    engine = jax.eval_shape(
+        shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
+    )
+    return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(
+        target, drafter, prompts, numbers, key
+    )
 
 
 def advance_sharded(
-    target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, max_rounds: Int[Array, ""], settings: Settings, mesh: Mesh
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    engine: DecodeState,
+    max_rounds: Int[Array, ""],
+    settings: Settings,
+    mesh: Mesh,
 ) -> DecodeState:
     """`advance` on every shard of `mesh`."""
 
-    def shard(target: Decoder, drafter: Drafter, engine: DecodeState, max_rounds: Int[Array, ""]) -> DecodeState:
+    def shard(
+        target: Decoder, drafter: Drafter, engine: DecodeState, max_rounds: Int[Array, ""]
+    ) -> DecodeState:
         return advance(target, drafter, draft, engine, max_rounds, settings)
 
     specs = _engine_specs(engine)
-    return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(target, drafter, engine, max_rounds)
+    return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
+        target, drafter, engine, max_rounds
+    )
 
 
 def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
@@ -307,9 +410,17 @@ def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
 
 
 def _engine_specs(engine: DecodeState) -> PyTree:
-    """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere else."""
+    """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
+    else."""
     return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), engine)
 
 
 def _on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA}, check_vma=False)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={DATA},
+        check_vma=False,
+    )

@@ -1,4 +1,5 @@
-"""The generator: how weights become rollouts, on a mesh of its own; what it needs to know of a run was chosen when it was built."""
+"""The generator: how weights become rollouts, on a mesh of its own; what it needs to know of a run
+was chosen when it was built."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +22,19 @@ from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.sync import to_rollout
-from jaxspec.state import EOS, FAILED, IDLE, LENGTH, Drafter, GeneratorState, Prompts, PyTree, Ready, Rollout, Statistics
+from jaxspec.state import (
+    EOS,
+    FAILED,
+    IDLE,
+    LENGTH,
+    Drafter,
+    GeneratorState,
+    Prompts,
+    PyTree,
+    Ready,
+    Rollout,
+    Statistics,
+)
 from jaxspec.streams import stream_key
 
 SMALLEST_TAIL = 4
@@ -47,19 +60,25 @@ class Generator:
     tail: bool
     """Whether the last rows move to smaller loops."""
     arrange: Callable[[Mesh, int, int], tuple[Arrangement, Arrangement]]
-    """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the draft."""
+    """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the
+    draft."""
     about: str
-    """What else its programs depend on (policy, draft), in words that a key of measurements is made of."""
+    """What else its programs depend on (policy, draft), in words that a key of measurements is made
+    of."""
 
     # ---- variants
 
-    def with_(self, *, prompts: int = 0, group_size: int = 0, draft: Draft | None = None, **settings: Any) -> "Generator":
-        """The same for another number of `prompts` a call, each answered `group_size` times, with another draft, or with other settings.
+    def with_(
+        self, *, prompts: int = 0, group_size: int = 0, draft: Draft | None = None, **settings: Any
+    ) -> "Generator":
+        """The same for another number of `prompts` a call, each answered `group_size` times, with
+        another draft, or with other settings.
 
         A variant is one more program to compile.
 
         Raises:
-          ValueError: another group size without the number of prompts, on which the number of slots depends.
+          ValueError: another group size without the number of prompts, on which the number of slots
+            depends.
         """
         changed = self.settings._replace(**settings)
         if group_size and not prompts:
@@ -67,8 +86,14 @@ class Generator:
         if prompts:
             group = group_size or changed.group_size
             slots = min(self.slots, prompts * group // self.mesh.shape[DATA])
-            tail = tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL) if self.tail else ()
-            changed = changed._replace(group_size=group, slots=slots, tail=settings.get("tail", tail))
+            tail = (
+                tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL)
+                if self.tail
+                else ()
+            )
+            changed = changed._replace(
+                group_size=group, slots=slots, tail=settings.get("tail", tail)
+            )
         return dataclasses.replace(self, settings=changed, draft=draft or self.draft)
 
     def plain(self) -> "Generator":
@@ -99,20 +124,40 @@ class Generator:
 
     def start(self) -> GeneratorState:
         """What is known before anything was generated."""
-        pace = draft_length.unmeasured(self.settings.lengths, self.row_length) if self.settings.lengths else None
-        return GeneratorState(overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid), pace=pace)
+        pace = (
+            draft_length.unmeasured(self.settings.lengths, self.row_length)
+            if self.settings.lengths
+            else None
+        )
+        return GeneratorState(
+            overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid),
+            pace=pace,
+        )
 
     def observed(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
-        """What is known after a rollout: for the draft's temperatures and lengths in the next ones."""
+        """What is known after a rollout: for the draft's temperatures and lengths in the next
+        ones."""
         pace = None if state.pace is None else draft_length.update(state.pace, statistics)
-        return GeneratorState(overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics), pace=pace)
+        return GeneratorState(
+            overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics),
+            pace=pace,
+        )
 
     # ---- generation
 
     @jax.named_scope("sync")
-    def load(self, policy: Decoder | Adapted, draft: PyTree, state: GeneratorState, version: Int[Array, ""] | int = 0) -> Ready:
-        """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only place where weights change sides."""
-        networks = to_rollout((merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype))
+    def load(
+        self,
+        policy: Decoder | Adapted,
+        draft: PyTree,
+        state: GeneratorState,
+        version: Int[Array, ""] | int = 0,
+    ) -> Ready:
+        """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
+        place where weights change sides."""
+        networks = to_rollout(
+            (merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
+        )
         target, network = map(arranged, networks, self.arrangements)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, choice=choice, pace=state.pace)
@@ -125,22 +170,44 @@ class Generator:
     @jax.named_scope("generate")
     def generate(self, ready: Ready, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
-        rollout = loop.generate(ready.target, ready.drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+        rollout = loop.generate(
+            ready.target,
+            ready.drafter,
+            self.draft,
+            prompts,
+            self.key(prompts),
+            self.settings,
+            self.mesh,
+        )
         return rollout.replace(version=jnp.zeros_like(rollout.version) + ready.version)
 
     @jax.named_scope("generate")
     def begin(self, ready: Ready, prompts: Prompts) -> DecodeState:
         """Prefills, for generation in slices."""
-        return loop.begin_sharded(ready.target, ready.drafter, self.draft, prompts, self.key(prompts), self.settings, self.mesh)
+        return loop.begin_sharded(
+            ready.target,
+            ready.drafter,
+            self.draft,
+            prompts,
+            self.key(prompts),
+            self.settings,
+            self.mesh,
+        )
 
     @jax.named_scope("generate")
-    def advance(self, ready: Ready, running: DecodeState, max_rounds: Int[Array, ""]) -> DecodeState:
+    def advance(
+        self, ready: Ready, running: DecodeState, max_rounds: Int[Array, ""]
+    ) -> DecodeState:
         """One slice of generation; slices give the tokens of one long call."""
-        return loop.advance_sharded(ready.target, ready.drafter, self.draft, running, max_rounds, self.settings, self.mesh)
+        return loop.advance_sharded(
+            ready.target, ready.drafter, self.draft, running, max_rounds, self.settings, self.mesh
+        )
 
     def collect(self, ready: Ready, running: DecodeState) -> Rollout:
         """The rows as they stand."""
-        return running.rollout.replace(version=jnp.zeros_like(running.rollout.version) + ready.version)
+        return running.rollout.replace(
+            version=jnp.zeros_like(running.rollout.version) + ready.version
+        )
 
     def measure(self, rollout: Rollout, ready: Ready) -> dict[str, Num[Array, ""]]:
         """Lengths, endings and acceptance of the rows that were generated."""
@@ -151,15 +218,23 @@ class Generator:
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            **acceptance_metrics(rollout.statistics, tokens, ready.drafter.choice, self.settings.grid),
-            **{f"status/{name}": jnp.sum(rollout.status == code) for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))},
+            **acceptance_metrics(
+                rollout.statistics, tokens, ready.drafter.choice, self.settings.grid
+            ),
+            **{
+                f"status/{name}": jnp.sum(rollout.status == code)
+                for name, code in (("eos", EOS), ("length", LENGTH), ("failed", FAILED))
+            },
         }
 
     # ---- shapes
 
     def no_prompts(self, prompts: int) -> Prompts:
         """Zeros in the shape of a call's prompts."""
-        tokens, lengths = jnp.zeros((prompts, self.prompt_length), jnp.int32), jnp.zeros((prompts,), jnp.int32)
+        tokens, lengths = (
+            jnp.zeros((prompts, self.prompt_length), jnp.int32),
+            jnp.zeros((prompts,), jnp.int32),
+        )
         number = jnp.zeros((), jnp.int32)
         return Prompts(
             tokens=tokens,
@@ -175,9 +250,17 @@ class Generator:
         """Zeros in the shape of a rollout."""
         wide: Any = jnp.float64 if self.dtype == "float64" else jnp.float32
         count, size = jnp.zeros((rows,), jnp.int32), self.row_length
-        nothing = no_statistics(rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide)
+        nothing = no_statistics(
+            rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide
+        )
         logprobs: Float[Array, "B S"] = jnp.zeros((rows, size), wide)
         tokens = jnp.zeros((rows, size), jnp.int32)
         return Rollout(
-            tokens=tokens, prompt_lengths=count, lengths=count, logprobs=logprobs, status=count, version=count, statistics=nothing
+            tokens=tokens,
+            prompt_lengths=count,
+            lengths=count,
+            logprobs=logprobs,
+            status=count,
+            version=count,
+            statistics=nothing,
         )

@@ -1,7 +1,8 @@
-"""Who owns which page of a shard's pool: page tables and reference counts, as pure functions over integer arrays.
+"""Who owns which page of a shard's pool: page tables and reference counts, as pure functions over
+integer arrays.
 
-Holders are the slots, then the prompts of the call: a prompt keeps its own pages until its group has ended, and its rows share those that
-no row writes to.
+Holders are the slots, then the prompts of the call: a prompt keeps its own pages until its group
+has ended, and its rows share those that no row writes to.
 """
 
 import jax.numpy as jnp
@@ -37,23 +38,28 @@ def free(pages: Pages) -> Int[Array, ""]:
 
 
 def grow(pages: Pages, wanted: Int[Array, " A"]) -> Pages:
-    """Gives every holder free pages until it holds as many as `wanted`; all of them together must be free."""
+    """Gives every holder free pages until it holds as many as `wanted`; all of them together must
+    be free."""
     need = jnp.maximum(wanted - pages.held, 0)
     ends, unused = jnp.cumsum(need, dtype=jnp.int32), pages.references == 0
-    rank = jnp.cumsum(unused, dtype=jnp.int32) - 1  # the r-th free page goes to the r-th stretch that lacks one
+    # the r-th free page goes to the r-th stretch that lacks one
+    rank = jnp.cumsum(unused, dtype=jnp.int32) - 1
     given = unused & (rank < ends[-1])
     holder = jnp.searchsorted(ends, rank, side="right").astype(jnp.int32)
     stretch = jnp.take(pages.held + need - ends, holder, mode="clip") + rank
     numbers = jnp.arange(len(unused), dtype=jnp.int32)
     return Pages(
-        table=pages.table.at[jnp.where(given, holder, len(ends)), stretch].set(numbers, mode="drop", unique_indices=True),
+        table=pages.table.at[jnp.where(given, holder, len(ends)), stretch].set(
+            numbers, mode="drop", unique_indices=True
+        ),
         held=pages.held + need,
         references=pages.references + given.astype(jnp.int32),
     )
 
 
 def release(pages: Pages, holders: Bool[Array, " A"]) -> Pages:
-    """Takes all pages from the holders that are marked; those that nobody else holds are free again."""
+    """Takes all pages from the holders that are marked; those that nobody else holds are free
+    again."""
     nobody = pages.references.shape[0]
     lost = jnp.where(holders[:, None], pages.table, nobody)
     return Pages(
@@ -63,10 +69,14 @@ def release(pages: Pages, holders: Bool[Array, " A"]) -> Pages:
     )
 
 
-def share(pages: Pages, holder: Int[Array, ""], source: Int[Array, ""], count: Int[Array, ""]) -> Pages:
+def share(
+    pages: Pages, holder: Int[Array, ""], source: Int[Array, ""], count: Int[Array, ""]
+) -> Pages:
     """Gives a holder of nothing the first `count` pages of another one, which keeps them too."""
     nobody = pages.references.shape[0]
-    row = jnp.where(jnp.arange(pages.table.shape[1], dtype=jnp.int32) < count, pages.table[source], nobody)
+    row = jnp.where(
+        jnp.arange(pages.table.shape[1], dtype=jnp.int32) < count, pages.table[source], nobody
+    )
     return Pages(
         table=pages.table.at[holder].set(row),
         held=pages.held.at[holder].set(count),

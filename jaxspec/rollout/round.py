@@ -24,9 +24,11 @@ class Settings(NamedTuple):
     max_new_tokens: int
     processing: sampling.Processing
     rule: Callable[..., Verdict] | None
-    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and target by shared noise."""
+    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and
+    target by shared noise."""
     grid: tuple[float, ...] = (1.0,)
-    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says which one it samples at. (0,): argmax."""
+    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says
+    which one it samples at. (0,): argmax."""
     slots: int = 0
     """Rows of a shard that are generated at once, while the others wait; 0: all."""
     page_size: int = 0
@@ -38,7 +40,8 @@ class Settings(NamedTuple):
     tail: tuple[int, ...] = ()
     """Ever fewer slots that the last rows move to, so that a round costs what they need."""
     lengths: tuple[int, ...] = ()
-    """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that one alone."""
+    """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that
+    one alone."""
 
 
 class _Round(NamedTuple):
@@ -49,69 +52,131 @@ class _Round(NamedTuple):
     """Tokens each slot has gone through."""
     prompt_lengths: Int[Array, " B"]
     known: Int[Array, " B"] | None
-    """Tokens that follow and are known: a row that had lost its pages goes through its text again. None: no row can."""
+    """Tokens that follow and are known: a row that had lost its pages goes through its text again.
+    None: no row can."""
 
 
-def one_round(target: Decoder, drafter: Drafter, draft: Draft | None, engine: DecodeState, settings: Settings, length: int) -> DecodeState:
+def one_round(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    engine: DecodeState,
+    settings: Settings,
+    length: int,
+) -> DecodeState:
     """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
     rollout, row, now = engine.rollout, engine.row, _start(engine)
     matching, measured = by_matching(draft, settings), _measured(engine, settings.group_size)
-    noise = _noise(taken(engine.keys, row), now.lengths, length, target.config.vocab, rollout.logprobs.dtype, matching, settings)
+    noise = _noise(
+        taken(engine.keys, row),
+        now.lengths,
+        length,
+        target.config.vocab,
+        rollout.logprobs.dtype,
+        matching,
+        settings,
+    )
     context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
     follows = context.at(block_positions(now.lengths, length + 1))
     draft_state, draft_cache = engine.draft, _with_table(engine.caches.draft, engine)
-    proposal = Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths))
+    proposal = Proposal(
+        jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths)
+    )
     if draft is not None:
         with jax.named_scope("draft"):
             held = drafter.network, target, draft_state, draft_cache, context
             if length:
-                draft_state, draft_cache, proposal = draft.propose(*held, _sampler(now, follows, drafter, settings, noise), length)
-                proposal = proposal._replace(tokens=_or_known(now, follows[:, :length], proposal.tokens))
+                draft_state, draft_cache, proposal = draft.propose(
+                    *held, _sampler(now, follows, drafter, settings, noise), length
+                )
+                proposal = proposal._replace(
+                    tokens=_or_known(now, follows[:, :length], proposal.tokens)
+                )
             else:
                 draft_state, draft_cache = draft.catch_up(*held)
     with jax.named_scope("verify"):
         positions = block_positions(now.lengths - 1, length + 1)
         tokens = jnp.concatenate([context.at(now.lengths[:, None] - 1), proposal.tokens], axis=1)
-        forward = target(tokens, positions, _with_table(engine.caches.target, engine), draft.taps if draft else ())
+        forward = target(
+            tokens,
+            positions,
+            _with_table(engine.caches.target, engine),
+            draft.taps if draft else (),
+        )
         assert forward.cache is not None, "a cache that goes in comes back"
         logits = target.logits(forward.hidden)
         produced = _produced(now, length + 1)
         target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
-        told = proposal._replace(logits=None) if matching and settings.rule is not None else proposal
+        told = (
+            proposal._replace(logits=None) if matching and settings.rule is not None else proposal
+        )
         comparison = acceptance.compare(
-            told, target_logprobs, produced, settings.processing, _factors(drafter, settings, length), settings.grid, measured.slots
+            told,
+            target_logprobs,
+            produced,
+            settings.processing,
+            _factors(drafter, settings, length),
+            settings.grid,
+            measured.slots,
         )
         # A law without a possible token, or with a logit that overflows, is NaN at every token.
         finite = jnp.isfinite(logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0])
-        offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))  # where the target fails, nothing can be verified
+        # where the target fails, nothing can be verified
+        offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))
         if noise.shared is not None:
             verdict = match_rule(target_logprobs, proposal.tokens, offered, noise.shared)
         else:
             assert settings.rule is not None and noise.next is not None, "they go together"  # noqa: PT018
-            verdict = settings.rule(target_logprobs, comparison.draft_logprobs, proposal.tokens, offered, noise.coins, noise.next)
+            verdict = settings.rule(
+                target_logprobs,
+                comparison.draft_logprobs,
+                proposal.tokens,
+                offered,
+                noise.coins,
+                noise.next,
+            )
     with jax.named_scope("commit"):
-        rollout, block, kept, fresh = _commit(engine, now, verdict, proposal.tokens, follows, target_logprobs, finite, settings)
+        rollout, block, kept, fresh = _commit(
+            engine, now, verdict, proposal.tokens, follows, target_logprobs, finite, settings
+        )
         entropy = sampling.entropy(target_logprobs)
         # A row that goes through known text again took part in the round, and that is all.
-        counted = proposal.offered if now.known is None else jnp.where(now.known > 0, 0, proposal.offered)
-        change = acceptance.of_round(now.running, verdict, counted, comparison, entropy, fresh, measured.slots)
+        counted = (
+            proposal.offered if now.known is None else jnp.where(now.known > 0, 0, proposal.offered)
+        )
+        change = acceptance.of_round(
+            now.running, verdict, counted, comparison, entropy, fresh, measured.slots
+        )
         ended = now.running & (taken(rollout.status, row) != RUNNING)
-        change = _widened(change.replace(ended=jnp.where(ended, engine.round + 1, 0)), draft.length if draft else 0)
+        change = _widened(
+            change.replace(ended=jnp.where(ended, engine.round + 1, 0)),
+            draft.length if draft else 0,
+        )
         if draft is not None:
             draft_state = draft.commit(draft_state, Kept(block, features(forward), positions, kept))
     return engine.replace(
-        rollout=rollout.replace(statistics=_counted(rollout.statistics, change, row, measured.group)),
-        caches=Caches(target=forward.cache, draft=draft_cache).map(lambda cache: cache.replace(table=None)),
+        rollout=rollout.replace(
+            statistics=_counted(rollout.statistics, change, row, measured.group)
+        ),
+        caches=Caches(target=forward.cache, draft=draft_cache).map(
+            lambda cache: cache.replace(table=None)
+        ),
         draft=draft_state,
         round=engine.round + 1,
-        paged=None if engine.paged is None else engine.paged.replace(reached=engine.paged.reached + kept),
+        paged=None
+        if engine.paged is None
+        else engine.paged.replace(reached=engine.paged.reached + kept),
         known=_learnt(engine.known, change),
     )
 
 
 def _start(engine: DecodeState) -> _Round:
     rollout, lengths, running = engine.rollout, slots.reached(engine), slots.active(engine)
-    known = None if engine.paged is None else jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)
+    known = (
+        None
+        if engine.paged is None
+        else jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)
+    )
     return _Round(running, lengths, taken(rollout.prompt_lengths, engine.row), known)
 
 
@@ -131,7 +196,8 @@ def _produced(now: _Round, count: int) -> Int[Array, "B T"]:
 
 
 def by_matching(draft: Draft | None, settings: Settings) -> bool:
-    """Whether drafts are compared with what the target samples: in coupled mode, and where none is drawn (at temperature 0 none is)."""
+    """Whether drafts are compared with what the target samples: in coupled mode, and where none is
+    drawn (at temperature 0 none is)."""
     return settings.rule is None or draft is None or not draft.draws or settings.grid == (0.0,)
 
 
@@ -139,7 +205,8 @@ class _Noise(NamedTuple):
     """What a round draws with."""
 
     shared: sampling.Noise | None
-    """What tokens are matched with: keyed by absolute position, so that the next round draws what stood beyond the cut alike."""
+    """What tokens are matched with: keyed by absolute position, so that the next round draws what
+    stood beyond the cut alike."""
     draft: sampling.Noise | None
     """Of each draft."""
     coins: Float[Array, "B K"] | None
@@ -149,49 +216,79 @@ class _Noise(NamedTuple):
 
 
 def _noise(
-    keys: Key[Array, " B"], lengths: Int[Array, " B"], length: int, vocab: int, dtype: Any, matching: bool, settings: Settings
+    keys: Key[Array, " B"],
+    lengths: Int[Array, " B"],
+    length: int,
+    vocab: int,
+    dtype: Any,
+    matching: bool,
+    settings: Settings,
 ) -> _Noise:
-    """Where tokens are matched, noise by absolute position, which target and draft share in coupled mode; else everything is keyed by the
-    committed length at the start of the round: what lies beyond the cut must not come back in the next one."""
+    """Where tokens are matched, noise by absolute position, which target and draft share in coupled
+    mode; else everything is keyed by the committed length at the start of the round: what lies
+    beyond the cut must not come back in the next one."""
     if settings.rule is None:
         gumbel = sampling.gumbel(sampling.position_keys(keys, lengths, length + 1), vocab, dtype)
         return _Noise(gumbel, gumbel, None, None)
     levels = sampling.level_count(vocab)
     if not matching and not length:  # a plain round among others: keyed as they are
-        return _Noise(sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)), None, None, None)
+        return _Noise(
+            sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)),
+            None,
+            None,
+            None,
+        )
     if matching:
-        shared = sampling.Uniforms(sampling.uniforms(keys, block_positions(lengths, length + 1), levels, dtype))
+        shared = sampling.Uniforms(
+            sampling.uniforms(keys, block_positions(lengths, length + 1), levels, dtype)
+        )
         return _Noise(shared, shared, None, None)
     numbers = sampling.uniforms(keys, lengths[:, None], length + (length + 1) * levels, dtype)[:, 0]
     coins, draws = numbers[:, :length], numbers[:, length:].reshape(-1, length + 1, levels)
-    return _Noise(None, sampling.Uniforms(draws[:, :length]), coins, sampling.Uniforms(draws[:, length]))
+    return _Noise(
+        None, sampling.Uniforms(draws[:, :length]), coins, sampling.Uniforms(draws[:, length])
+    )
 
 
 def _factors(drafter: Drafter, settings: Settings, length: int) -> Float[Array, " K"] | float:
     """Factor on the temperature at each of `length` depths."""
-    return settings.grid[0] if len(settings.grid) == 1 else jnp.asarray(settings.grid, jnp.float32)[drafter.choice[:length]]
+    return (
+        settings.grid[0]
+        if len(settings.grid) == 1
+        else jnp.asarray(settings.grid, jnp.float32)[drafter.choice[:length]]
+    )
 
 
-def _sampler(now: _Round, follows: Int[Array, "B K1"], drafter: Drafter, settings: Settings, noise: _Noise) -> Sampler:
-    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule; what is known is not drawn."""
+def _sampler(
+    now: _Round, follows: Int[Array, "B K1"], drafter: Drafter, settings: Settings, noise: _Noise
+) -> Sampler:
+    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule; what is
+    known is not drawn."""
     factors = _factors(drafter, settings, follows.shape[1] - 1)
 
     def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
         factor = factors[offset] if isinstance(factors, jax.Array) else factors
         produced = _produced(now, offset + 1)[:, offset]
         own = jax.tree.map(lambda leaf: leaf[:, offset], noise.draft)
-        token = sampling.categorical(sampling.processed_logits(logits, settings.processing, produced, factor), own)
+        token = sampling.categorical(
+            sampling.processed_logits(logits, settings.processing, produced, factor), own
+        )
         return _or_known(now, follows, token[:, None], offset)[:, 0]
 
     return sample
 
 
-def _or_known(now: _Round, follows: Int[Array, "B T"], tokens: Int[Array, "B t"], first: int = 0) -> Int[Array, "B t"]:
-    """Tokens at the offsets from `first` on, but those that are known where a row goes through its text again."""
+def _or_known(
+    now: _Round, follows: Int[Array, "B T"], tokens: Int[Array, "B t"], first: int = 0
+) -> Int[Array, "B t"]:
+    """Tokens at the offsets from `first` on, but those that are known where a row goes through its
+    text again."""
     if now.known is None:
         return tokens
     offsets = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return jnp.where(offsets < now.known[:, None], follows[:, first : first + tokens.shape[1]], tokens)
+    return jnp.where(
+        offsets < now.known[:, None], follows[:, first : first + tokens.shape[1]], tokens
+    )
 
 
 def _widened(change: Statistics, length: int) -> Statistics:
@@ -212,34 +309,49 @@ class _Measured(NamedTuple):
 
     slots: slice | Int[Array, " m"]
     group: Int[Array, " m"] | None
-    """The group of each of these slots, none where it has another row; None: they are the groups in order."""
+    """The group of each of these slots, none where it has another row; None: they are the groups in
+    order."""
 
 
 def _measured(engine: DecodeState, group_size: int) -> _Measured:
     if engine.row is None:
         return _Measured(slice(None, None, group_size), None)
     groups = len(engine.rollout.status) // group_size
-    # In the tail there may be a first row in every slot. While rows come and go there are as many as groups fit the slots, on average.
-    count = min(len(engine.row), groups, groups if engine.queue is None else 2 * -(-len(engine.row) // group_size))
+    # In the tail there may be a first row in every slot. While rows come and go there are as many
+    # as groups fit the slots, on average.
+    count = min(
+        len(engine.row),
+        groups,
+        groups if engine.queue is None else 2 * -(-len(engine.row) // group_size),
+    )
     first = slots.active(engine) & (engine.row % group_size == 0)
     chosen = jnp.argsort(~first, stable=True)[:count].astype(jnp.int32)
     return _Measured(chosen, jnp.where(first[chosen], engine.row[chosen] // group_size, groups))
 
 
-def _counted(statistics: Statistics, change: Statistics, row: Int[Array, " B"] | None, group: Int[Array, " m"] | None) -> Statistics:
+def _counted(
+    statistics: Statistics,
+    change: Statistics,
+    row: Int[Array, " B"] | None,
+    group: Int[Array, " m"] | None,
+) -> Statistics:
     """Adds what a round counted by slot; by group for what is measured in some slots only."""
     by_factor = added(statistics.overlap_by_factor, group, change.overlap_by_factor)
     summed = jax.tree.map(
-        lambda leaf, more: added(leaf, row, more), *(each.replace(overlap_by_factor=None) for each in (statistics, change))
+        lambda leaf, more: added(leaf, row, more),
+        *(each.replace(overlap_by_factor=None) for each in (statistics, change)),
     )
     return summed.replace(overlap_by_factor=by_factor)
 
 
 def _learnt(known: Known | None, change: Statistics) -> Known | None:
-    """What is known after a round: drafts up to the cut only, where they were drawn under the law."""
+    """What is known after a round: drafts up to the cut only, where they were drawn under the
+    law."""
     if known is None:
         return None
-    reached, kept = (jnp.sum(leaf, axis=0, dtype=jnp.float32)[None] for leaf in (change.reached, change.accepted))
+    reached, kept = (
+        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None] for leaf in (change.reached, change.accepted)
+    )
     return known.replace(reached=known.reached + reached, kept=known.kept + kept)
 
 
@@ -253,23 +365,38 @@ def _commit(
     finite: Bool[Array, "B K1"],
     settings: Settings,
 ) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"], Int[Array, " B"]]:
-    """Cuts the block at the first end token, the length limit or a failure, and writes what is left of it.
+    """Cuts the block at the first end token, the length limit or a failure, and writes what is left
+    of it.
 
-    Returns the rows, the block, how much of it each slot has gone through, and how much of that is new.
+    Returns the rows, the block, how much of it each slot has gone through, and how much of that is
+    new.
     """
     rollout, row = engine.rollout, engine.row
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
-    block = jnp.where(offsets < verdict.accepted[:, None], jnp.pad(drafted, ((0, 0), (0, 1))), verdict.next_token[:, None])
-    good = leading(within & finite)  # no draft is accepted beyond a failure, so at most the last token of the block is not
-    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & (offsets < good[:, None])
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good)
+    block = jnp.where(
+        offsets < verdict.accepted[:, None],
+        jnp.pad(drafted, ((0, 0), (0, 1))),
+        verdict.next_token[:, None],
+    )
+    # no draft is accepted beyond a failure, so at most the last token of the block is not
+    good = leading(within & finite)
+    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & (
+        offsets < good[:, None]
+    )
+    until_end = jnp.where(
+        jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good
+    )
     room = now.prompt_lengths + settings.max_new_tokens - now.lengths
     running = now.running if now.known is None else now.running & (now.known == 0)
     count = jnp.where(running, jnp.minimum(until_end, room), 0)
     kept = offsets < count[:, None]
     at_end = jnp.any(ends & kept, axis=1)
-    ended = jnp.where(at_end, EOS, jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)))
+    ended = jnp.where(
+        at_end,
+        EOS,
+        jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)),
+    )
     change = jnp.where(running, ended - RUNNING, 0).astype(jnp.int32)
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
@@ -283,4 +410,9 @@ def _commit(
     )
     if now.known is None:
         return committed, block, count, count
-    return committed, _or_known(now, follows, block), count + jnp.minimum(now.known, len(offsets)), count
+    return (
+        committed,
+        _or_known(now, follows, block),
+        count + jnp.minimum(now.known, len(offsets)),
+        count,
+    )

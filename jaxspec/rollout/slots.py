@@ -1,6 +1,8 @@
-"""Which row sits in which slot: rows wait in a queue, take the slots of rows that have ended, give up their pages, move together.
+"""Which row sits in which slot: rows wait in a queue, take the slots of rows that have ended, give
+up their pages, move together.
 
-All of it is local to a `data` shard. Slots hold row numbers; texts, logprobs and statistics stay where the rollout has them.
+All of it is local to a `data` shard. Slots hold row numbers; texts, logprobs and statistics stay
+where the rollout has them.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,12 @@ class Caches(Tree):
     def map(self, function: Callable[..., KVCache], *others: "Caches") -> "Caches":
         """Both, changed alike."""
         target = function(self.target, *(other.target for other in others))
-        return Caches(target=target, draft=None if self.draft is None else function(self.draft, *(other.draft for other in others)))
+        return Caches(
+            target=target,
+            draft=None
+            if self.draft is None
+            else function(self.draft, *(other.draft for other in others)),
+        )
 
     @property
     def page_size(self) -> int:
@@ -49,7 +56,8 @@ class Queue(Tree):
 
     waiting: Bool[Array, " R"]
     order: Int[Array, " R"]
-    """Rows in the order in which they are admitted; who was evicted comes again before those behind it."""
+    """Rows in the order in which they are admitted; who was evicted comes again before those behind
+    it."""
     prompts: Prefilled
 
 
@@ -60,7 +68,8 @@ class Paged(Tree):
     pages: Pages
     """Of the slots, then of the prompts."""
     reached: Int[Array, " B"]
-    """Tokens of its row that each slot has gone through: a row that lost its pages goes through its text again."""
+    """Tokens of its row that each slot has gone through: a row that lost its pages goes through its
+    text again."""
     admitted: Int[Array, " B"]
     """How many admissions there were before that of each slot's row."""
 
@@ -110,8 +119,11 @@ def active(engine: DecodeState) -> Bool[Array, " B"]:
 
 
 def reached(engine: DecodeState) -> Int[Array, " B"]:
-    """Tokens that each slot has gone through: all that its row has, but for a row that goes through its text again."""
-    return taken(engine.rollout.lengths, engine.row) if engine.paged is None else engine.paged.reached
+    """Tokens that each slot has gone through: all that its row has, but for a row that goes through
+    its text again."""
+    return (
+        taken(engine.rollout.lengths, engine.row) if engine.paged is None else engine.paged.reached
+    )
 
 
 def waiting(engine: DecodeState) -> Bool[Array, ""]:
@@ -123,14 +135,21 @@ def waiting(engine: DecodeState) -> Bool[Array, ""]:
 
 
 def refill(engine: DecodeState, group_size: int, block: int) -> DecodeState:
-    """Frees the slots of rows that have ended, and gives free slots to waiting rows while pages last; a round reads `block` positions."""
+    """Frees the slots of rows that have ended, and gives free slots to waiting rows while pages
+    last; a round reads `block` positions."""
     if engine.queue is None:
         return engine
 
     def goes_on(engine: DecodeState) -> Bool[Array, ""]:
-        return waiting(engine) & jnp.any(_row(engine) == len(engine.rollout.status)) & _fits(engine, group_size, block)
+        return (
+            waiting(engine)
+            & jnp.any(_row(engine) == len(engine.rollout.status))
+            & _fits(engine, group_size, block)
+        )
 
-    return lax.while_loop(goes_on, lambda engine: _admit(engine, group_size), _retire(engine, group_size))
+    return lax.while_loop(
+        goes_on, lambda engine: _admit(engine, group_size), _retire(engine, group_size)
+    )
 
 
 def _row(engine: DecodeState) -> Int[Array, " B"]:
@@ -144,7 +163,8 @@ def _queue(engine: DecodeState) -> Queue:
 
 
 def _retire(engine: DecodeState, group_size: int) -> DecodeState:
-    """Empties the slots of rows that have ended; their pages, and those of prompts whose groups have, are free again."""
+    """Empties the slots of rows that have ended; their pages, and those of prompts whose groups
+    have, are free again."""
     if engine.row is None:
         return engine
     ended = ~active(engine)
@@ -163,7 +183,8 @@ def _head(engine: DecodeState) -> Int[Array, ""]:
 
 
 def _shared(length: Int[Array, ""], size: int) -> Int[Array, ""]:
-    """Pages of a prompt that no row of its group writes to: a draft reads the slot before the last one again, the target the last one."""
+    """Pages of a prompt that no row of its group writes to: a draft reads the slot before the last
+    one again, the target the last one."""
     return jnp.maximum(length - 2, 0) // size
 
 
@@ -177,27 +198,43 @@ def _fits(engine: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
 
 
 def _admit(engine: DecodeState, group_size: int) -> DecodeState:
-    """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages that it will write to."""
+    """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages
+    that it will write to."""
     queue, rollout = _queue(engine), engine.rollout
     row, slot = _head(engine), jnp.argmax(_row(engine) == len(rollout.status)).astype(jnp.int32)
     prompt, length = row // group_size, rollout.prompt_lengths[row]
     statistics = rollout.statistics
     began = jnp.where(rollout.lengths[row] == length, engine.round[0], statistics.began[row])
     engine = engine.replace(
-        rollout=rollout.replace(statistics=statistics.replace(began=statistics.began.at[row].set(began))),
+        rollout=rollout.replace(
+            statistics=statistics.replace(began=statistics.began.at[row].set(began))
+        ),
         row=_row(engine).at[slot].set(row),
-        draft=jax.tree.map(lambda leaf, source: leaf.at[slot].set(source[prompt]), engine.draft, queue.prompts.draft),
+        draft=jax.tree.map(
+            lambda leaf, source: leaf.at[slot].set(source[prompt]),
+            engine.draft,
+            queue.prompts.draft,
+        ),
         queue=queue.replace(waiting=queue.waiting.at[row].set(False)),
     )
     if engine.paged is None:
         assert queue.prompts.caches is not None, "prompts without pages have caches of their own"
-        return engine.replace(caches=engine.caches.map(lambda cache, source: kv.put_row(cache, slot, source, prompt), queue.prompts.caches))
+        return engine.replace(
+            caches=engine.caches.map(
+                lambda cache, source: kv.put_row(cache, slot, source, prompt), queue.prompts.caches
+            )
+        )
     paged, count, size = engine.paged, slot_count(engine), engine.caches.page_size
     shared, last = _shared(length, size), (length - 1) // size
     pages = share(paged.pages, slot, count + prompt, shared)
     pages = grow(pages, pages.held.at[slot].set(last + 1))
-    stretches = shared + jnp.arange(2, dtype=jnp.int32)  # no more than two hold the last two positions
-    to = jnp.where(stretches <= last, jnp.take(pages.table[slot], stretches, mode="clip"), len(pages.references))
+    # no more than two hold the last two positions
+    stretches = shared + jnp.arange(2, dtype=jnp.int32)
+    to = jnp.where(
+        stretches <= last,
+        jnp.take(pages.table[slot], stretches, mode="clip"),
+        len(pages.references),
+    )
     source = jnp.take(pages.table[count + prompt], stretches, mode="clip")
     admitted = paged.admitted.at[slot].set(jnp.max(paged.admitted) + 1)
     return engine.replace(
@@ -210,7 +247,8 @@ def _admit(engine: DecodeState, group_size: int) -> DecodeState:
 
 
 def make_room(engine: DecodeState, block: int) -> DecodeState:
-    """Gives every row the pages that the next round writes to; while there are too few, the youngest row loses its own and waits."""
+    """Gives every row the pages that the next round writes to; while there are too few, the
+    youngest row loses its own and waits."""
     if engine.paged is None:
         return engine
     count, size = slot_count(engine), engine.caches.page_size
@@ -244,30 +282,44 @@ def _evict(engine: DecodeState) -> DecodeState:
     youngest = jnp.argmax(jnp.where(active(engine), engine.paged.admitted, -1)).astype(jnp.int32)
     row = _row(engine)
     engine = engine.replace(
-        row=row.at[youngest].set(len(engine.rollout.status)), queue=queue.replace(waiting=queue.waiting.at[row[youngest]].set(True))
+        row=row.at[youngest].set(len(engine.rollout.status)),
+        queue=queue.replace(waiting=queue.waiting.at[row[youngest]].set(True)),
     )
-    return _with_pages(engine, release(pages, jnp.arange(len(pages.held), dtype=jnp.int32) == youngest))
+    return _with_pages(
+        engine, release(pages, jnp.arange(len(pages.held), dtype=jnp.int32) == youngest)
+    )
 
 
 # ---- the tail
 
 
-def gather(engine: DecodeState, count: int, group_size: int) -> tuple[DecodeState, Int[Array, " b"]]:
-    """An engine of `count` slots with the rows that have not ended, and which slots they had: pages stay where they are."""
+def gather(
+    engine: DecodeState, count: int, group_size: int
+) -> tuple[DecodeState, Int[Array, " b"]]:
+    """An engine of `count` slots with the rows that have not ended, and which slots they had: pages
+    stay where they are."""
     engine = _retire(engine, group_size)  # a slot that stays behind must hold no page
     order = jnp.argsort(~active(engine), stable=True)[:count].astype(jnp.int32)
     fewer = engine.replace(
-        row=order if engine.row is None else engine.row[order], draft=jax.tree.map(lambda leaf: leaf[order], engine.draft)
+        row=order if engine.row is None else engine.row[order],
+        draft=jax.tree.map(lambda leaf: leaf[order], engine.draft),
     )
     if engine.paged is None:
-        return fewer.replace(caches=engine.caches.map(lambda cache: kv.take_rows(cache, order))), order
+        return fewer.replace(
+            caches=engine.caches.map(lambda cache: kv.take_rows(cache, order))
+        ), order
     paged, holders = engine.paged, _holders(engine, order)
     pages = paged.pages.replace(table=paged.pages.table[holders], held=paged.pages.held[holders])
-    return fewer.replace(paged=Paged(pages=pages, reached=paged.reached[order], admitted=paged.admitted[order])), order
+    return fewer.replace(
+        paged=Paged(pages=pages, reached=paged.reached[order], admitted=paged.admitted[order])
+    ), order
 
 
-def scatter(engine: DecodeState, fewer: DecodeState, order: Int[Array, " b"], group_size: int) -> DecodeState:
-    """The engine that `gather` took them from, after some rounds of the smaller one; what did not fit that one stays."""
+def scatter(
+    engine: DecodeState, fewer: DecodeState, order: Int[Array, " b"], group_size: int
+) -> DecodeState:
+    """The engine that `gather` took them from, after some rounds of the smaller one; what did not
+    fit that one stays."""
     engine = _retire(engine, group_size)
 
     def put(leaf: Array, some: Array) -> Array:
@@ -278,16 +330,24 @@ def scatter(engine: DecodeState, fewer: DecodeState, order: Int[Array, " b"], gr
         draft=jax.tree.map(put, engine.draft, fewer.draft),
     )
     if engine.paged is None or fewer.paged is None:
-        return whole.replace(caches=engine.caches.map(lambda cache, some: kv.put_rows(cache, order, some), fewer.caches))
+        return whole.replace(
+            caches=engine.caches.map(
+                lambda cache, some: kv.put_rows(cache, order, some), fewer.caches
+            )
+        )
     holders, (before, after) = _holders(engine, order), (engine.paged, fewer.paged)
     pages = after.pages.replace(
         table=before.pages.table.at[holders].set(after.pages.table),
         held=before.pages.held.at[holders].set(after.pages.held),
     )
     admitted = put(before.admitted, after.admitted)
-    return whole.replace(paged=Paged(pages=pages, reached=put(before.reached, after.reached), admitted=admitted))
+    return whole.replace(
+        paged=Paged(pages=pages, reached=put(before.reached, after.reached), admitted=admitted)
+    )
 
 
 def _holders(engine: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
     """Those slots, and the prompts behind all slots."""
-    return jnp.concatenate([order, jnp.arange(slot_count(engine), len(_pages(engine).held), dtype=jnp.int32)])
+    return jnp.concatenate(
+        [order, jnp.arange(slot_count(engine), len(_pages(engine).held), dtype=jnp.int32)]
+    )

@@ -1,4 +1,5 @@
-"""Weights kept for the next run: a cache of folders by what shapes their content, and trees of arrays in one file."""
+"""Weights kept for the next run: a cache of folders by what shapes their content, and trees of
+arrays in one file."""
 
 import contextlib
 import dataclasses
@@ -20,7 +21,17 @@ from jaxspec.config.settings import ConfigError
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import layout, named, require_same
-from jaxspec.system.files import ABSENT, Damaged, digest, discard, expanded, locked, reading, replacing, writing
+from jaxspec.system.files import (
+    ABSENT,
+    Damaged,
+    digest,
+    discard,
+    expanded,
+    locked,
+    reading,
+    replacing,
+    writing,
+)
 
 SUMS = "sha256.json"
 """Digests of the other files of a cached folder."""
@@ -38,33 +49,44 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""All that NumPy and zipfile were seen to raise for damaged files; the checksums of the archive let no flipped byte of an array pass. An
-OSError is what `reading` leaves of them."""
+"""All that NumPy and zipfile were seen to raise for damaged files; the checksums of the archive let
+no flipped byte of an array pass. An OSError is what `reading` leaves of them."""
 
 
 def content_key(*parts: Any) -> str:
-    """Returns 16 hexadecimal digits that depend on nothing but the JSON values and dataclasses given."""
+    """Returns 16 hexadecimal digits that depend on nothing but the JSON values and dataclasses
+    given."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the cache: JAXSPEC_CACHE, else XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
+    """Returns the folder of the cache: JAXSPEC_CACHE, else XDG_CACHE_HOME/jaxspec, else
+    ~/.cache/jaxspec."""
     if given := os.environ.get("JAXSPEC_CACHE"):
         return expanded(given, "JAXSPEC_CACHE")
-    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "the folder of the cache (JAXSPEC_CACHE or XDG_CACHE_HOME)") / "jaxspec"
+    return (
+        expanded(
+            os.environ.get("XDG_CACHE_HOME") or "~/.cache",
+            "the folder of the cache (JAXSPEC_CACHE or XDG_CACHE_HOME)",
+        )
+        / "jaxspec"
+    )
 
 
 def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] = print) -> Path:
     """Returns the cached folder of `key`; if there is none, `build` fills it first.
 
-    A folder appears complete or not at all, and one whose files do not hold any more what was written is made anew, with a word. Of
-    several processes that ask at once one builds, the others say that they wait, and reuse; so `build` must not communicate with them.
+    A folder appears complete or not at all, and one whose files do not hold any more what was
+    written is made anew, with a word. Of several processes that ask at once one builds, the others
+    say that they wait, and reuse; so `build` must not communicate with them.
     Raises ConfigError if the cache cannot be written to.
     """
     cache = cache_folder()
     ready, building = cache / key, cache / f"{key}.building"
-    with writing(f"cache {cache} cannot be written to", "name another folder with JAXSPEC_CACHE", ConfigError):
+    with writing(
+        f"cache {cache} cannot be written to", "name another folder with JAXSPEC_CACHE", ConfigError
+    ):
         if ready.is_dir() and not _damage(ready):
             return ready
         cache.mkdir(parents=True, exist_ok=True)
@@ -75,7 +97,11 @@ def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] =
             if not damage:
                 return ready
             say(f"warning: the cached {ready} is damaged ({damage}); it is discarded and made anew")
-            with writing(f"the damaged {ready} cannot be removed", "remove it, or name another folder with JAXSPEC_CACHE", ConfigError):
+            with writing(
+                f"the damaged {ready} cannot be removed",
+                "remove it, or name another folder with JAXSPEC_CACHE",
+                ConfigError,
+            ):
                 discard(ready)
         try:
             remedy = "free some space or name another folder with JAXSPEC_CACHE"
@@ -100,7 +126,8 @@ def _damage(folder: Path) -> str:
     """What is wrong with a cached folder; empty if its files are those that were written.
 
     Raises:
-      ConfigError: that cannot be told, because a file must not be read, say; then nothing is to be discarded.
+      ConfigError: that cannot be told, because a file must not be read, say; then nothing is to be
+        discarded.
     """
     if not folder.is_dir():
         return "it is not a folder"
@@ -114,7 +141,9 @@ def _damage(folder: Path) -> str:
         return f"its {SUMS} cannot be read"
     with reading(folder):
         found = _sums(folder)
-    differing = sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name))
+    differing = sorted(
+        name for name in found.keys() | written.keys() if found.get(name) != written.get(name)
+    )
     return f"{', '.join(differing)} not as written" if differing else ""
 
 
@@ -128,28 +157,42 @@ def _waited(path: Path, say: Callable[[str], None]) -> TextIO:
 
 
 def save_tree(path: Path, tree: PyTree) -> None:
-    """Writes the arrays of a tree to one file, from the calling process; each must be replicated or wholly on its devices.
+    """Writes the arrays of a tree to one file, from the calling process; each must be replicated or
+    wholly on its devices.
 
     The file is complete or as it was before. Raises SaveError if it cannot be written.
     """
     leaves = named(tree)
     index = json.dumps([[name, dtype] for name, (_, dtype) in layout(leaves).items()])
-    with replacing(path, "free some space or name another folder") as fresh, fresh.open("wb") as file:
+    with (
+        replacing(path, "free some space or name another folder") as fresh,
+        fresh.open("wb") as file,
+    ):
         np.savez(file, *(np.asarray(leaf) for leaf in leaves.values()), index=np.asarray(index))
 
 
 def load_tree(path: Path, abstract: PyTree) -> PyTree:
-    """Returns what `save_tree` wrote, as global arrays with the shardings of `abstract`; every process reads the file.
+    """Returns what `save_tree` wrote, as global arrays with the shardings of `abstract`; every
+    process reads the file.
 
-    Raises Damaged if the file does not hold any more what was written, ConfigError if names, shapes or dtypes differ.
+    Raises Damaged if the file does not hold any more what was written, ConfigError if names, shapes
+    or dtypes differ.
     """
     leaves = named(abstract)
     try:
         with reading(path), np.load(path, allow_pickle=False) as file:
             # NumPy forgets the names of dtypes that are not its own, such as bfloat16.
-            arrays = {name: file[f"arr_{i}"].view(np.dtype(dtype)) for i, (name, dtype) in enumerate(parse_json(str(file["index"])))}
+            arrays = {
+                name: file[f"arr_{i}"].view(np.dtype(dtype))
+                for i, (name, dtype) in enumerate(parse_json(str(file["index"])))
+            }
     except _UNREADABLE as reason:
         told = str(reason).split("\n")[0][:200] or type(reason).__name__
-        raise Damaged(f"{path} cannot be read ({told})", "remove it, and it is made anew") from reason
+        raise Damaged(
+            f"{path} cannot be read ({told})", "remove it, and it is made anew"
+        ) from reason
     require_same(str(path), layout(arrays), layout(leaves), "Remove it, and it is made anew")
-    return jax.tree.unflatten(jax.tree.structure(abstract), [from_host(leaf, arrays[name]) for name, leaf in leaves.items()])
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract),
+        [from_host(leaf, arrays[name]) for name, leaf in leaves.items()],
+    )

@@ -9,7 +9,8 @@ from jaxspec.system.interrupt import end_at_once, stop_signals
 
 
 def begin() -> None:
-    """From here on a signal ends the process with one line; so does an environment that JAX cannot read, or another package in this one."""
+    """From here on a signal ends the process with one line; so does an environment that JAX cannot
+    read, or another package in this one."""
     for number in stop_signals():
         signal.signal(number, end_at_once)
     try:
@@ -20,7 +21,9 @@ def begin() -> None:
     except ValueError as error:
         if "JAX" not in str(error):
             raise
-        _refuse(f"{error}; set the environment variable of that name (in capitals) right, or unset it")
+        _refuse(
+            f"{error}; set the environment variable of that name (in capitals) right, or unset it"
+        )
 
 
 def _refuse(message: str) -> None:

@@ -1,4 +1,5 @@
-"""What every file of a run or of the cache goes through: written whole or not at all, locked, digested, and named when it fails."""
+"""What every file of a run or of the cache goes through: written whole or not at all, locked,
+digested, and named when it fails."""
 
 import contextlib
 import errno
@@ -23,7 +24,8 @@ class SaveError(ConfigError):
 
 
 class Damaged(ConfigError):
-    """A file that was written here does not hold any more what was written: `what` is wrong, and what can be done about it."""
+    """A file that was written here does not hold any more what was written: `what` is wrong, and
+    what can be done about it."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
@@ -32,7 +34,8 @@ class Damaged(ConfigError):
 
 @contextlib.contextmanager
 def writing(what: str, remedy: str, error: type[ConfigError] = SaveError) -> Iterator[None]:
-    """Turns what the operating system refuses into one message: what cannot be done, why, and the remedy."""
+    """Turns what the operating system refuses into one message: what cannot be done, why, and the
+    remedy."""
     try:
         yield
     except OSError as reason:
@@ -41,20 +44,30 @@ def writing(what: str, remedy: str, error: type[ConfigError] = SaveError) -> Ite
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turns into ConfigError what the operating system refuses, for want of a right, say; what an absent or damaged file raises stays."""
+    """Turns into ConfigError what the operating system refuses, for want of a right, say; what an
+    absent or damaged file raises stays."""
     try:
         yield
     except ABSENT:
         raise
     except OSError as reason:
-        if reason.errno in (None, errno.EINVAL):  # such as a jump before the beginning, where a damaged archive says so
+        # such as a jump before the beginning, where a damaged archive says so
+        if reason.errno in (None, errno.EINVAL):
             raise
-        raise ConfigError(f"{file} cannot be read: {reason.strerror}; see to that and run the same command again") from reason
+        raise ConfigError(
+            f"{file} cannot be read: {reason.strerror}; see to that and run the same command again"
+        ) from reason
 
 
 @contextlib.contextmanager
-def replacing(file: Path, remedy: str = "free some space and run the same command again", *, shared: bool = False) -> Iterator[Path]:
-    """Gives a path to write to, which in the end takes the place of `file`: that is complete or as it was before.
+def replacing(
+    file: Path,
+    remedy: str = "free some space and run the same command again",
+    *,
+    shared: bool = False,
+) -> Iterator[Path]:
+    """Gives a path to write to, which in the end takes the place of `file`: that is complete or as
+    it was before.
 
     Its folder is made if it is absent. One process at a time may do so, unless it is `shared`.
 
@@ -91,13 +104,16 @@ def digest(file: Path) -> str:
     """The SHA-256 of a file's content, read piece by piece; "-" where there is no such file.
 
     Raises:
-      ConfigError: it cannot be read, or it is something that would never end, such as a pipe or a device.
+      ConfigError: it cannot be read, or it is something that would never end, such as a pipe or a
+        device.
     """
     try:
         with reading(file):
             kind = file.stat().st_mode
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                raise ConfigError(f"{file} is not a regular file; copy what it gives to one, and name that")
+                raise ConfigError(
+                    f"{file} is not a regular file; copy what it gives to one, and name that"
+                )
             with file.open("rb") as opened:
                 return hashlib.file_digest(opened, "sha256").hexdigest()
     except ABSENT:
@@ -114,11 +130,15 @@ def expanded(text: str | Path, name: str) -> Path:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         home = Path(text).parts[0]
-        raise ConfigError(f"{name} is {shown(str(text))}, and no home directory of {home} is known here; give the whole path") from error
+        raise ConfigError(
+            f"{name} is {shown(str(text))}, and no home directory of {home} is known here; give the"
+            " whole path"
+        ) from error
 
 
 def locked(path: Path, *, wait: bool) -> TextIO | None:
-    """Opens a file and locks it; closing it, or the death of the process, unlocks. None if it is locked already, unless `wait`."""
+    """Opens a file and locks it; closing it, or the death of the process, unlocks. None if it is
+    locked already, unless `wait`."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

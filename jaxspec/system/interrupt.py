@@ -1,4 +1,5 @@
-"""SIGTERM, SIGINT and SIGHUP, obeyed between two steps, or at once where there is nothing to lose."""
+"""SIGTERM, SIGINT and SIGHUP, obeyed between two steps, or at once where there is nothing to
+lose."""
 
 import contextlib
 import ctypes
@@ -24,21 +25,28 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def end_at_once(number: int, frame: object = None) -> None:
     """Handles a signal while there is nothing to save, such as while a program is imported."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        if sys.__stdout__ is not None:  # it was closed from the start; what is number 1 now may be any file
-            os.write(sys.__stdout__.fileno(), b"stopped; nothing to save; the same command starts again\n")
+        # it was closed from the start; what is number 1 now may be any file
+        if sys.__stdout__ is not None:
+            os.write(
+                sys.__stdout__.fileno(),
+                b"stopped; nothing to save; the same command starts again\n",
+            )
     os._exit(128 + number)
 
 
 class Interrupt:
-    """Watches for SIGTERM, SIGINT and SIGHUP while it is entered, even while the main thread is inside a long native call.
+    """Watches for SIGTERM, SIGINT and SIGHUP while it is entered, even while the main thread is
+    inside a long native call.
 
-    A signal sets `requested`, and the program stops at its next good moment, to end with `status`; a second SIGINT ends the process at
-    once. Within `nothing_unsaved` the first signal does. The status is 128 and the number of the signal, as a shell reports it: 143, 130
-    or 129. A thread reads the signals from the file that Python's own C handler writes to, because a Python handler would run only when
-    the main thread returns to Python.
+    A signal sets `requested`, and the program stops at its next good moment, to end with `status`;
+    a second SIGINT ends the process at once. Within `nothing_unsaved` the first signal does. The
+    status is 128 and the number of the signal, as a shell reports it: 143, 130 or 129. A thread
+    reads the signals from the file that Python's own C handler writes to, because a Python handler
+    would run only when the main thread returns to Python.
 
-    Under `jax.distributed` the processes must stop at the same step: outside `nothing_unsaved` a signal is passed on to JAX's own
-    preemption notice, and `agreed` is what tells. `announce` prints one line to the user; it is called from the watching thread.
+    Under `jax.distributed` the processes must stop at the same step: outside `nothing_unsaved` a
+    signal is passed on to JAX's own preemption notice, and `agreed` is what tells. `announce`
+    prints one line to the user; it is called from the watching thread.
     """
 
     def __init__(self, announce: Callable[[str], None] = say) -> None:
@@ -64,7 +72,12 @@ class Interrupt:
         self._watcher.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number in self._signals:
             signal.signal(number, self._handlers[number] or signal.SIG_DFL)
             _disposition(number, self._before[number])
@@ -81,12 +94,14 @@ class Interrupt:
 
     @property
     def status(self) -> int:
-        """The exit status of a program that has stopped as it was `requested`, the same in every process."""
+        """The exit status of a program that has stopped as it was `requested`, the same in every
+        process."""
         assert self._first is not None, "only a signal requests it"
         return 128 + self._first
 
     def agreed(self, step: int) -> bool:
-        """Returns whether to stop at this step, the same answer in every process; all call it with the same, rising steps."""
+        """Returns whether to stop at this step, the same answer in every process; all call it with
+        the same, rising steps."""
         if not self._requested and _distributed():
             import numpy as np
             from jax.experimental import multihost_utils
@@ -100,12 +115,16 @@ class Interrupt:
 
     @contextlib.contextmanager
     def nothing_unsaved(
-        self, doing: str, *cleanups: Callable[[], None], then: str = "nothing to save; the same command starts again"
+        self,
+        doing: str,
+        *cleanups: Callable[[], None],
+        then: str = "nothing to save; the same command starts again",
     ) -> Iterator[None]:
-        """Marks a region in which a signal ends the process at once, after the cleanups and a line that says so.
+        """Marks a region in which a signal ends the process at once, after the cleanups and a line
+        that says so.
 
-        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions nest: the inner one names what is done,
-        all clean up.
+        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions
+        nest: the inner one names what is done, all clean up.
         """
         self._take()
         with self._lock:
@@ -120,7 +139,8 @@ class Interrupt:
                 self._doing, self._cleanups = outer
 
     def _take(self) -> None:
-        """Points the signals at the watcher, again if somebody (such as jax.distributed) took them since."""
+        """Points the signals at the watcher, again if somebody (such as jax.distributed) took them
+        since."""
         for number in self._signals:
             current = _disposition(number)
             if _handler(current) != self._ours.get(number):
@@ -145,7 +165,10 @@ class Interrupt:
         if self._doing is not None:
             self._leave_unsaved()
         elif self._interrupts > 1:
-            self._leave(128 + signal.SIGINT, "stopped at once; the same command goes on from the last checkpoint")
+            self._leave(
+                128 + signal.SIGINT,
+                "stopped at once; the same command goes on from the last checkpoint",
+            )
         else:
             if _distributed():
                 self._pass_on()
@@ -160,7 +183,8 @@ class Interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave_terminal(self) -> None:
-        """Sends what is still printed to nowhere if the terminal is gone: writing there would fail, and the work go unsaved."""
+        """Sends what is still printed to nowhere if the terminal is gone: writing there would fail,
+        and the work go unsaved."""
         to_nowhere(*(number for number in self._terminals if not os.isatty(number)))
 
     def _leave_unsaved(self) -> None:
@@ -173,7 +197,8 @@ class Interrupt:
         timer.start()
         try:
             for cleanup in self._cleanups:
-                with contextlib.suppress(Exception):  # whatever fails there, the others clean up too, and the line is said
+                # whatever fails there, the others clean up too, and the line is said
+                with contextlib.suppress(Exception):
                     cleanup()
             if 1 in self._terminals:
                 with contextlib.suppress(OSError):
@@ -192,11 +217,13 @@ class Interrupt:
 
 
 def _wake(number: int, frame: object) -> None:
-    """Does nothing: the C handler that Python installs for it has already written to the watcher."""
+    """Does nothing: the C handler that Python installs for it has already written to the
+    watcher."""
 
 
 def _distributed() -> bool:
-    # Imported late, so that a program can be watched over before it spends seconds on importing JAX.
+    # Imported late, so that a program can be watched over before it spends seconds on importing
+    # JAX.
     if "jax" not in sys.modules:
         return False
     import jax
@@ -205,7 +232,8 @@ def _distributed() -> bool:
 
 
 def _disposition(number: int, put: bytes | None = None) -> bytes:
-    """Returns the C library's `struct sigaction` of a signal, and replaces it; `signal.signal` knows Python's own handlers only."""
+    """Returns the C library's `struct sigaction` of a signal, and replaces it; `signal.signal`
+    knows Python's own handlers only."""
     found = ctypes.create_string_buffer(512)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.sigaction(number, put, found):

@@ -20,13 +20,15 @@ NAMES = ("JAXSPEC_COORDINATOR", "JAXSPEC_PROCESSES", "JAXSPEC_PROCESS_ID")
 _OTHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """What other programs on JAX are told by; each process would take itself for a lone one."""
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-"""Names the variable that says where JAX listens, if not at the coordinator's port of all addresses."""
+"""Names the variable that says where JAX listens, if not at the coordinator's port of all
+addresses."""
 _PATIENCE = 30.0
 """After so many seconds, and after as many again, who has not come is named."""
 _TURN = 0.5
 _HELLO_SECONDS = 2.0
 _WAIT, _GO, _NO = "jaxspec wait", "jaxspec go", "jaxspec no: "
-"""What process 0 tells those who have called, at once and in the end; with the last, why. Anything else comes from somebody else."""
+"""What process 0 tells those who have called, at once and in the end; with the last, why. Anything
+else comes from somebody else."""
 _SILENT = "process 0 has not come (something else answers there)"
 _DEAD_SECONDS = 60
 """A process that has not been heard of for so long is taken for dead by the others."""
@@ -43,11 +45,13 @@ class Place(NamedTuple):
 def initialize_processes() -> None:
     """Joins the other processes of the job, if there are any.
 
-    Explicit: JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES, JAXSPEC_PROCESS_ID. Otherwise SLURM, Open MPI or Kubernetes
-    as `jax.distributed` detects them, when the environment says that the job has more than one process.
+    Explicit: JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES, JAXSPEC_PROCESS_ID. Otherwise
+    SLURM, Open MPI or Kubernetes as `jax.distributed` detects them, when the environment says that
+    the job has more than one process.
 
     Raises:
-      ConfigError: the variables cannot be read or are not all there, the port is taken, or a process has not come in time.
+      ConfigError: the variables cannot be read or are not all there, the port is taken, or a
+        process has not come in time.
     """
     seconds = environment_number(WAIT, at_least=1) or 300
     if any(map(_given, NAMES)):
@@ -55,8 +59,14 @@ def initialize_processes() -> None:
     elif _in_a_job():
         place = _detected(seconds)
     else:
-        others = [name for name in _OTHERS if _given(name)] if _given("JAX_NUM_PROCESSES") != "1" else []
-        require(not others, f"{', '.join(others)} set, which jaxspec does not read, so that each process would train alone. {_REMEDY}")
+        others = (
+            [name for name in _OTHERS if _given(name)] if _given("JAX_NUM_PROCESSES") != "1" else []
+        )
+        require(
+            not others,
+            f"{', '.join(others)} set, which jaxspec does not read, so that each process would"
+            f" train alone. {_REMEDY}",
+        )
         return
     coordinator, processes, process = place or (None, None, None)
     if place is not None:
@@ -71,10 +81,15 @@ def initialize_processes() -> None:
             shutdown_timeout_seconds=_DEAD_SECONDS,
         )
     except (RuntimeError, ValueError, LookupError) as error:
-        raise ConfigError(f"JAX cannot join the processes of this job: {first_line(error)}. {_REMEDY}") from error
+        raise ConfigError(
+            f"JAX cannot join the processes of this job: {first_line(error)}. {_REMEDY}"
+        ) from error
 
 
-_REMEDY = f"Set {', '.join(NAMES)} for each process, or none of them and no scheduler's variables for a single one"
+_REMEDY = (
+    f"Set {', '.join(NAMES)} for each process, or none of them and no scheduler's variables for a"
+    " single one"
+)
 
 
 def _given(name: str) -> str:
@@ -93,7 +108,11 @@ def environment_number(name: str, at_least: int, most: int = INT32) -> int | Non
         return None
     number = whole_number(text)
     good = number is not None and at_least <= number <= most
-    require(good, f"{name} is {shown(text)}; give a whole number, {at_least} or more and at most {most}, or unset it")
+    require(
+        good,
+        f"{name} is {shown(text)}; give a whole number, {at_least} or more and at most {most}, or"
+        " unset it",
+    )
     return number
 
 
@@ -110,30 +129,49 @@ def first_line(error: Exception) -> str:
 def _told() -> Place:
     missing = [name for name in NAMES if not _given(name)]
     given = [name for name in NAMES if name not in missing]
-    require(not missing, f"{', '.join(given)} set but not {', '.join(sorted(missing))}: set all three, or none for a single process")
-    coordinator, processes, process = _given(NAMES[0]), environment_number(NAMES[1], 1), environment_number(NAMES[2], 0)
+    require(
+        not missing,
+        f"{', '.join(given)} set but not {', '.join(sorted(missing))}: set all three, or none for a"
+        " single process",
+    )
+    coordinator, processes, process = (
+        _given(NAMES[0]),
+        environment_number(NAMES[1], 1),
+        environment_number(NAMES[2], 0),
+    )
     assert processes is not None, "it is set"
     assert process is not None, "it is set"
-    require(process < processes, f"{NAMES[2]} is {process}, but {NAMES[1]} is {processes}: ids go from 0 to {processes - 1}")
+    require(
+        process < processes,
+        f"{NAMES[2]} is {process}, but {NAMES[1]} is {processes}: ids go from 0 to {processes - 1}",
+    )
     return Place(coordinator, processes, process)
 
 
 def _in_a_job() -> bool:
-    tasks = environment_number("SLURM_NTASKS", 1) or environment_number("OMPI_COMM_WORLD_SIZE", 1) or 1
+    tasks = (
+        environment_number("SLURM_NTASKS", 1) or environment_number("OMPI_COMM_WORLD_SIZE", 1) or 1
+    )
     by_srun = "SLURM_STEP_ID" in os.environ or "SLURM_NTASKS" not in os.environ
     return by_srun and (tasks > 1 or environment_number("JOB_COMPLETION_INDEX", 0) is not None)
 
 
 def _detected(seconds: int) -> Place | None:
-    """Where JAX's own detection of schedulers puts this process; None where that cannot be asked, which leaves the waiting to JAX."""
+    """Where JAX's own detection of schedulers puts this process; None where that cannot be asked,
+    which leaves the waiting to JAX."""
     try:
         from jax._src.clusters import ClusterEnv
 
-        coordinator, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, seconds)
+        coordinator, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, seconds
+        )
     except (ImportError, AttributeError, TypeError):  # these names are JAX's own affair, and may go
         return None
     except (RuntimeError, ValueError, LookupError, OSError) as error:
-        raise ConfigError(f"the scheduler's variables cannot be read: {type(error).__name__}: {first_line(error)}. {_REMEDY}") from error
+        raise ConfigError(
+            f"the scheduler's variables cannot be read: {type(error).__name__}:"
+            f" {first_line(error)}. {_REMEDY}"
+        ) from error
     if coordinator is None or processes is None or process is None:
         return None
     return Place(coordinator, processes, process)
@@ -157,12 +195,15 @@ class _Patience:
         me = f"process {self._place.process} of {self._place.processes}"
         if waited >= self._seconds:
             raise ConfigError(
-                f"{me} has waited {self._seconds:g} s at {self._place.coordinator}: {absent}. Start all of them within that time, "
-                f"with the same coordinator, or set {WAIT} higher"
+                f"{me} has waited {self._seconds:g} s at {self._place.coordinator}: {absent}. Start"
+                f" all of them within that time, with the same coordinator, or set {WAIT} higher"
             )
         if waited >= self._next:
             self._next += _PATIENCE
-            self.say(f"has waited {waited:.0f} s of {self._seconds:g} at {self._place.coordinator}: {absent}")
+            self.say(
+                f"has waited {waited:.0f} s of {self._seconds:g} at {self._place.coordinator}:"
+                f" {absent}"
+            )
 
     def say(self, message: str) -> None:
         say(f"process {self._place.process} of {self._place.processes} {message}")
@@ -171,13 +212,13 @@ class _Patience:
 def meet(place: Place, seconds: float) -> None:
     """Returns once all processes of the job are there, at about the same moment in each.
 
-    JAX waits without a word, and ends the process with a stack trace of C++ when its time is up. So the processes meet before, at the same
-    address: process 0 listens, the others say who they are and hold the line, and process 0 lets all of them go at once, whereupon JAX
-    takes the port.
+    JAX waits without a word, and ends the process with a stack trace of C++ when its time is up. So
+    the processes meet before, at the same address: process 0 listens, the others say who they are
+    and hold the line, and process 0 lets all of them go at once, whereupon JAX takes the port.
 
     Raises:
-      ConfigError: the coordinator is no host:port, its port is taken, two processes have the same id, or were told of different numbers of
-        processes, or the time is up.
+      ConfigError: the coordinator is no host:port, its port is taken, two processes have the same
+        id, or were told of different numbers of processes, or the time is up.
     """
     host, port = _address(place.coordinator, NAMES[0])
     patience = _Patience(place, seconds)
@@ -199,7 +240,10 @@ def _address(text: str, name: str) -> tuple[str, int]:
     host, _, digits = text.rpartition(":")
     port = whole_number(digits) or 0
     what, remedy = f"the coordinator {shown(text)}", f"set {name} to such as 10.0.0.1:1234"
-    require(bool(host) and 1 <= port <= 65535, f"{what} is not HOST:PORT with a port from 1 to 65535; {remedy}")
+    require(
+        bool(host) and 1 <= port <= 65535,
+        f"{what} is not HOST:PORT with a port from 1 to 65535; {remedy}",
+    )
     try:
         host.encode("idna")  # as it is done for the look-up
     except UnicodeError as error:
@@ -209,18 +253,29 @@ def _address(text: str, name: str) -> tuple[str, int]:
 
 def _listen(place: Place, port: int) -> socket.socket:
     bind, where = _given(_BIND), f"port {port} of this machine"
-    remedy = f"choose a free port for the coordinator {place.coordinator}, the same for all processes"
+    remedy = (
+        f"choose a free port for the coordinator {place.coordinator}, the same for all processes"
+    )
     try:
         if bind:
-            where, remedy = f"{_BIND} {bind}", "set it to an address of this machine with a free port, or unset it"
+            where, remedy = (
+                f"{_BIND} {bind}",
+                "set it to an address of this machine with a free port, or unset it",
+            )
             host, port = _address(bind, _BIND)
-            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            return socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
         # The words of others go on about the address.
-        reason = os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error.strerror or error
+        reason = (
+            os.strerror(error.errno)
+            if error.errno and not isinstance(error, socket.gaierror)
+            else error.strerror or error
+        )
         raise ConfigError(f"process 0 cannot listen at {where}: {reason}; {remedy}") from error
 
 
@@ -235,7 +290,8 @@ def _gather(listener: socket.socket, place: Place, patience: _Patience) -> None:
             if not absent:
                 return _answer(callers.values(), _GO)
             patience.look(
-                f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} {'have' if len(absent) > 1 else 'has'} not come"
+                f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+                f" {'have' if len(absent) > 1 else 'has'} not come"
             )
             with contextlib.suppress(OSError):  # nobody calls, or hangs up at once
                 _admit(listener.accept()[0], callers, place)
@@ -256,7 +312,10 @@ def _admit(line: socket.socket, callers: dict[int, socket.socket], place: Place)
     processes, process = map(int, numbers)
     wrong = ""
     if processes != place.processes:
-        wrong = f"process {process} was told of {processes} processes, process 0 of {place.processes}; set the same {NAMES[1]} for all"
+        wrong = (
+            f"process {process} was told of {processes} processes, process 0 of {place.processes};"
+            f" set the same {NAMES[1]} for all"
+        )
     elif process in callers and _holds(callers[process]):
         wrong = f"two processes say that they are process {process}; give each its own {NAMES[2]}"
     if wrong:
@@ -285,7 +344,8 @@ def _holds(line: socket.socket) -> bool:
 
 
 def _call(host: str, port: int, place: Place, patience: _Patience) -> None:
-    """Any other process: tells process 0 who it is, again and again until it answers, and waits for its word."""
+    """Any other process: tells process 0 who it is, again and again until it answers, and waits for
+    its word."""
     hello = f"jaxspec {place.processes} {place.process}\n"
     unknown = False
     while True:
@@ -295,7 +355,8 @@ def _call(host: str, port: int, place: Place, patience: _Patience) -> None:
                 said = _hold(line, patience)
         except socket.gaierror as error:
             absent = f"the name {host} is not known here ({error.strerror})"
-            if not unknown:  # a container's name may come with the container, but a mistake should show at once
+            # a container's name may come with the container, but a mistake should show at once
+            if not unknown:
                 patience.say(f"finds that {absent}; trying again")
             unknown = True
         except OSError as error:

@@ -1,6 +1,8 @@
-"""A trace of some calls, for https://ui.perfetto.dev: operations, and above them the phases and the parts of a round that they belong to.
+"""A trace of some calls, for https://ui.perfetto.dev: operations, and above them the phases and the
+parts of a round that they belong to.
 
-Devices name operations after the instructions of the compiled program, and that says which `jax.named_scope`s each one comes from.
+Devices name operations after the instructions of the compiled program, and that says which
+`jax.named_scope`s each one comes from.
 """
 
 import contextlib
@@ -14,9 +16,24 @@ from typing import Any, NamedTuple
 
 import jax
 
-PARTS = ("learn", "logprob", "train", "train_draft", "sync", "generate", "prefill", "refill", "tail", "draft", "verify", "commit")
+PARTS = (
+    "learn",
+    "logprob",
+    "train",
+    "train_draft",
+    "sync",
+    "generate",
+    "prefill",
+    "refill",
+    "tail",
+    "draft",
+    "verify",
+    "commit",
+)
 """Scopes that are shown: the phases, and the parts of generation and of a round."""
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE
+)
 _CONTAINERS = ("while", "conditional", "call")
 """Instructions that last as long as all those inside them."""
 
@@ -24,7 +41,9 @@ _CONTAINERS = ("while", "conditional", "call")
 class Profiler:
     """Traces the calls whose numbers are in a range, and writes them to a file."""
 
-    def __init__(self, numbers: range, file: Path, programs: Sequence[Any], say: Callable[[str], Any]) -> None:
+    def __init__(
+        self, numbers: range, file: Path, programs: Sequence[Any], say: Callable[[str], Any]
+    ) -> None:
         """`programs` are those that the calls run, compiled."""
         self._numbers, self._file, self._programs, self._say = numbers, file, programs, say
         self._raw: tempfile.TemporaryDirectory[str] | None = None
@@ -47,15 +66,21 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced and is not yet written; says so where there was nothing to trace."""
+        """Writes what was traced and is not yet written; says so where there was nothing to
+        trace."""
         if self._raw is None:
             if self._numbers and not self._written:
-                self._say(f"no trace: none of the calls {self._numbers[0]} to {self._numbers[-1]} was made")
+                self._say(
+                    f"no trace: none of the calls {self._numbers[0]} to {self._numbers[-1]} was"
+                    " made"
+                )
             return
         jax.profiler.stop_trace()
         with self._raw as folder:
             (raw,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-            events = trace_events(jax.profiler.ProfileData.from_file(str(raw)), paths_of(self._programs))
+            events = trace_events(
+                jax.profiler.ProfileData.from_file(str(raw)), paths_of(self._programs)
+            )
         self._raw, self._written = None, True
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(self._file, "wt", encoding="utf-8") as file:
@@ -71,9 +96,13 @@ def paths_of(programs: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
         module = text.split(maxsplit=2)[1].rstrip(",")
         for name, scopes in _INSTRUCTION.findall(text):
             # A scope may stand inside of a transformation: transpose(jvp(train)).
-            words = [re.findall(r"\w+", part)[-1] for part in scopes.split("/") if re.search(r"\w", part)]
+            words = [
+                re.findall(r"\w+", part)[-1] for part in scopes.split("/") if re.search(r"\w", part)
+            ]
             parts = [word for word in words if word in PARTS]
-            found[module, name] = tuple(part for place, part in enumerate(parts) if part not in parts[:place])
+            found[module, name] = tuple(
+                part for place, part in enumerate(parts) if part not in parts[:place]
+            )
     return found
 
 
@@ -85,8 +114,11 @@ class _Operation(NamedTuple):
     path: tuple[str, ...]
 
 
-def trace_events(profile: Any, paths: dict[tuple[str, str], tuple[str, ...]]) -> list[dict[str, Any]]:
-    """What Perfetto reads: operations by thread or stream, and the parts they belong to on a track of their own."""
+def trace_events(
+    profile: Any, paths: dict[tuple[str, str], tuple[str, ...]]
+) -> list[dict[str, Any]]:
+    """What Perfetto reads: operations by thread or stream, and the parts they belong to on a track
+    of their own."""
     events: list[dict[str, Any]] = []
     for process, plane in enumerate(profile.planes, 1):
         for thread, line in enumerate(plane.lines):
@@ -98,12 +130,22 @@ def trace_events(profile: Any, paths: dict[tuple[str, str], tuple[str, ...]]) ->
                     path = paths.get((str(stats.get("hlo_module")), str(stats["hlo_op"])), ())
                     operations.append(_Operation(start, end, event.name, path))
                 elif event.name == "call":
-                    events += [_slice(f"call {stats.get('step_num')}", start, end, process, 2 * thread)]
+                    events += [
+                        _slice(f"call {stats.get('step_num')}", start, end, process, 2 * thread)
+                    ]
             if operations:
                 operations.sort()
-                names = {2 * thread: f"{line.name}: parts", 2 * thread + 1: f"{line.name}: operations"}
-                events += [_named("thread_name", name, process, number) for number, name in names.items()]
-                events += [_slice(each.name, each.start, each.end, process, 2 * thread + 1, each.path) for each in operations]
+                names = {
+                    2 * thread: f"{line.name}: parts",
+                    2 * thread + 1: f"{line.name}: operations",
+                }
+                events += [
+                    _named("thread_name", name, process, number) for number, name in names.items()
+                ]
+                events += [
+                    _slice(each.name, each.start, each.end, process, 2 * thread + 1, each.path)
+                    for each in operations
+                ]
                 events += _parts(operations, process, 2 * thread)
         if any(event["pid"] == process for event in events):
             events.append(_named("process_name", plane.name, process, 0))
@@ -125,7 +167,9 @@ def _parts(operations: list[_Operation], process: int, thread: int) -> list[dict
         if operation.name.startswith(_CONTAINERS) or not operation.path:
             continue
         same = 0
-        while same < min(len(opened), len(operation.path)) and opened[same][0] == operation.path[same]:
+        while (
+            same < min(len(opened), len(operation.path)) and opened[same][0] == operation.path[same]
+        ):
             same += 1
         close(same)
         opened += [(name, operation.start) for name in operation.path[same:]]
@@ -134,8 +178,17 @@ def _parts(operations: list[_Operation], process: int, thread: int) -> list[dict
     return events
 
 
-def _slice(name: str, start: float, end: float, process: int, thread: int, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    event = {"name": name, "ph": "X", "ts": start, "dur": max(end - start, 0.0), "pid": process, "tid": thread}
+def _slice(
+    name: str, start: float, end: float, process: int, thread: int, path: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    event = {
+        "name": name,
+        "ph": "X",
+        "ts": start,
+        "dur": max(end - start, 0.0),
+        "pid": process,
+        "tid": thread,
+    }
     return event | ({"cat": path[-1], "args": {"part": " / ".join(path)}} if path else {})
 
 

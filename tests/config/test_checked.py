@@ -1,4 +1,5 @@
-"""Every setting of every command line by its type: what no setting takes is refused by name, wherever it comes from."""
+"""Every setting of every command line by its type: what no setting takes is refused by name,
+wherever it comes from."""
 
 from __future__ import annotations
 
@@ -31,7 +32,16 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 
-MODULES = ("config.architecture", "config.settings", "sample", "export", "bench.workload", "bench.load", "bench.step", "bench.roofline")
+MODULES = (
+    "config.architecture",
+    "config.settings",
+    "sample",
+    "export",
+    "bench.workload",
+    "bench.load",
+    "bench.step",
+    "bench.roofline",
+)
 
 
 def classes() -> Iterator[type]:
@@ -58,7 +68,11 @@ ALL = types()
 
 def make(cls: type, **values: Any) -> Any:
     """An instance; benchmarks have no model by default."""
-    needed = {"model": "folder"} if "bench" in cls.__module__ and "model" in {item.name for item in fields(cls)} else {}
+    needed = (
+        {"model": "folder"}
+        if "bench" in cls.__module__ and "model" in {item.name for item in fields(cls)}
+        else {}
+    )
     return cls(**needed | values)
 
 
@@ -85,18 +99,30 @@ WRONG: dict[Any, list[Any]] = {
 
 
 def wrong(cls: type, wanted: Any) -> list[Any]:
-    """Values of no part of a type, None among them where it is none; of options, whose types the import hook checks, numbers alone."""
+    """Values of no part of a type, None among them where it is none; of options, whose types the
+    import hook checks, numbers alone."""
     kinds = [get_origin(part) or part for part in plain(wanted)]
     if cls.__name__.endswith("Options"):
-        return [value for kind in kinds for value in WRONG.get(kind, []) if kind in (int, float) and type(value) is kind]
+        return [
+            value
+            for kind in kinds
+            for value in WRONG.get(kind, [])
+            if kind in (int, float) and type(value) is kind
+        ]
     found = [value for kind in kinds for value in WRONG.get(kind, [3, "model", True])]
     if Literal in kinds and int in kinds:
         found = [value for value in found if value != 3]
     return [*found, *OTHERS, *([] if NoneType in kinds else [None])]
 
 
-@pytest.mark.parametrize(("cls", "name", "wanted"), ALL, ids=[f"{cls.__module__}.{cls.__name__}.{name}" for cls, name, _ in ALL])
-def test_values_of_no_use_are_refused_by_name_in_one_line(cls: type, name: str, wanted: Any) -> None:
+@pytest.mark.parametrize(
+    ("cls", "name", "wanted"),
+    ALL,
+    ids=[f"{cls.__module__}.{cls.__name__}.{name}" for cls, name, _ in ALL],
+)
+def test_values_of_no_use_are_refused_by_name_in_one_line(
+    cls: type, name: str, wanted: Any
+) -> None:
     for value in wrong(cls, wanted):
         with pytest.raises(ConfigError) as caught:
             make(cls, **{name: value})
@@ -128,43 +154,114 @@ def test_every_number_states_its_range() -> None:
         (lambda: GrpoConfig(weight_decay=-0.1), "grpo.weight_decay is -0.1; it must be at least 0"),
         (lambda: GrpoConfig(warmup_steps=-1), "grpo.warmup_steps is -1; it must be at least 0"),
         (lambda: GrpoConfig(learning_rate=0.0), "grpo.learning_rate is 0.0; it must be above 0"),
-        (lambda: DraftTrainingConfig(learning_rate=-1e-3), "draft_training.learning_rate is -0.001; it must be above 0"),
-        (lambda: DraftTrainingConfig(grad_clip=0), "draft_training.grad_clip is 0; it must be above 0"),
-        (lambda: DraftTrainingConfig(decay=0), "draft_training.decay is 0; it must be above 0 and at most 1"),
-        (lambda: SftConfig(learning_rate=math.inf), "sft.learning_rate is inf; it must be a number that float32 can hold"),
-        (lambda: SftConfig(wrong_steps=1), "sft.wrong_steps is 1; it must be at least 0 and below 1"),
-        (lambda: OfflineConfig(learning_rate=-1), "offline.learning_rate is -1; it must be above 0"),
+        (
+            lambda: DraftTrainingConfig(learning_rate=-1e-3),
+            "draft_training.learning_rate is -0.001; it must be above 0",
+        ),
+        (
+            lambda: DraftTrainingConfig(grad_clip=0),
+            "draft_training.grad_clip is 0; it must be above 0",
+        ),
+        (
+            lambda: DraftTrainingConfig(decay=0),
+            "draft_training.decay is 0; it must be above 0 and at most 1",
+        ),
+        (
+            lambda: SftConfig(learning_rate=math.inf),
+            "sft.learning_rate is inf; it must be a number that float32 can hold",
+        ),
+        (
+            lambda: SftConfig(wrong_steps=1),
+            "sft.wrong_steps is 1; it must be at least 0 and below 1",
+        ),
+        (
+            lambda: OfflineConfig(learning_rate=-1),
+            "offline.learning_rate is -1; it must be above 0",
+        ),
         (lambda: ModelConfig(norm_eps=0.0), "model.norm_eps is 0.0; it must be above 0"),
         (lambda: ModelConfig(rope_theta=1.0), "model.rope_theta is 1.0; it must be above 1"),
         (lambda: RopeConfig(beta_slow=-1.0), "model.rope.beta_slow is -1.0; it must be above 0"),
         (lambda: HeadConfig(logit_scale=0.0), "head.logit_scale is 0.0; it must be above 0"),
-        (lambda: RolloutConfig(temperature=1e-39), "rollout.temperature is 1e-39; it must be a number that float32 can hold"),
-        (lambda: RolloutConfig(temperature=9e-4), "rollout.temperature is 0.0009; it must be 0, or at least 0.001 and at most 1000"),
-        (lambda: DraftConfig(temperature=1e9), "rollout.draft.temperature is 1000000000.0; it must be 0, or at least 0.001"),
-        (lambda: Config(seed=2**32), "seed is 4294967296; it must be at least 0 and at most 4294967295"),
+        (
+            lambda: RolloutConfig(temperature=1e-39),
+            "rollout.temperature is 1e-39; it must be a number that float32 can hold",
+        ),
+        (
+            lambda: RolloutConfig(temperature=9e-4),
+            "rollout.temperature is 0.0009; it must be 0, or at least 0.001 and at most 1000",
+        ),
+        (
+            lambda: DraftConfig(temperature=1e9),
+            "rollout.draft.temperature is 1000000000.0; it must be 0, or at least 0.001",
+        ),
+        (
+            lambda: Config(seed=2**32),
+            "seed is 4294967296; it must be at least 0 and at most 4294967295",
+        ),
         (lambda: Config(steps=2**31), "steps is 2147483648; it must be at most 2147483647"),
         (lambda: DataConfig(digits=5), "data.digits is 5; it must be at least 1 and at most 4"),
         (lambda: MeshConfig(tensor=0), "mesh.tensor is 0; it must be at least 1"),
         (lambda: EngineConfig(slots=0), "rollout.engine.slots is 0; it must be at least 1"),
         (lambda: LoraConfig(alpha=0.0), "lora.alpha is 0.0; it must be above 0"),
-        (lambda: RolloutConfig(banned=(3, -1)), "rollout.banned is (3, -1); it must be a tuple, each item at least 0"),
-        (lambda: SftConfig(learning_rate=Decimal(1)), "sft.learning_rate is Decimal('1'); it must be a number, as an int or a float"),  # pyright: ignore[reportArgumentType]
-        (lambda: Config(steps=10**5000), "steps is a whole number of about 5000 digits; it must be at most 2147483647"),
-        (lambda: Config(workdir="a\0b"), "workdir is 'a\\x00b'; it must be text without the character NUL"),
-        (lambda: LoraConfig(targets=("a\0b",)), "it must be a tuple, each item text without the character NUL"),
-        (lambda: ModelConfig(layers=1001), "model.layers is 1001; it must be at least 1 and at most 1000"),
-        (lambda: ModelConfig(heads=6, kv_heads=4), "model.kv_heads 4 does not divide model.heads 6; give one of 1, 2, 3, 6"),
-        (lambda: ModelConfig(head_size=3), "model.head_size is 3; rotary positions need an even size, such as 4"),
-        (lambda: HeadConfig(taps=(3, 2, 2)), "head.taps [3, 2, 2] must ascend, without repetition: give [2, 3]"),
-        (lambda: HeadConfig(use_taps=False, taps=(2,)), "leave out head.taps, head.norm_before_fuse and head.fuse_norms, or turn"),
-        (lambda: RolloutConfig(min_new_tokens=28), "is not below rollout.max_new_tokens 28; lower the first or raise the second"),
-        (lambda: Config(steps=5, profile="6:8"), "profile is '6:8', and the last call of a run of steps 5 is number 5"),
+        (
+            lambda: RolloutConfig(banned=(3, -1)),
+            "rollout.banned is (3, -1); it must be a tuple, each item at least 0",
+        ),
+        (
+            lambda: SftConfig(learning_rate=Decimal(1)),  # pyright: ignore[reportArgumentType]
+            "sft.learning_rate is Decimal('1'); it must be a number, as an int or a float",
+        ),
+        (
+            lambda: Config(steps=10**5000),
+            "steps is a whole number of about 5000 digits; it must be at most 2147483647",
+        ),
+        (
+            lambda: Config(workdir="a\0b"),
+            "workdir is 'a\\x00b'; it must be text without the character NUL",
+        ),
+        (
+            lambda: LoraConfig(targets=("a\0b",)),
+            "it must be a tuple, each item text without the character NUL",
+        ),
+        (
+            lambda: ModelConfig(layers=1001),
+            "model.layers is 1001; it must be at least 1 and at most 1000",
+        ),
+        (
+            lambda: ModelConfig(heads=6, kv_heads=4),
+            "model.kv_heads 4 does not divide model.heads 6; give one of 1, 2, 3, 6",
+        ),
+        (
+            lambda: ModelConfig(head_size=3),
+            "model.head_size is 3; rotary positions need an even size, such as 4",
+        ),
+        (
+            lambda: HeadConfig(taps=(3, 2, 2)),
+            "head.taps [3, 2, 2] must ascend, without repetition: give [2, 3]",
+        ),
+        (
+            lambda: HeadConfig(use_taps=False, taps=(2,)),
+            "leave out head.taps, head.norm_before_fuse and head.fuse_norms, or turn",
+        ),
+        (
+            lambda: RolloutConfig(min_new_tokens=28),
+            "is not below rollout.max_new_tokens 28; lower the first or raise the second",
+        ),
+        (
+            lambda: Config(steps=5, profile="6:8"),
+            "profile is '6:8', and the last call of a run of steps 5 is number 5",
+        ),
         (lambda: Config(model=None), "model is None; it must be of type ModelConfig"),  # pyright: ignore[reportArgumentType]
         (lambda: DraftConfig(kind="eagle"), "kind is 'eagle'; it must be one of eagle3, mtp"),  # pyright: ignore[reportArgumentType]
-        (lambda: DraftConfig(draft_length="many"), "'many'; it must be a whole number or one of auto"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: DraftConfig(draft_length="many"),  # pyright: ignore[reportArgumentType]
+            "'many'; it must be a whole number or one of auto",
+        ),
     ],
 )
-def test_messages_name_the_setting_the_value_and_what_is_taken(make: Callable[[], object], words: str) -> None:
+def test_messages_name_the_setting_the_value_and_what_is_taken(
+    make: Callable[[], object], words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert words in str(caught.value)
@@ -174,7 +271,9 @@ def test_a_subclass_may_leave_out_the_checks_and_is_refused() -> None:
     class Unchecked(GrpoConfig):
         def __post_init__(self) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"grpo is .*; it must be of type GrpoConfig itself, not of a subclass"):
+    with pytest.raises(
+        ConfigError, match=r"grpo is .*; it must be of type GrpoConfig itself, not of a subclass"
+    ):
         Config(grpo=Unchecked(grad_clip=-1))
 
 

@@ -17,7 +17,14 @@ from jaxspec.config.as_json import flat, to_json
 from jaxspec.config.check import check
 from jaxspec.config.checked import Checked, ConfigError
 from jaxspec.config.cli import load_config, override, read_config, settle, take_option
-from jaxspec.config.settings import Config, DraftConfig, DraftKind, LookupConfig, ModelConfig, RolloutConfig
+from jaxspec.config.settings import (
+    Config,
+    DraftConfig,
+    DraftKind,
+    LookupConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("draft_offline.py", "rl_think.py", "rl_zero.py")
@@ -53,37 +60,77 @@ class TestLoad:
             load("--config", "rl_think.py", "--help")
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        for key in ("--rollout.draft.draft_length", "--staged, --no_staged", "Longest response, in tokens.", "(default: 40)"):
+        for key in (
+            "--rollout.draft.draft_length",
+            "--staged, --no_staged",
+            "Longest response, in tokens.",
+            "(default: 40)",
+        ):
             assert key in text
 
     def test_defaults_name_and_workdir(self) -> None:
         config, name = load("--config", "rl_think.py")
         assert name == "rl_think-tiny"
-        assert config == replace(read_config(CONFIGS / "rl_think.py")[0], workdir="runs/rl_think-tiny")
+        assert config == replace(
+            read_config(CONFIGS / "rl_think.py")[0], workdir="runs/rl_think-tiny"
+        )
 
-    @pytest.mark.parametrize("argv", [["--config", "rl_think.py:qwen3_8b"], ["--config=rl_think.py:qwen3_8b"]])
+    @pytest.mark.parametrize(
+        "argv", [["--config", "rl_think.py:qwen3_8b"], ["--config=rl_think.py:qwen3_8b"]]
+    )
     def test_scale(self, argv: list[str]) -> None:
         config, name = load(*argv)
-        assert (name, config.model.layers, config.model.dtype) == ("rl_think-qwen3_8b", 36, "bfloat16")
+        assert (name, config.model.layers, config.model.dtype) == (
+            "rl_think-qwen3_8b",
+            36,
+            "bfloat16",
+        )
 
     def test_overrides_on_either_side(self) -> None:
-        argv = ["--grpo.group_size", "32", "--config", "rl_think.py", "--rollout.draft.draft_length=5", "--workdir", "here"]
+        argv = [
+            "--grpo.group_size",
+            "32",
+            "--config",
+            "rl_think.py",
+            "--rollout.draft.draft_length=5",
+            "--workdir",
+            "here",
+        ]
         config, _ = load(*argv)
-        assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (32, 5, "here")
+        assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (
+            32,
+            5,
+            "here",
+        )
 
     def test_values_keep_their_text(self) -> None:
-        argv = ["--data.path", "train.jsonl", "--data.instruction", "Answer: $X, in \\boxed{}", "--draft_training.learning_rate", "1e-5"]
+        argv = [
+            "--data.path",
+            "train.jsonl",
+            "--data.instruction",
+            "Answer: $X, in \\boxed{}",
+            "--draft_training.learning_rate",
+            "1e-5",
+        ]
         config, _ = load("--config", "rl_think.py", *argv)
         assert config.data.instruction == "Answer: $X, in \\boxed{}"
         assert config.draft_training.learning_rate == 1e-5
 
-    @pytest.mark.parametrize(("flag", "staged"), [("--staged", True), ("--no-staged", False), ("--no_staged", False)])
+    @pytest.mark.parametrize(
+        ("flag", "staged"), [("--staged", True), ("--no-staged", False), ("--no_staged", False)]
+    )
     def test_booleans(self, flag: str, staged: bool) -> None:
         assert load("--config", "rl_think.py", flag)[0].staged is staged
 
     def test_looked_up_as_given_then_in_configs_then_shipped(self, elsewhere: Path) -> None:
-        assert load("--config", "rl_think.py")[0].steps == read_config(CONFIGS / "rl_think.py")[0].steps
-        local = "from jaxspec.config.settings import Config\nSCALES = ('one',)\ndef get_config(scale):\n    return Config(steps={})\n"
+        assert (
+            load("--config", "rl_think.py")[0].steps
+            == read_config(CONFIGS / "rl_think.py")[0].steps
+        )
+        local = (
+            "from jaxspec.config.settings import Config\nSCALES = ('one',)\ndef"
+            " get_config(scale):\n    return Config(steps={})\n"
+        )
         (elsewhere / "configs").mkdir()
         (elsewhere / "configs" / "rl_think.py").write_text(local.format(7))
         assert load("--config", "rl_think.py")[0].steps == 7
@@ -97,7 +144,10 @@ class TestLoad:
         assert load("--config", "copied/draft_offline.py")[1] == "draft_offline-tiny"
 
     def test_kind_none(self) -> None:
-        assert load("--config", "rl_think.py", "--rollout.draft.kind", "none")[0].rollout.draft.kind == "none"
+        assert (
+            load("--config", "rl_think.py", "--rollout.draft.kind", "none")[0].rollout.draft.kind
+            == "none"
+        )
 
     @pytest.mark.parametrize(
         ("kind", "foreign"),
@@ -119,7 +169,9 @@ class TestLoad:
     )
     def test_settings_foreign_to_the_kind(self, kind: list[str], foreign: list[str]) -> None:
         message = refused("--config", "rl_think.py", *kind, *foreign)
-        assert message == refused("--config", "rl_think.py", *kind, *(word.replace("_", "-") for word in foreign))
+        assert message == refused(
+            "--config", "rl_think.py", *kind, *(word.replace("_", "-") for word in foreign)
+        )
         assert f"kind {kind[-1].split('=')[-1]}" in message
         assert foreign[0].split("=")[0].replace("no_", "") in message
 
@@ -128,8 +180,14 @@ class TestLoad:
         [
             (["--rollout.draft.draft-length", "5"], DraftConfig(draft_length=5)),
             (["--rollout.draft.draft_length", "auto"], DraftConfig(draft_length="auto")),
-            (["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"], DraftConfig(kind="mtp", embedding_first=False)),
-            (["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"], DraftConfig(kind="mtp", embedding_first=False)),
+            (
+                ["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"],
+                DraftConfig(kind="mtp", embedding_first=False),
+            ),
+            (
+                ["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"],
+                DraftConfig(kind="mtp", embedding_first=False),
+            ),
             (["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"], DraftConfig(kind="mtp")),
             (["--rollout.draft.kind=none", "--rollout.draft.layers=1"], DraftConfig(kind="none")),
         ],
@@ -138,16 +196,36 @@ class TestLoad:
         assert load("--config", "rl_think.py", *argv)[0].rollout.draft == draft
 
     def test_settings_of_the_kind(self) -> None:
-        lookup = load("--config", "rl_think.py", "--rollout.draft.kind", "ngram", "--rollout.lookup.min_match", "3")[0].rollout
-        assert (lookup.draft.kind, lookup.lookup.min_match, lookup.lookup_kind) == ("ngram", 3, "ngram")
-        beside = load("--config", "rl_think.py", "--rollout.lookup.beside", "history", "--rollout.lookup.past", "4")[0].rollout
+        lookup = load(
+            "--config",
+            "rl_think.py",
+            "--rollout.draft.kind",
+            "ngram",
+            "--rollout.lookup.min_match",
+            "3",
+        )[0].rollout
+        assert (lookup.draft.kind, lookup.lookup.min_match, lookup.lookup_kind) == (
+            "ngram",
+            3,
+            "ngram",
+        )
+        beside = load(
+            "--config",
+            "rl_think.py",
+            "--rollout.lookup.beside",
+            "history",
+            "--rollout.lookup.past",
+            "4",
+        )[0].rollout
         assert (beside.lookup_kind, beside.past) == ("history", 4)
 
 
 class TestRefusals:
     def test_no_config(self) -> None:
         message = refused("--steps", "3")
-        assert all(name in message for name in (*NAMES, "python -m jaxspec.train --config rl_think.py"))
+        assert all(
+            name in message for name in (*NAMES, "python -m jaxspec.train --config rl_think.py")
+        )
 
     @pytest.mark.parametrize("given", ["rl_thnk.py", "rl_think", "configs/rl_thin.py:tiny"])
     def test_config_name(self, given: str) -> None:
@@ -159,20 +237,29 @@ class TestRefusals:
         assert "tiny" in message
 
     def test_key(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--rollout.draft.draft_length" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.draf_length", "5")
+        assert "--rollout.draft.draft_length" in exit_message(
+            capsys, "--config", "rl_think.py", "--rollout.draft.draf_length", "5"
+        )
 
     def test_value(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "eagle3" in exit_message(capsys, "--config", "rl_think.py", "--rollout.draft.kind", "eagle4")
+        assert "eagle3" in exit_message(
+            capsys, "--config", "rl_think.py", "--rollout.draft.kind", "eagle4"
+        )
 
     def test_local_check_behind_an_override(self) -> None:
-        assert refused("--config", "rl_think.py", "--grpo.group_size", "1").startswith("grpo.group_size is 1; it must be at least 2")
+        assert refused("--config", "rl_think.py", "--grpo.group_size", "1").startswith(
+            "grpo.group_size is 1; it must be at least 2"
+        )
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
             ("steps: 60, seed: 0", "not a Python file"),
             ("x = 1", "must define SCALES and get_config"),
-            ("SCALES = ('a',)\ndef get_config(scale):\n    return 3", "returns a int, not a jaxspec.config.Config"),
+            (
+                "SCALES = ('a',)\ndef get_config(scale):\n    return 3",
+                "returns a int, not a jaxspec.config.Config",
+            ),
         ],
     )
     def test_files_that_are_no_configs(self, elsewhere: Path, text: str, reason: str) -> None:
@@ -190,18 +277,39 @@ class TestRefusals:
                 4,
                 "rollout.verify is 'greedy'; it must be one of block, token, coupled",
             ),
-            ("return Config(rollout=RolloutConfig(banned=[3]))", 4, "rollout.banned is [3]; it must be a tuple"),
-            ("return Config(stepz=3)", 4, "TypeError: Config.__init__() got an unexpected keyword argument 'stepz'"),
-            ("config = Config()\n    config.steps = 3", 5, "FrozenInstanceError: cannot assign to field 'steps'"),
+            (
+                "return Config(rollout=RolloutConfig(banned=[3]))",
+                4,
+                "rollout.banned is [3]; it must be a tuple",
+            ),
+            (
+                "return Config(stepz=3)",
+                4,
+                "TypeError: Config.__init__() got an unexpected keyword argument 'stepz'",
+            ),
+            (
+                "config = Config()\n    config.steps = 3",
+                5,
+                "FrozenInstanceError: cannot assign to field 'steps'",
+            ),
             ("return Confg()", 4, "NameError: name 'Confg' is not defined"),
             ("return 1 / 0", 4, "ZeroDivisionError: division by zero"),
             ("raise ValueError('two\\nlines')", 4, "ValueError: two lines"),
-            ("import nothing_of_this_name", 4, "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+            (
+                "import nothing_of_this_name",
+                4,
+                "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+            ),
             ("raise SystemExit(0)", 4, "SystemExit: 0"),
         ],
     )
-    def test_files_that_raise_are_named_with_their_line(self, elsewhere: Path, body: str, line: int, reason: str) -> None:
-        head = "from jaxspec.config.settings import Config, RolloutConfig\nSCALES = ('a',)\ndef get_config(scale):\n    "
+    def test_files_that_raise_are_named_with_their_line(
+        self, elsewhere: Path, body: str, line: int, reason: str
+    ) -> None:
+        head = (
+            "from jaxspec.config.settings import Config, RolloutConfig\nSCALES = ('a',)\ndef"
+            " get_config(scale):\n    "
+        )
         (elsewhere / "mine.py").write_text(head + body)
         message = refused("--config", "mine.py")
         assert message.startswith(f"mine.py, line {line}: {reason}")
@@ -210,30 +318,53 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("SCALES = 3\ndef get_config(scale): ...", "mine.py: SCALES is 3; it must be a tuple of names"),
-            ("SCALES = 'tiny'\ndef get_config(scale): ...", "mine.py: SCALES is 'tiny'; it must be a tuple of names"),
-            ("SCALES = ('a',)\ndef get_config(): ...", "mine.py: TypeError: get_config() takes 0 positional arguments"),
+            (
+                "SCALES = 3\ndef get_config(scale): ...",
+                "mine.py: SCALES is 3; it must be a tuple of names",
+            ),
+            (
+                "SCALES = 'tiny'\ndef get_config(scale): ...",
+                "mine.py: SCALES is 'tiny'; it must be a tuple of names",
+            ),
+            (
+                "SCALES = ('a',)\ndef get_config(): ...",
+                "mine.py: TypeError: get_config() takes 0 positional arguments",
+            ),
             ("SCALES = ('a',)\nget_config = 3", "mine.py: TypeError: 'int' object is not callable"),
             ("import sys\n\nsys.exit()", "mine.py, line 3: SystemExit: "),
         ],
     )
-    def test_files_that_raise_around_their_config(self, elsewhere: Path, text: str, reason: str) -> None:
+    def test_files_that_raise_around_their_config(
+        self, elsewhere: Path, text: str, reason: str
+    ) -> None:
         (elsewhere / "mine.py").write_text(text)
         assert refused("--config", "mine.py").startswith(reason)
 
     def test_a_file_names_the_one_that_it_reads(self, elsewhere: Path) -> None:
-        (elsewhere / "inner.py").write_text("SCALES = ('a',)\ndef get_config(scale):\n    return nothing")
-        (elsewhere / "mine.py").write_text(
-            "from pathlib import Path\nfrom jaxspec.config.cli import read_config\nread_config(Path('inner.py'))"
+        (elsewhere / "inner.py").write_text(
+            "SCALES = ('a',)\ndef get_config(scale):\n    return nothing"
         )
-        assert refused("--config", "mine.py") == "mine.py, line 3: inner.py, line 3: NameError: name 'nothing' is not defined"
+        (elsewhere / "mine.py").write_text(
+            "from pathlib import Path\nfrom jaxspec.config.cli import"
+            " read_config\nread_config(Path('inner.py'))"
+        )
+        assert (
+            refused("--config", "mine.py")
+            == "mine.py, line 3: inner.py, line 3: NameError: name 'nothing' is not defined"
+        )
 
     def test_help_without_config_teaches(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             load("--help")
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        for part in (*NAMES, "Trains.", "Examples:", "--rollout.draft.kind none", "Batches to generate and learn from."):
+        for part in (
+            *NAMES,
+            "Trains.",
+            "Examples:",
+            "--rollout.draft.kind none",
+            "Batches to generate and learn from.",
+        ):
             assert part in text
 
 
@@ -243,15 +374,28 @@ USELESS = [
     ("--lora.path folder --lora.alpha 8", "lora.rank 0"),
     ("--model.path folder --model.layers 4", "model.path"),
     ("--model.path folder --model.norm_eps 1e-5", "model.path"),
-    ("--model.path folder --model.vocab 40", "model.path"),  # the default, and yet not what the folder says
-    ("--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 1", "rollout.draft.path"),
+    # the default, and yet not what the folder says
+    ("--model.path folder --model.vocab 40", "model.path"),
+    (
+        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 1",
+        "rollout.draft.path",
+    ),
     ("--model.path folder --model.rope.context 4096", "model.path"),
     ("--model.path folder --model.family.no_query_key_norm", "model.path"),
     ("--model.ignore", "model.path"),
     ("--model.rope.beta_fast 16", "model.rope_factor 1"),
     ("--model.rope.kind linear", "model.rope_factor 1"),
-    ("--model.rope_factor 2 --model.rope.context 64 --model.rope.kind llama3 --model.rope.beta_fast 16", "model.rope.kind llama3"),
-    ("--model.rope_factor 2 --model.rope.context 64 --model.rope.high_freq_factor 5", "model.rope.kind yarn"),
+    (
+        (
+            "--model.rope_factor 2 --model.rope.context 64 --model.rope.kind llama3"
+            " --model.rope.beta_fast 16"
+        ),
+        "model.rope.kind llama3",
+    ),
+    (
+        "--model.rope_factor 2 --model.rope.context 64 --model.rope.high_freq_factor 5",
+        "model.rope.kind yarn",
+    ),
     ("--model.family.no_normalize_experts", "model.family.experts 0"),
     ("--data.eval_path eval.jsonl", "no data.path"),
     ("--data.prompt_column q", "no data.path"),
@@ -276,11 +420,17 @@ USELESS = [
     ("--rollout.draft.kind model --draft_training.ttt_steps 2", "kind model"),
     ("--rollout.draft.path folder --rollout.draft.vocab 24", "rollout.draft.path"),
     ("--rollout.draft.path folder --head.norm_output", "rollout.draft.path"),
-    ("--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 2", "rollout.draft.path"),
+    (
+        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 2",
+        "rollout.draft.path",
+    ),
     ("--rollout.draft.tap_convention boundary", "no rollout.draft.path"),
     ("--draft_training.no_online --draft_training.learning_rate 1e-4", "draft_training.online off"),
     ("--draft_training.ttt_steps 1 --draft_training.decay 0.5", "draft_training.ttt_steps 1"),
-    ("--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3", "rollout.draft.draft_length 1"),
+    (
+        "--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3",
+        "rollout.draft.draft_length 1",
+    ),
     ("--draft_training.no_online --offline.steps 0 --draft_training.grad_clip 1", "not trained"),
     ("--offline.steps 0 --offline.samples 100", "offline.steps 0"),
     ("--offline.steps 0 --offline.learning_rate 1e-4", "offline.steps 0"),
@@ -303,16 +453,25 @@ class TestUseless:
         [
             "--lora.rank 4 --lora.targets q_proj --lora.alpha 8",
             "--lora.path folder",
-            "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat --model.ignore",
+            (
+                "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat"
+                " --model.ignore"
+            ),
             "--rollout.draft.kind model --rollout.draft.path folder --model.ignore",
             "--model.rope_factor 2 --model.rope.context 64 --model.rope.beta_fast 16",
             "--model.rope.context 64 --model.rope.longest 128",
-            "--data.path train.jsonl --data.eval_path eval.jsonl --data.prompt_column q --data.answer_column a --data.answer_style boxed",
+            (
+                "--data.path train.jsonl --data.eval_path eval.jsonl --data.prompt_column q"
+                " --data.answer_column a --data.answer_style boxed"
+            ),
             "--data.path train.jsonl --data.digits 3 --offline.text generic",
             "--data.tokenizer folder --rollout.no_enable_thinking",
             "--sft.steps 0 --offline.text generic --sft.wrong_steps 0.1",
             "--staged --rollout.slice_rounds 2",
-            "--rollout.draft.kind none --rollout.verify coupled --offline.steps 0 --draft_training.no_online",
+            (
+                "--rollout.draft.kind none --rollout.verify coupled --offline.steps 0"
+                " --draft_training.no_online"
+            ),
             "--rollout.draft.path folder --head.taps 1 2 3 --rollout.draft.tap_convention boundary",
             "--draft_training.no_online --draft_training.loss kl",
             "--offline.steps 0 --draft_training.learning_rate 1e-4 --offline.samples 2048",
@@ -334,15 +493,29 @@ class TestUseless:
 
         there = flat(to_json(Config(draft_model=ModelConfig())))
         named = [name for row in WITH_ANY_DRAFT + BY_DRAFT for name in row.settings.split()]
-        assert [name for name in named if not any(each == name or (name[-1] == "." and each.startswith(name)) for each in there)] == []
+        assert [
+            name
+            for name in named
+            if not any(
+                each == name or (name[-1] == "." and each.startswith(name)) for each in there
+            )
+        ] == []
         for row in WITH_ANY_DRAFT + BY_DRAFT:
             assert "{" not in row.fact.format(c=Config())
 
 
 def test_commands_that_are_shown_to_users_are_taken(repository: Path) -> None:
-    shown = [repository / "README.md", *(CONFIGS / name for name in NAMES), repository / "jaxspec" / "config" / "cli.py"]
+    shown = [
+        repository / "README.md",
+        *(CONFIGS / name for name in NAMES),
+        repository / "jaxspec" / "config" / "cli.py",
+    ]
     text = "\n".join(file.read_text().replace("\\\n", " ") for file in shown)
-    found = re.findall(r"^\s*(?:\.venv/bin/)?(?:python -m jaxspec\.\w+|train|\{command\}) (--config [^#({\n]*)", text, re.MULTILINE)
+    found = re.findall(
+        r"^\s*(?:\.venv/bin/)?(?:python -m jaxspec\.\w+|train|\{command\}) (--config [^#({\n]*)",
+        text,
+        re.MULTILINE,
+    )
     commands = [command.replace("...", "").split() for command in found if "--help" not in command]
     assert len(commands) >= 12
     for words in commands:
@@ -353,7 +526,9 @@ def test_help_whose_reader_has_seen_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "jaxspec.train", "--config", "rl_think.py", "--help"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=CONFIGS.parent, timeout=120, check=False)
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, cwd=CONFIGS.parent, timeout=120, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -363,16 +538,31 @@ def test_config_files(name: str) -> None:
     for scale in ("tiny", "qwen3_0.6b", "qwen3_8b"):
         config, run = read_config(CONFIGS / name, scale)
         assert run == f"{Path(name).stem}-{scale}"
-        check(config if scale == "tiny" else replace(config, data=replace(config.data, path="train.jsonl")), devices=1)
+        check(
+            (
+                config
+                if scale == "tiny"
+                else replace(config, data=replace(config.data, path="train.jsonl"))
+            ),
+            devices=1,
+        )
 
 
-@pytest.mark.parametrize(("name", "program"), list(zip(NAMES, ("train_draft", "train", "train"), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "program"), list(zip(NAMES, ("train_draft", "train", "train"), strict=True))
+)
 def test_config_files_say_how_to_run_them_and_what_to_expect_where(name: str, program: str) -> None:
     head = (CONFIGS / name).read_text().split('"""')[1]
     assert f"\n\n  python -m jaxspec.{program} --config {name}\n" in head
-    assert set(re.findall(r"python -m (\S+) --config ([\w.]+)", head)) == {(f"jaxspec.{program}", name)}
+    assert set(re.findall(r"python -m (\S+) --config ([\w.]+)", head)) == {
+        (f"jaxspec.{program}", name)
+    }
     assert "\nVary: " in head
-    stated = re.search(r"\nExpect \(tiny, seeds? [\d to]+,\son\s[^,:()]*\w[^,:()]*,\s(\d+\s[A-Z][a-z]+\s\d{4})\):\s", head)
+    stated = re.search(
+        r"\nExpect \(tiny, seeds? [\d"
+        r" to]+,\son\s[^,:()]*\w[^,:()]*,\s(\d+\s[A-Z][a-z]+\s\d{4})\):\s",
+        head,
+    )
     assert stated, "a machine and a date"
     datetime.strptime(" ".join(stated[1].split()), "%d %B %Y")
 
@@ -409,8 +599,14 @@ class TestAnotherCommandLine:
         )
 
     def test_options_may_go_without_the_name_of_their_section(self) -> None:
-        with pytest.raises(ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "):
-            settle(Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))), ["--draft.vocab", "3"], under="rollout.")
+        with pytest.raises(
+            ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "
+        ):
+            settle(
+                Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))),
+                ["--draft.vocab", "3"],
+                under="rollout.",
+            )
 
 
 class TestSettle:
@@ -425,21 +621,39 @@ class TestSettle:
             ("eagle3", ["--draft.kind", "eagle3"], 24, "ngram"),
             ("mtp", ["--draft.kind=mtp"], 0, "ngram"),
             ("none", ["--draft.kind=none"], 0, "none"),
-            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], 0, "ngram"),  # for `check` to refuse
+            # for `check` to refuse
+            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], 0, "ngram"),
             ("mtp", [], 24, "ngram"),  # a config file that contradicts itself, too
         ],
     )
-    def test_what_is_not_named_gives_way(self, kind: DraftKind, argv: list[str], vocab: int, beside: str) -> None:
+    def test_what_is_not_named_gives_way(
+        self, kind: DraftKind, argv: list[str], vocab: int, beside: str
+    ) -> None:
         rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
         settled = settle(Config(rollout=rollout), argv, under="rollout.").rollout
-        assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (kind, vocab, beside)
+        assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (
+            kind,
+            vocab,
+            beside,
+        )
 
     def test_what_is_named_does_not(self) -> None:
         config = Config(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
-        with pytest.raises(ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "):
+        with pytest.raises(
+            ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "
+        ):
             settle(config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"])
-        looked_up = Config(rollout=replace(self.own, draft=DraftConfig(kind="none"), lookup=LookupConfig(beside="ngram", max_match=6)))
-        with pytest.raises(ConfigError, match=r"kind none and look-up none there is no use for --rollout\.lookup\.max_match; "):
+        looked_up = Config(
+            rollout=replace(
+                self.own,
+                draft=DraftConfig(kind="none"),
+                lookup=LookupConfig(beside="ngram", max_match=6),
+            )
+        )
+        with pytest.raises(
+            ConfigError,
+            match=r"kind none and look-up none there is no use for --rollout\.lookup\.max_match; ",
+        ):
             settle(looked_up, ["--rollout.draft.kind", "none", "--rollout.lookup.max_match", "6"])
 
 
@@ -464,5 +678,15 @@ class TestVaried:
 
     def test_its_own_are_refused(self) -> None:
         argv = ["--config", "rl_think.py", "--rollout.verify=token", "--rollout.draft.kind", "mtp"]
-        with pytest.raises(ConfigError, match=r"jaxspec\.bench drafts .* --rollout\.verify, --rollout\.draft\.kind .*leave it out"):
-            load_config(argv, "bench drafts", "", ["rollout.verify", "rollout.draft.kind", "rollout.draft.sampling"])
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"jaxspec\.bench drafts .* --rollout\.verify, --rollout\.draft\.kind .*leave it out"
+            ),
+        ):
+            load_config(
+                argv,
+                "bench drafts",
+                "",
+                ["rollout.verify", "rollout.draft.kind", "rollout.draft.sampling"],
+            )

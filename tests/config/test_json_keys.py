@@ -12,14 +12,31 @@ from jaxspec.config.checked import read_from
 from jaxspec.config.json_keys import Keys, listed, read_json
 from jaxspec.config.settings import ConfigError
 
-KEYS = Keys({"size": 3, "rate": 0.5, "on": False, "name": "x", "names": ["a"], "ids": [1, 2], "part": {"size": 4}, "none": None}, "a.json")
+KEYS = Keys(
+    {
+        "size": 3,
+        "rate": 0.5,
+        "on": False,
+        "name": "x",
+        "names": ["a"],
+        "ids": [1, 2],
+        "part": {"size": 4},
+        "none": None,
+    },
+    "a.json",
+)
 
 
 def test_values_of_the_right_type_are_given_and_null_is_absent() -> None:
     assert (KEYS.whole("size"), KEYS.whole("none", 7), KEYS.whole("absent", 8)) == (3, 7, 8)
     assert (KEYS.number("rate"), KEYS.number("size"), KEYS.number("none", 2.0)) == (0.5, 3.0, 2.0)
     assert (KEYS.flag("on", True), KEYS.flag("none", True)) == (False, True)
-    assert (KEYS.text("name"), KEYS.texts("names"), KEYS.texts("none"), KEYS.wholes("ids")) == ("x", ["a"], [], [1, 2])
+    assert (KEYS.text("name"), KEYS.texts("names"), KEYS.texts("none"), KEYS.wholes("ids")) == (
+        "x",
+        ["a"],
+        [],
+        [1, 2],
+    )
     assert (KEYS.part("part").whole("size"), KEYS.part("none").content) == (4, {})
     assert (KEYS.has("size"), KEYS.has("none"), KEYS.has("absent")) == (True, False, False)
 
@@ -39,9 +56,13 @@ WHOLE, NUMBER = "a whole number from 1 to 2,147,483,647", "a positive number"
         (Keys.part, [[], "x", 3, True], "an object or null"),
     ],
 )
-def test_values_of_another_type_are_refused_with_file_and_key(read: Callable[[Keys, str], Any], bad: list[Any], wanted: str) -> None:
+def test_values_of_another_type_are_refused_with_file_and_key(
+    read: Callable[[Keys, str], Any], bad: list[Any], wanted: str
+) -> None:
     for value in bad:
-        with pytest.raises(ConfigError, match=r"^folder/config\.json: size is .*; it must be ") as error:
+        with pytest.raises(
+            ConfigError, match=r"^folder/config\.json: size is .*; it must be "
+        ) as error:
             read(Keys({"size": value}, "folder/config.json"), "size")
         assert str(error.value).endswith(f"it must be {wanted}")
         assert "\n" not in str(error.value)
@@ -55,7 +76,10 @@ def test_an_absent_key_without_a_default_is_named() -> None:
         KEYS.part("part").text("absent")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "3", '"x"', "null", "", "[" * 100_000, '{"a":' * 100_000, "\xff", "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "3", '"x"', "null", "", "[" * 100_000, '{"a":' * 100_000, "\xff", "9" * 5000],
+)
 def test_a_file_that_holds_no_object_is_named_in_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(text.encode("latin-1"))
@@ -70,19 +94,27 @@ def test_a_file_that_holds_no_object_is_named_in_one_line(tmp_path: Path, text: 
 def test_a_number_too_long_for_python_is_called_that(tmp_path: Path) -> None:
     """And no function of Python's is advised."""
     (tmp_path / "config.json").write_text('{"a": ' + "9" * 5000 + "}")
-    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON \(a whole number of thousands of digits\); download"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config\.json: not valid JSON \(a whole number of thousands of digits\); download",
+    ):
         read_json(tmp_path / "config.json")
 
 
 def test_names_of_others_are_shown_in_one_printable_line() -> None:
-    assert listed(["a", "b\n\x1b[31m", "\ud800", "c" * 999, "e", "f", "g"]) == f"a, b\\n\\x1b[31m, \\ud800, {'c' * 300}..., e and 2 more"
+    assert (
+        listed(["a", "b\n\x1b[31m", "\ud800", "c" * 999, "e", "f", "g"])
+        == f"a, b\\n\\x1b[31m, \\ud800, {'c' * 300}..., e and 2 more"
+    )
     assert (listed([]), listed(iter("ab"), "; ")) == ("", "a; b")
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_what_is_no_regular_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config\.json: not a regular file; give .*"):
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}/config\.json: not a regular file; give .*"
+    ):
         read_json(tmp_path / "config.json")
 
 

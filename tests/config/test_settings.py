@@ -28,9 +28,14 @@ from jaxspec.config.settings import (
 
 class TestSettings:
     def classes(self, value: object, depth: int = 1) -> list[tuple[type, int, int]]:
-        """(class, its settings, nesting) of a config and its sections, but those that mirror a checkpoint's own config."""
+        """(class, its settings, nesting) of a config and its sections, but those that mirror a
+        checkpoint's own config."""
         assert is_dataclass(value)
-        sections = [getattr(value, item.name) for item in fields(value) if is_dataclass(getattr(value, item.name))]
+        sections = [
+            getattr(value, item.name)
+            for item in fields(value)
+            if is_dataclass(getattr(value, item.name))
+        ]
         here = (type(value), len(fields(value)) - len(sections), depth)
         mirrors = ModelConfig, RopeConfig, FamilyConfig, HeadConfig
         inner = [found for section in sections for found in self.classes(section, depth + 1)]
@@ -43,7 +48,13 @@ class TestSettings:
         assert max(depth for _, _, depth in found) <= 3
 
     def test_local_checks_name_key_and_number(self) -> None:
-        with pytest.raises(ConfigError, match=r"grpo\.group_size is 1; it must be at least 2 \(a group advantage needs two responses\)"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"grpo\.group_size is 1; it must be at least 2 \(a group advantage needs two"
+                r" responses\)"
+            ),
+        ):
             GrpoConfig(group_size=1)
 
     @pytest.mark.parametrize(
@@ -57,12 +68,24 @@ class TestSettings:
             (lambda: RolloutConfig(top_p=float("nan")), ["rollout.top_p is nan"]),
             (lambda: RolloutConfig(top_k=-1), ["rollout.top_k is -1"]),
             (lambda: RolloutConfig(temperature=-1.0), ["rollout.temperature is -1.0"]),
-            (lambda: RolloutConfig(max_new_tokens=5, min_new_tokens=5), ["min_new_tokens 5", "max_new_tokens 5"]),
-            (lambda: LookupConfig(min_match=6), ["rollout.lookup.min_match 6", "rollout.lookup.max_match 5"]),
+            (
+                lambda: RolloutConfig(max_new_tokens=5, min_new_tokens=5),
+                ["min_new_tokens 5", "max_new_tokens 5"],
+            ),
+            (
+                lambda: LookupConfig(min_match=6),
+                ["rollout.lookup.min_match 6", "rollout.lookup.max_match 5"],
+            ),
             (lambda: LookupConfig(past=-1), ["lookup.past is -1"]),
             (lambda: DraftTrainingConfig(ttt_steps=0), ["draft_training.ttt_steps is 0"]),
-            (lambda: OfflineConfig(samples=64, rows=64), ["offline.samples 64", "offline.rows 64", "at least 65"]),
-            (lambda: OfflineConfig(samples=0, rows=64, text="generic"), ["offline.samples is 0", "at least 1"]),
+            (
+                lambda: OfflineConfig(samples=64, rows=64),
+                ["offline.samples 64", "offline.rows 64", "at least 65"],
+            ),
+            (
+                lambda: OfflineConfig(samples=0, rows=64, text="generic"),
+                ["offline.samples is 0", "at least 1"],
+            ),
         ],
     )
     def test_bad_numbers_are_refused(self, make: Callable[[], object], parts: list[str]) -> None:
@@ -71,7 +94,9 @@ class TestSettings:
         assert [part for part in parts if part not in str(caught.value)] == []
 
     @pytest.mark.parametrize(("samples", "text"), [(65, ""), (64, "generic"), (1, "generic")])
-    def test_samples_need_a_batch_to_hold_out_and_one_to_train_on_unless_there_is_text(self, samples: int, text: str) -> None:
+    def test_samples_need_a_batch_to_hold_out_and_one_to_train_on_unless_there_is_text(
+        self, samples: int, text: str
+    ) -> None:
         assert OfflineConfig(samples=samples, rows=64, text=text).samples == samples
 
 
@@ -85,17 +110,37 @@ class TestSaved:
         assert differing_keys(to_json(Config()), now) == ["seed: 0 -> 1", "grpo.group_size: 8 -> 4"]
 
     def test_free_keys(self) -> None:
-        now = Config(steps=7, workdir="w", staged=True, save_every=3, eval_every=9, mesh=MeshConfig(data=4, tensor=2))
-        assert differing_keys(to_json(Config()), replace(now, rollout=RolloutConfig(slice_rounds=2))) == []
-        assert differing_keys(to_json(Config()), now, free=frozenset({"workdir"}))[0] == f"steps: {Config().steps} -> 7"
+        now = Config(
+            steps=7,
+            workdir="w",
+            staged=True,
+            save_every=3,
+            eval_every=9,
+            mesh=MeshConfig(data=4, tensor=2),
+        )
+        assert (
+            differing_keys(to_json(Config()), replace(now, rollout=RolloutConfig(slice_rounds=2)))
+            == []
+        )
+        assert (
+            differing_keys(to_json(Config()), now, free=frozenset({"workdir"}))[0]
+            == f"steps: {Config().steps} -> 7"
+        )
 
     def test_keys_that_came_or_went(self) -> None:
         saved = to_json(Config())
         saved["grpo"]["entropy"] = saved["grpo"].pop("prompts")
-        assert differing_keys(saved, Config()) == ["grpo.entropy: 16 -> (absent)", "grpo.prompts: (absent) -> 16"]
+        assert differing_keys(saved, Config()) == [
+            "grpo.entropy: 16 -> (absent)",
+            "grpo.prompts: (absent) -> 16",
+        ]
 
     def test_read_back(self) -> None:
-        config = Config(seed=7, rollout=RolloutConfig(banned=(3, 4), draft=DraftConfig(kind="mtp", layers=2)), mesh=MeshConfig(tensor=2))
+        config = Config(
+            seed=7,
+            rollout=RolloutConfig(banned=(3, 4), draft=DraftConfig(kind="mtp", layers=2)),
+            mesh=MeshConfig(tensor=2),
+        )
         assert from_json(json.loads(json.dumps(to_json(config)))) == config
         assert isinstance(from_json(to_json(config)).rollout.banned, tuple)
 
@@ -103,7 +148,13 @@ class TestSaved:
         saved = to_json(Config())
         saved["grpo"]["entropy"] = saved["grpo"].pop("prompts")
         del saved["seed"]
-        with pytest.raises(ConfigError, match=r"lacks seed, grpo\.prompts; it has grpo\.entropy, which is unknown here; use that version"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"lacks seed, grpo\.prompts; it has grpo\.entropy, which is unknown here; use that"
+                r" version"
+            ),
+        ):
             from_json(saved)
 
     def test_a_section_that_is_none_is_refused(self) -> None:
@@ -123,8 +174,18 @@ class TestSaved:
             ("", "steps", True, "steps is True"),
             ("", "staged", 1, "staged is 1; it must be True or False"),
             ("rollout", "temperature", None, "rollout.temperature is None; it must be a number"),
-            ("rollout", "banned", [1, "a"], "rollout.banned is (1, 'a'); it must be a tuple, each item a whole number"),
-            ("rollout", "verify", "greedy", "rollout.verify is 'greedy'; it must be one of block, token, coupled"),
+            (
+                "rollout",
+                "banned",
+                [1, "a"],
+                "rollout.banned is (1, 'a'); it must be a tuple, each item a whole number",
+            ),
+            (
+                "rollout",
+                "verify",
+                "greedy",
+                "rollout.verify is 'greedy'; it must be one of block, token, coupled",
+            ),
             ("rollout", "verify", [], "rollout.verify is []"),
         ],
     )
@@ -138,7 +199,10 @@ class TestSaved:
     def test_an_unknown_kind_of_draft(self) -> None:
         saved = to_json(Config())
         saved["rollout"]["draft"]["kind"] = "eagle4"
-        with pytest.raises(ConfigError, match=r"rollout\.draft\.kind is 'eagle4'; it must be one of eagle3, mtp, model"):
+        with pytest.raises(
+            ConfigError,
+            match=r"rollout\.draft\.kind is 'eagle4'; it must be one of eagle3, mtp, model",
+        ):
             from_json(saved)
 
     def test_whole_numbers_stand_for_others(self) -> None:

@@ -18,24 +18,38 @@ from jaxspec.config.cli import load_config, take_option
 from jaxspec.config.settings import ConfigError
 from jaxspec.config.version import DISTRIBUTION, refuse_namesake, version
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 
 def missing(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
 
 
-def test_the_version_is_that_of_the_distribution_or_else_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(versions, "metadata", SimpleNamespace(version=lambda name: f"7 of {name}", PackageNotFoundError=LookupError))
+def test_the_version_is_that_of_the_distribution_or_else_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        versions,
+        "metadata",
+        SimpleNamespace(version=lambda name: f"7 of {name}", PackageNotFoundError=LookupError),
+    )
     assert version() == "7 of jaxspec-rl"
-    monkeypatch.setattr(versions, "metadata", SimpleNamespace(version=missing, PackageNotFoundError=metadata.PackageNotFoundError))
+    monkeypatch.setattr(
+        versions,
+        "metadata",
+        SimpleNamespace(version=missing, PackageNotFoundError=metadata.PackageNotFoundError),
+    )
     assert version() == PROJECT["version"]
     monkeypatch.setattr(versions, "_PACKAGE", tmp_path / "jaxspec")
     assert version() == "unknown"
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--config", "rl_think.py", "--version"]])
-def test_every_program_says_its_version(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_program_says_its_version(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     for say in (
         lambda: load_config(argv, "train", ""),
         lambda: take_option(argv, "other", "checkpoint", "RUN"),
@@ -56,49 +70,81 @@ def test_the_project_says_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_a_namesake_in_the_same_folder_is_refused(over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namesake_in_the_same_folder_is_refused(
+    over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that lies elsewhere does no harm."""
     info = tmp_path / "jaxspec-0.3.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\nSummary: X-ray spectra\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\nSummary: X-ray spectra\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     if not over:
         refuse_namesake()
         return
     monkeypatch.setattr(versions, "_PACKAGE", (tmp_path / "jaxspec").resolve())
-    with pytest.raises(ConfigError, match=r"X-ray spectra\) is installed over jaxspec-rl .*pip uninstall jaxspec jaxspec-rl"):
+    with pytest.raises(
+        ConfigError,
+        match=r"X-ray spectra\) is installed over jaxspec-rl .*pip uninstall jaxspec jaxspec-rl",
+    ):
         refuse_namesake()
 
 
-def test_a_namesake_is_named_before_its_modules_are_imported(repository: Path, tmp_path: Path) -> None:
+def test_a_namesake_is_named_before_its_modules_are_imported(
+    repository: Path, tmp_path: Path
+) -> None:
     """It has a package `data`, too, which takes the place of ours."""
-    shutil.copytree(repository / "jaxspec", tmp_path / "jaxspec", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        repository / "jaxspec", tmp_path / "jaxspec", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "jaxspec/data/__init__.py").write_text("raise ImportError")
     (tmp_path / "jaxspec-0.3.dist-info").mkdir()
-    (tmp_path / "jaxspec-0.3.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\n")
-    command, environment = [sys.executable, "-m", "jaxspec.train"], os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    (tmp_path / "jaxspec-0.3.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\n"
+    )
+    command, environment = (
+        [sys.executable, "-m", "jaxspec.train"],
+        os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(r"error: the distribution jaxspec .*give each an environment of its own\n", run.stderr), run.stderr
+    assert re.fullmatch(
+        r"error: the distribution jaxspec .*give each an environment of its own\n", run.stderr
+    ), run.stderr
 
 
 def test_an_old_installation_is_replaced(repository: Path, tmp_path: Path) -> None:
-    """`launch/venv.sh` removes what is called jaxspec after installing jaxspec-rl, and only where it is there."""
+    """`launch/venv.sh` removes what is called jaxspec after installing jaxspec-rl, and only where
+    it is there."""
     for folder in ("launch", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     for name in ("launch/venv.sh", "launch/constraints.txt", "pyproject.toml"):
         (tmp_path / name).write_bytes((repository / name).read_bytes())
     python, log = tmp_path / ".venv/bin/python", tmp_path / "log"
-    python.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *" show "*) test -f {tmp_path}/old;; esac\n')
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *" show "*) test -f {tmp_path}/old;; esac\n'
+    )
     python.chmod(0o755)
 
     def calls() -> list[str]:
         log.write_text("")
-        subprocess.run(["bash", str(tmp_path / "launch/venv.sh"), "test"], check=True, capture_output=True)
-        return [line.split()[2] for line in log.read_text().splitlines() if line.startswith("-m pip")]
+        subprocess.run(
+            ["bash", str(tmp_path / "launch/venv.sh"), "test"], check=True, capture_output=True
+        )
+        return [
+            line.split()[2] for line in log.read_text().splitlines() if line.startswith("-m pip")
+        ]
 
     def named(words: list[str]) -> list[str]:
-        return [word for line in log.read_text().splitlines() for word in words if f" {word} " in f" {line} "]
+        return [
+            word
+            for line in log.read_text().splitlines()
+            for word in words
+            if f" {word} " in f" {line} "
+        ]
 
     (tmp_path / "old").touch()
     calls()

@@ -1,4 +1,5 @@
-"""Generated arithmetic: exact answers, consistent working, a clean split, and a corpus that solves few of its questions."""
+"""Generated arithmetic: exact answers, consistent working, a clean split, and a corpus that solves
+few of its questions."""
 
 import math
 import re
@@ -20,7 +21,13 @@ TASKS = ("add", "subtract", "mixed")
 
 
 def both_sides(task, digits):
-    return [{make_exercise(task, digits, i, held_out=side) for i in range(count(task, digits, held_out=side))} for side in (False, True)]
+    return [
+        {
+            make_exercise(task, digits, i, held_out=side)
+            for i in range(count(task, digits, held_out=side))
+        }
+        for side in (False, True)
+    ]
 
 
 def follow(text):
@@ -45,9 +52,17 @@ def test_known_solution(monkeypatch):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(TASKS), st.integers(1, 4), st.integers(0, 10**9), st.integers(0, 99), st.sampled_from([0.0, 0.3, 0.9]))
+@given(
+    st.sampled_from(TASKS),
+    st.integers(1, 4),
+    st.integers(0, 10**9),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.3, 0.9]),
+)
 def test_working_is_consistent(task, digits, number, seed, wrong_steps):
-    exercise = make_exercise(task, digits, number % count(task, digits, held_out=False), held_out=False)
+    exercise = make_exercise(
+        task, digits, number % count(task, digits, held_out=False), held_out=False
+    )
     text = worked_solution(exercise, np.random.default_rng(seed), wrong_steps)
     total, wrong = follow(text)
     assert text.endswith(f",#{total}")
@@ -79,10 +94,14 @@ def test_sides_cover_every_pair_once_and_share_none(task, digits):
     train, held_out = both_sides(task, digits)
     assert len(train) == count(task, digits, held_out=False)
     assert len(held_out) == count(task, digits, held_out=True)
-    pairs = [{(e.operator, *sorted((e.first, e.second))) for e in side} for side in (train, held_out)]
+    pairs = [
+        {(e.operator, *sorted((e.first, e.second))) for e in side} for side in (train, held_out)
+    ]
     assert not pairs[0] & pairs[1]
     operands = 10 if digits == 1 else 90
-    assert len(pairs[0] | pairs[1]) == operands * (operands + 1) // 2 * (2 if task == "mixed" else 1)
+    assert len(pairs[0] | pairs[1]) == operands * (operands + 1) // 2 * (
+        2 if task == "mixed" else 1
+    )
     assert all(int(e.answer) >= 0 for e in train)
     assert len(held_out) / len(train | held_out) == pytest.approx(1 / arithmetic.HELD_OUT, abs=0.02)
 
@@ -90,7 +109,9 @@ def test_sides_cover_every_pair_once_and_share_none(task, digits):
 def test_held_out_side_looks_like_the_other():
     train, held_out = both_sides("add", 2)
     for digit in range(10):
-        shares = [np.mean([digit == int(str(e.first)[1]) for e in side]) for side in (train, held_out)]
+        shares = [
+            np.mean([digit == int(str(e.first)[1]) for e in side]) for side in (train, held_out)
+        ]
         assert abs(shares[0] - shares[1]) < 0.05
 
 
@@ -104,12 +125,17 @@ def test_corpus_solves_few_of_its_questions(task):
     rng = np.random.default_rng(0)
     documents = [arithmetic.corpus_text(task, 2, rng, 0.12) for _ in range(6000)]
     begun = [match for text in documents if (match := re.match(r"(\d+)([+-])(\d+)=", text))]
-    answers = [Exercise(int(match[1]), "+" if match[2] == "+" else "-", int(match[3])).answer for match in begun]
+    answers = [
+        Exercise(int(match[1]), "+" if match[2] == "+" else "-", int(match[3])).answer
+        for match in begun
+    ]
     responses = [match.string[match.end() :] for match in begun]
     outcomes = Counter(score(responses, answers, "hash").outcomes.tolist())
     assert 0.08 < outcomes[Outcome.CORRECT] / len(begun) < 0.2
     assert outcomes[Outcome.NO_ANSWER] / len(begun) > 0.4
-    assert sum(text.startswith("?") for text in documents) / len(documents) == pytest.approx(arithmetic.SHARES["book"], abs=0.03)
+    assert sum(text.startswith("?") for text in documents) / len(documents) == pytest.approx(
+        arithmetic.SHARES["book"], abs=0.03
+    )
 
 
 @pytest.mark.parametrize("form", ["worked", "text"])
@@ -126,11 +152,19 @@ def test_batches(form, digits, length):
         assert tokens[end - 1] == tokenizer.stop_ids[0]
         assert (tokens[end:] == tokenizer.pad_id).all()
         assert tokenizer.unknown(tokenizer.decode(tokens)) == ""
-        questions = re.findall(rf"\b\d{{{digits}}}[+-]\d{{{digits}}}=(?=[;#?]|$)", tokenizer.decode(tokens)) if form == "text" else []
+        questions = (
+            re.findall(rf"\b\d{{{digits}}}[+-]\d{{{digits}}}=(?=[;#?]|$)", tokenizer.decode(tokens))
+            if form == "text"
+            else []
+        )
         assert not held_out & {*questions, tokenizer.decode(tokens[:start])}
         assert start == (1 if form == "text" else 2 * digits + 3)
 
 
 def test_too_short_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"data\.digits 4 .* up to 55 tokens, more than .* = 24; raise"):
-        arithmetic.sample_sft_batch(DataConfig(digits=4), 0.1, character_tokenizer(), np.random.default_rng(0), 4, 24)
+    with pytest.raises(
+        ConfigError, match=r"data\.digits 4 .* up to 55 tokens, more than .* = 24; raise"
+    ):
+        arithmetic.sample_sft_batch(
+            DataConfig(digits=4), 0.1, character_tokenizer(), np.random.default_rng(0), 4, 24
+        )

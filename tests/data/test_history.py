@@ -35,7 +35,9 @@ def test_dump_and_load() -> None:
     other = History(2)
     other.keep(1, [np.array([1])])
     other.load(saved)
-    assert [texts(other, problem) for problem in (7, 3, 1)] == [texts(filled(), problem) for problem in (7, 3, 1)]
+    assert [texts(other, problem) for problem in (7, 3, 1)] == [
+        texts(filled(), problem) for problem in (7, 3, 1)
+    ]
     empty = History(0)
     empty.load(History(0).dump())
     assert texts(empty, 7) == []

@@ -1,4 +1,5 @@
-"""Problems by number: the same on every reader, every row once an epoch, and files that say what is wrong with them."""
+"""Problems by number: the same on every reader, every row once an epoch, and files that say what is
+wrong with them."""
 
 import dataclasses
 import json
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import ConfigError, DataConfig
-from jaxspec.data.problems import LeftOut, PromptStream, load_problems, pad_prompts, reference_answer, remarks
+from jaxspec.data.problems import (
+    LeftOut,
+    PromptStream,
+    load_problems,
+    pad_prompts,
+    reference_answer,
+    remarks,
+)
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared/data"
@@ -20,7 +28,9 @@ TOKENIZER = character_tokenizer()
 def write(tmp_path):
     def write_lines(*rows, name="train.jsonl"):
         path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        )
         return str(path)
 
     return write_lines
@@ -53,7 +63,9 @@ def test_small_task_holds_out_what_it_has():
 
 
 def test_generated_prompts_too_long():
-    with pytest.raises(ConfigError, match=r"max_prompt_length is 6.*set --data.max_prompt_length 11"):
+    with pytest.raises(
+        ConfigError, match=r"max_prompt_length is 6.*set --data.max_prompt_length 11"
+    ):
         load_problems(DataConfig(digits=4, max_prompt_length=6), TOKENIZER)
 
 
@@ -65,32 +77,55 @@ def test_file_holds_out_its_last_rows(write):
 
 
 def test_held_out_file(write):
-    train, held_out = load(write(*rows(5)), eval_path=write(*rows(9, 100), name="eval.jsonl"), eval_prompts=4)
+    train, held_out = load(
+        write(*rows(5)), eval_path=write(*rows(9, 100), name="eval.jsonl"), eval_prompts=4
+    )
     assert (len(train), len(held_out)) == (5, 4)
     assert held_out[0].answer == "101"
 
 
 def test_long_repeated_and_unanswered_problems_are_counted(write):
     """Each by its reason, like empty problems and blank lines."""
-    long, unanswered = {"question": "1" * 40 + "+1=", "answer": "2"}, {"question": "1+1=", "answer": "$"}
+    long, unanswered = (
+        {"question": "1" * 40 + "+1=", "answer": "2"},
+        {"question": "1+1=", "answer": "$"},
+    )
     nothing = [{"question": " \n", "answer": "2"}, {"question": "", "answer": "3"}]
-    lines = [long, *rows(4), "", "  ", rows(1)[0], rows(1)[0], unanswered, *nothing, "", *rows(4, 4)]
+    lines = [
+        long,
+        *rows(4),
+        "",
+        "  ",
+        rows(1)[0],
+        rows(1)[0],
+        unanswered,
+        *nothing,
+        "",
+        *rows(4, 4),
+    ]
     config = DataConfig(path=write(*lines), eval_prompts=2)
     train, held_out = load_problems(config, TOKENIZER)
     assert len(train) == 6
     assert train.left_out == LeftOut(too_long=1, repeated=2, unanswered=1, empty=2, blank=3)
     assert remarks(config, train, held_out) == [
-        f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an answer, 2 with an empty problem) "
-        "and 3 blank lines passed over; 6 to train on"
+        f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an"
+        " answer, 2 with an empty problem) and 3 blank lines passed over; 6 to train on"
     ]
 
 
 def test_what_is_held_out_is_counted_too_and_compared_with_what_is_trained_on(write):
     plain = DataConfig(path=write(*rows(9)), eval_prompts=2)
     assert remarks(plain, *load_problems(plain, TOKENIZER)) == []
-    config = DataConfig(path=plain.path, eval_path=write(*rows(4, 6), "", rows(1, 6)[0], name="eval.jsonl"), eval_prompts=3)
+    config = DataConfig(
+        path=plain.path,
+        eval_path=write(*rows(4, 6), "", rows(1, 6)[0], name="eval.jsonl"),
+        eval_prompts=3,
+    )
     assert remarks(config, *load_problems(config, TOKENIZER)) == [
-        f"data.eval_path {config.eval_path}: 1 problems left out (1 repeated) and 1 blank lines passed over; 3 held out",
+        (
+            f"data.eval_path {config.eval_path}: 1 problems left out (1 repeated) and 1 blank lines"
+            " passed over; 3 held out"
+        ),
         "warning: 3 of the 3 held-out problems are among those to train on, too",
     ]
 
@@ -99,25 +134,43 @@ def test_the_held_out_file_must_have_the_same_columns(write):
     """A setting that it called for would be wrong for the other file."""
     other = write({"questions": "1+1=", "answer": "2"}, name="eval.jsonl")
     with pytest.raises(
-        ConfigError, match=r"no column 'question' among .*; give the file the columns of data\.path, which --data\.prompt_c"
+        ConfigError,
+        match=(
+            r"no column 'question' among .*; give the file the columns of data\.path, which"
+            r" --data\.prompt_c"
+        ),
     ):
         load(write(*rows(5)), eval_path=other)
 
 
 def test_fewer_problems_than_are_asked_for_are_told(write):
-    config = DataConfig(path=write(*rows(3)), eval_path=write(*rows(2, 50), name="eval.jsonl"), eval_prompts=2)
+    config = DataConfig(
+        path=write(*rows(3)), eval_path=write(*rows(2, 50), name="eval.jsonl"), eval_prompts=2
+    )
     found = load_problems(config, TOKENIZER)
     assert remarks(config, *found, 3) == []
     assert remarks(config, *found, 4) == [
-        "warning: a batch takes 4 problems, and there are 3 to train on, so that some are in it repeatedly",
+        (
+            "warning: a batch takes 4 problems, and there are 3 to train on, so that some are in it"
+            " repeatedly"
+        ),
     ]
     more = dataclasses.replace(config, eval_prompts=3)
-    assert remarks(more, *load_problems(more, TOKENIZER)) == ["2 problems are held out: there are no more, though data.eval_prompts is 3"]
+    assert remarks(more, *load_problems(more, TOKENIZER)) == [
+        "2 problems are held out: there are no more, though data.eval_prompts is 3"
+    ]
 
 
 def test_columns_and_instruction(write):
     path = write(*({"problem": f"{i}-1=", "solution": i - 1} for i in range(2, 9)))
-    train, _ = load(path, prompt_column="problem", answer_column="solution", instruction="?", eval_prompts=1, tokenizer="set")
+    train, _ = load(
+        path,
+        prompt_column="problem",
+        answer_column="solution",
+        instruction="?",
+        eval_prompts=1,
+        tokenizer="set",
+    )
     assert train[0].prompt.endswith("2-1=\n?")
     assert train[0].answer == "1"
 
@@ -126,7 +179,9 @@ def test_reads_from_many_threads_agree(write):
     train, _ = load(write(*rows(300)), eval_prompts=1)
     order = np.random.default_rng(0).integers(0, len(train), 2000).tolist()
     with ThreadPoolExecutor(8) as pool:
-        assert [problem.answer for problem in pool.map(train.__getitem__, order)] == [str(i + 1) for i in order]
+        assert [problem.answer for problem in pool.map(train.__getitem__, order)] == [
+            str(i + 1) for i in order
+        ]
 
 
 @pytest.mark.parametrize(
@@ -139,30 +194,105 @@ def test_reads_from_many_threads_agree(write):
         (
             [{"questions": "1+1=", "answer": "2"}],
             {},
-            "line 1: no column 'question' among 'questions', 'answer'; did you mean --data.prompt_column",
+            (
+                "line 1: no column 'question' among 'questions', 'answer'; did you mean"
+                " --data.prompt_column"
+            ),
         ),
-        ([{"solution": "1+1=", "answer": "2"}], {"prompt_column": "solutio"}, "among 'solution', 'answer'; set --data.prompt_column$"),
-        (rows(2), {"answer_column": "zzz"}, "no column 'zzz' among 'question', 'answer'; set --data.answer_column"),
-        (rows(2), {"answer_column": "answers"}, "'answer'; did you mean --data.answer_column answer\\?"),
+        (
+            [{"solution": "1+1=", "answer": "2"}],
+            {"prompt_column": "solutio"},
+            "among 'solution', 'answer'; set --data.prompt_column$",
+        ),
+        (
+            rows(2),
+            {"answer_column": "zzz"},
+            "no column 'zzz' among 'question', 'answer'; set --data.answer_column",
+        ),
+        (
+            rows(2),
+            {"answer_column": "answers"},
+            "'answer'; did you mean --data.answer_column answer\\?",
+        ),
         # columns of answers are near, too
-        ([{"problem": "1+1=", "solution": "2"}], {}, "no column 'question' among 'problem', 'solution'; set --data.prompt_column$"),
-        ([{"q": "1", "questions": "2"}], {"answer_column": "questions"}, "among 'q', 'questions'; set --data.prompt_column$"),
-        ([{f"c\n{i}": i for i in range(20_000)}], {}, r"among 'c\\n0', 'c\\n1', .* and 19995 more; set --data.prompt_column$"),
-        (rows(2), {"prompt_column": "answer"}, "data.prompt_column and data.answer_column are both 'answer', .*; name two columns"),
-        (rows(2), {"instruction": "\udcff"}, r"^data\.instruction is '\\udcff', which is no text in UTF-8"),
-        ([{"question": "1+1=", "answer": r"\boxed{}"}], {}, "column 'answer' states no answer in any of 1 lines"),
+        (
+            [{"problem": "1+1=", "solution": "2"}],
+            {},
+            "no column 'question' among 'problem', 'solution'; set --data.prompt_column$",
+        ),
+        (
+            [{"q": "1", "questions": "2"}],
+            {"answer_column": "questions"},
+            "among 'q', 'questions'; set --data.prompt_column$",
+        ),
+        (
+            [{f"c\n{i}": i for i in range(20_000)}],
+            {},
+            r"among 'c\\n0', 'c\\n1', .* and 19995 more; set --data.prompt_column$",
+        ),
+        (
+            rows(2),
+            {"prompt_column": "answer"},
+            "data.prompt_column and data.answer_column are both 'answer', .*; name two columns",
+        ),
+        (
+            rows(2),
+            {"instruction": "\udcff"},
+            r"^data\.instruction is '\\udcff', which is no text in UTF-8",
+        ),
+        (
+            [{"question": "1+1=", "answer": r"\boxed{}"}],
+            {},
+            "column 'answer' states no answer in any of 1 lines",
+        ),
         ([{"question": ["1+1="], "answer": "2"}], {}, "column 'question' holds a list"),
         (["[" * 100_000], {}, "line 1: not JSON .nested too deeply"),
-        (['{"question": NaN, "answer": "2"}'], {}, "line 1: column 'question' holds a float that is not finite"),
-        (['{"question": "1+1=", "answer": 1e999}'], {}, "line 1: column 'answer' holds a float that is not finite"),
-        (['{"question": "1\\ud800", "answer": "2"}'], {}, "line 1: column 'question' holds half of a character"),
-        (['{"question": "1+1=", "answer": "\\udc00"}'], {}, "line 1: column 'answer' holds half of a character"),
-        ([{"question": " ", "answer": "2"}], {}, "column 'question' is empty in all of 1 lines; set data.prompt_column"),
-        ([{"question": "1+1=", "answer": "####"}], {}, "column 'answer' states no answer in any of 1 lines"),
-        ([{"question": "What is it?", "answer": "2"}], {}, "built-in tokenizer lacks 'What is'; set data.tokenizer"),
-        (rows(9), {"max_prompt_length": 3}, "none of 9 prompts fits data.max_prompt_length = 3; the shortest takes 5"),
+        (
+            ['{"question": NaN, "answer": "2"}'],
+            {},
+            "line 1: column 'question' holds a float that is not finite",
+        ),
+        (
+            ['{"question": "1+1=", "answer": 1e999}'],
+            {},
+            "line 1: column 'answer' holds a float that is not finite",
+        ),
+        (
+            ['{"question": "1\\ud800", "answer": "2"}'],
+            {},
+            "line 1: column 'question' holds half of a character",
+        ),
+        (
+            ['{"question": "1+1=", "answer": "\\udc00"}'],
+            {},
+            "line 1: column 'answer' holds half of a character",
+        ),
+        (
+            [{"question": " ", "answer": "2"}],
+            {},
+            "column 'question' is empty in all of 1 lines; set data.prompt_column",
+        ),
+        (
+            [{"question": "1+1=", "answer": "####"}],
+            {},
+            "column 'answer' states no answer in any of 1 lines",
+        ),
+        (
+            [{"question": "What is it?", "answer": "2"}],
+            {},
+            "built-in tokenizer lacks 'What is'; set data.tokenizer",
+        ),
+        (
+            rows(9),
+            {"max_prompt_length": 3},
+            "none of 9 prompts fits data.max_prompt_length = 3; the shortest takes 5",
+        ),
         ([*rows(2), "[" * 100_000], {}, r"data\.path .*, line 3: not JSON"),
-        ([*rows(2), '{"question": "1\\ud800", "answer": "2"}'], {}, r"line 3: column 'question' holds half of a character"),
+        (
+            [*rows(2), '{"question": "1\\ud800", "answer": "2"}'],
+            {},
+            r"line 3: column 'question' holds half of a character",
+        ),
         (rows(4), {"eval_prompts": 4}, "4 usable problems, of which data.eval_prompts = 4"),
     ],
 )
@@ -215,10 +345,18 @@ def test_padded_prompts():
         pad_prompts(problems, 6, TOKENIZER.pad_id)
 
 
-@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir() or not (SHARED / "qwen_tokenizer").is_dir(), reason=f"no data in {SHARED}")
+@pytest.mark.skipif(
+    not (SHARED / "gsm8k").is_dir() or not (SHARED / "qwen_tokenizer").is_dir(),
+    reason=f"no data in {SHARED}",
+)
 def test_real_text():
     folder = str(SHARED / "qwen_tokenizer")
-    config = DataConfig(path=str(SHARED / "gsm8k/test_first1119.jsonl"), tokenizer=folder, max_prompt_length=128, eval_prompts=8)
+    config = DataConfig(
+        path=str(SHARED / "gsm8k/test_first1119.jsonl"),
+        tokenizer=folder,
+        max_prompt_length=128,
+        eval_prompts=8,
+    )
     train, held_out = load_problems(config, load_tokenizer(folder))
     assert len(train) + len(held_out) + train.left_out.problems == 1119
     assert 0 < train.left_out.problems < 200

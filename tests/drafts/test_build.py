@@ -1,4 +1,5 @@
-"""What a config asks for is what is built: the draft of that kind, rule and length, and a network of those sizes."""
+"""What a config asks for is what is built: the draft of that kind, rule and length, and a network
+of those sizes."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 from jax.stages import Lowered
 
-from jaxspec.config.settings import ConfigError, DraftConfig, FamilyConfig, GrpoConfig, HeadConfig, LookupConfig, RolloutConfig, RopeConfig
+from jaxspec.config.settings import (
+    ConfigError,
+    DraftConfig,
+    FamilyConfig,
+    GrpoConfig,
+    HeadConfig,
+    LookupConfig,
+    RolloutConfig,
+    RopeConfig,
+)
 from jaxspec.drafts.base import Context, Draft, Proposal
 from jaxspec.drafts.build import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history, ngram, preferring
@@ -40,7 +50,11 @@ class Built(NamedTuple):
     loaded: dict[str, Any] = {}  # noqa: RUF012
 
     def __str__(self) -> str:
-        name = self.draft.kind if self.lookup.beside == "none" else f"{self.draft.kind} beside {self.lookup.beside}"
+        name = (
+            self.draft.kind
+            if self.lookup.beside == "none"
+            else f"{self.draft.kind} beside {self.lookup.beside}"
+        )
         name = f"{name}, {self.draft.path}" if self.draft.path else name
         return f"{name} {self.lookup.rule}" if "ngram" in name else name
 
@@ -56,10 +70,18 @@ BUILT = [
         DraftConfig(kind="eagle3", draft_length=2, path="a head"),
         recurrent(2, (0, 4)),
         network=Eagle3,
-        shapes={"fuse": (32, 8), "tap_norms": (2, 16), "embedding": (11, 8), "layers.gate": (1, 8, 12), "head": (8, 11)},
+        shapes={
+            "fuse": (32, 8),
+            "tap_norms": (2, 16),
+            "embedding": (11, 8),
+            "layers.gate": (1, 8, 12),
+            "head": (8, 11),
+        },
         loaded={
             "head": HeadConfig(taps=(0, 4), fuse_norms=True, own_embedding=True),
-            "draft_model": tiny_model(layers=2, embed=8, heads=2, kv_heads=1, ffn=12, dtype="float32"),
+            "draft_model": tiny_model(
+                layers=2, embed=8, heads=2, kv_heads=1, ffn=12, dtype="float32"
+            ),
         },
     ),
     Built(
@@ -81,10 +103,26 @@ BUILT = [
         network=Decoder,
         shapes={"embedding": (11, 16), "layers.query": (2, 16, 4, 4), "layers.gate": (2, 16, 8)},
     ),
-    Built(DraftConfig(kind="ngram", draft_length=3), ngram(3, "hf", 1, 3, ENDS), LookupConfig(rule="hf", min_match=1, max_match=3)),
-    Built(DraftConfig(kind="ngram", draft_length=3), ngram(3, "vllm", 1, 3, ENDS), LookupConfig(rule="vllm", min_match=1, max_match=3)),
-    Built(DraftConfig(kind="ngram", draft_length=4), ngram(4, "latest", 2, 2, ENDS), LookupConfig(rule="latest", min_match=2, max_match=2)),
-    Built(DraftConfig(kind="history", draft_length=3), history(3, GROUP, 1, 3), LookupConfig(min_match=1, max_match=3)),
+    Built(
+        DraftConfig(kind="ngram", draft_length=3),
+        ngram(3, "hf", 1, 3, ENDS),
+        LookupConfig(rule="hf", min_match=1, max_match=3),
+    ),
+    Built(
+        DraftConfig(kind="ngram", draft_length=3),
+        ngram(3, "vllm", 1, 3, ENDS),
+        LookupConfig(rule="vllm", min_match=1, max_match=3),
+    ),
+    Built(
+        DraftConfig(kind="ngram", draft_length=4),
+        ngram(4, "latest", 2, 2, ENDS),
+        LookupConfig(rule="latest", min_match=2, max_match=2),
+    ),
+    Built(
+        DraftConfig(kind="history", draft_length=3),
+        history(3, GROUP, 1, 3),
+        LookupConfig(min_match=1, max_match=3),
+    ),
     Built(
         DraftConfig(kind="eagle3", draft_length=2),
         preferring(history(2, GROUP, 1, 3), recurrent(2, (1, 2, 3))),
@@ -96,9 +134,13 @@ BUILT = [
 
 
 def texts() -> Prompts:
-    """Prompts of 3 to 9 tokens out of three, end tokens among them, with two earlier answers each."""
+    """Prompts of 3 to 9 tokens out of three, end tokens among them, with two earlier answers
+    each."""
     random = np.random.default_rng(0)
-    tokens, lengths = (random.choice([1, 3, 4], (8, 3, WIDTH)), random.integers(3, WIDTH + 1, (8, 3)))
+    tokens, lengths = (
+        random.choice([1, 3, 4], (8, 3, WIDTH)),
+        random.integers(3, WIDTH + 1, (8, 3)),
+    )
     return Prompts(
         tokens=jnp.asarray(tokens[:, 0], jnp.int32),
         lengths=jnp.asarray(lengths[:, 0], jnp.int32),
@@ -118,9 +160,19 @@ def proposing(draft: Draft, network: Any) -> Lowered:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def run(target: Decoder, network: Any, prompts: Prompts) -> Proposal:
-        engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(0), settings)
+        engine = begin(
+            target,
+            drafter(network, draft),
+            draft,
+            prompts,
+            jnp.int32(0),
+            jax.random.key(0),
+            settings,
+        )
         context = Context(engine.rollout.tokens, engine.rollout.lengths)
-        return draft.propose(network, target, engine.draft, engine.caches.draft, context, likeliest, draft.length)[2]
+        return draft.propose(
+            network, target, engine.draft, engine.caches.draft, context, likeliest, draft.length
+        )[2]
 
     return jax.jit(run).lower(tiny_network(Decoder, tiny_model(), 1), network, texts())
 
@@ -128,8 +180,13 @@ def proposing(draft: Draft, network: Any) -> Lowered:
 @pytest.mark.parametrize("case", BUILT, ids=str)
 def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     rollout = RolloutConfig(max_new_tokens=4, draft=case.draft, lookup=case.lookup)
-    config = tiny_config(rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP), **case.loaded)
-    draft, network = build_draft(config, ENDS), tiny_network(lambda _, key: build_network(config, key), config.model, 2)
+    config = tiny_config(
+        rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP), **case.loaded
+    )
+    draft, network = (
+        build_draft(config, ENDS),
+        tiny_network(lambda _, key: build_network(config, key), config.model, 2),
+    )
     assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
     assert draft.length == case.draft.draft_length
@@ -141,7 +198,9 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
         assert (network.depth, network.embedding_first) == (2, False)
     program = proposing(draft, network)
     assert program.as_text() == proposing(case.wanted, network).as_text()
-    found = jax.tree.map(np.asarray, program.compile()(tiny_network(Decoder, tiny_model(), 1), network, texts()))
+    found = jax.tree.map(
+        np.asarray, program.compile()(tiny_network(Decoder, tiny_model(), 1), network, texts())
+    )
     assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
     assert (found.offered > 0).any()
     if case.draft.vocab:
@@ -157,15 +216,35 @@ def test_none_is_plain_decoding() -> None:
 @pytest.mark.parametrize(
     ("network", "other", "message"),
     [
-        (eagle3, {"embed": 32}, r"Eagle3 draft does not fit.*hidden size is 16, the policy's 32; its width of 3 taps is 48, .* 96\. "),
+        (
+            eagle3,
+            {"embed": 32},
+            (
+                r"Eagle3 draft does not fit.*hidden size is 16, the policy's 32; its width of 3"
+                r" taps is 48, .* 96\. "
+            ),
+        ),
         (eagle3, {"vocab": 24}, r"vocabulary is 12, the policy's 24"),
-        (Mtp, {"embed": 32}, r"Mtp draft does not fit the policy: its hidden size is 16, the policy's 32"),
-        (Decoder, {"vocab": 24}, r"Decoder draft does not fit the policy: its vocabulary is 12, the policy's 24"),
+        (
+            Mtp,
+            {"embed": 32},
+            r"Mtp draft does not fit the policy: its hidden size is 16, the policy's 32",
+        ),
+        (
+            Decoder,
+            {"vocab": 24},
+            r"Decoder draft does not fit the policy: its vocabulary is 12, the policy's 24",
+        ),
     ],
 )
-def test_a_draft_made_for_another_policy_is_refused_with_both_numbers(network: Any, other: dict[str, int], message: str) -> None:
+def test_a_draft_made_for_another_policy_is_refused_with_both_numbers(
+    network: Any, other: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_fits(tiny_network(network, tiny_model(vocab=12, embed=16)), tiny_model(**{"vocab": 12, "embed": 16, **other}))
+        check_fits(
+            tiny_network(network, tiny_model(vocab=12, embed=16)),
+            tiny_model(**{"vocab": 12, "embed": 16, **other}),
+        )
 
 
 def test_heads_that_were_made_for_another_policy_are_refused_in_other_forms_too() -> None:
@@ -175,7 +254,10 @@ def test_heads_that_were_made_for_another_policy_are_refused_in_other_forms_too(
     check_fits(network, tiny_model(vocab=12))
     with pytest.raises(ConfigError, match=r"width of 2 taps is 32, the policy's 64"):
         check_fits(network, tiny_model(vocab=12, embed=32))
-    with pytest.raises(ConfigError, match=r"vocabulary is 12, the policy's 13; its embedding table is 12, the policy's 13"):
+    with pytest.raises(
+        ConfigError,
+        match=r"vocabulary is 12, the policy's 13; its embedding table is 12, the policy's 13",
+    ):
         check_fits(network, tiny_model(vocab=13))
     last = tiny_network(functools.partial(eagle3, use_taps=False), tiny_model())
     check_fits(last, tiny_model())
@@ -185,11 +267,19 @@ def test_heads_that_were_made_for_another_policy_are_refused_in_other_forms_too(
 
 def test_a_head_under_a_mixture_of_experts_is_dense_and_as_wide_as_a_tokens_experts() -> None:
     family = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
-    config = tiny_config(model=tiny_model(family=family, rope_factor=4.0, rope=RopeConfig(context=64)))
+    config = tiny_config(
+        model=tiny_model(family=family, rope_factor=4.0, rope=RopeConfig(context=64))
+    )
     shapes = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
     assert isinstance(shapes, Eagle3)
-    assert (shapes.first.gate.shape, shapes.first.query_norm, shapes.config.rope_factor) == ((1, 16, 48), None, 4.0)
-    layers = jax.eval_shape(lambda: build_network(tiny_config(config.model, DraftConfig(kind="mtp")), jax.random.key(0)))
+    assert (shapes.first.gate.shape, shapes.first.query_norm, shapes.config.rope_factor) == (
+        (1, 16, 48),
+        None,
+        4.0,
+    )
+    layers = jax.eval_shape(
+        lambda: build_network(tiny_config(config.model, DraftConfig(kind="mtp")), jax.random.key(0))
+    )
     assert isinstance(layers, Mtp)
     assert layers.layers.expert_gate.shape == (1, 4, 16, 24)
 

@@ -1,4 +1,5 @@
-"""Lookups against plain searches in python lists, and the combination of a lookup with a draft that learns."""
+"""Lookups against plain searches in python lists, and the combination of a lookup with a draft that
+learns."""
 
 import itertools
 from functools import partial
@@ -44,7 +45,9 @@ def refuse(logits: Any, offset: int) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> Proposal:
-    return draft.propose(None, TARGET, state, None, Context(tokens, lengths), refuse, draft.length)[2]
+    return draft.propose(None, TARGET, state, None, Context(tokens, lengths), refuse, draft.length)[
+        2
+    ]
 
 
 def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -> list[list[int]]:
@@ -52,15 +55,23 @@ def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -
     proposal = propose(draft, state, *rows_of(texts, width))
     assert proposal.logits is None
     assert proposal.tokens.shape == (len(texts), draft.length)
-    return [row[:count].tolist() for row, count in zip(np.asarray(proposal.tokens), np.asarray(proposal.offered), strict=True)]
+    return [
+        row[:count].tolist()
+        for row, count in zip(
+            np.asarray(proposal.tokens), np.asarray(proposal.offered), strict=True
+        )
+    ]
 
 
 def places(text: list[int], row: list[int], size: int) -> list[int]:
-    """Places in `text` that have a token and before them the last `size` tokens of `row`, in order."""
+    """Places in `text` that have a token and before them the last `size` tokens of `row`, in
+    order."""
     return [place for place in range(size, len(text)) if text[place - size : place] == row[-size:]]
 
 
-def searched(text: list[int], length: int, min_match: int, max_match: int, latest: bool) -> list[int]:
+def searched(
+    text: list[int], length: int, min_match: int, max_match: int, latest: bool
+) -> list[int]:
     """Longest n-gram first, as in vLLM's and transformers' descriptions."""
     for size in range(min(max_match, len(text) - 1), min_match - 1, -1):
         where = places(text, text, size)
@@ -73,11 +84,17 @@ def searched(text: list[int], length: int, min_match: int, max_match: int, lates
 
 
 @pytest.mark.parametrize("rule", ["vllm", "hf", "latest"])
-@pytest.mark.parametrize(("length", "min_match", "max_match"), [(3, 1, 2), (2, 2, 4), (5, 1, 1), (1, 3, 3)])
-def test_ngram_offers_what_a_plain_search_finds(rule: Any, length: int, min_match: int, max_match: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "min_match", "max_match"), [(3, 1, 2), (2, 2, 4), (5, 1, 1), (1, 3, 3)]
+)
+def test_ngram_offers_what_a_plain_search_finds(
+    rule: Any, length: int, min_match: int, max_match: int
+) -> None:
     texts = random_texts(150, 24, 2) + random_texts(150, 24, 3, 1)
     wanted = [searched(text, length, min_match, max_match, rule == "latest") for text in texts]
-    assert len({len(tokens) for tokens in wanted}) == length + 1, "the texts must show every number of tokens"
+    assert len({len(tokens) for tokens in wanted}) == length + 1, (
+        "the texts must show every number of tokens"
+    )
     assert offered(ngram(length, rule, min_match, max_match), texts, 24) == wanted
 
 
@@ -89,8 +106,10 @@ def test_ngram_offers_what_a_plain_search_finds(rule: Any, length: int, min_matc
         ("vllm", [7, 2, 3, 9, 1, 2, 4, 9, 1, 2], [4, 9, 1]),  # the longer match, though later
         ("latest", [1, 2, 3, 9, 7, 2, 4, 9, 1, 2], [3, 9, 7]),  # the longer match, though earlier
         ("vllm", [5, 6, 5], [6, 5]),  # no more than the text has
-        ("latest", [4, 4, 4, 4, 4, 4], [4, 4, 4]),  # a place with a whole block after it before one with less
-        ("latest", [4, 4, 4], [4]),  # the match of two tokens, before the one with two tokens after it
+        # a place with a whole block after it before one with less
+        ("latest", [4, 4, 4, 4, 4, 4], [4, 4, 4]),
+        # the match of two tokens, before the one with two tokens after it
+        ("latest", [4, 4, 4], [4]),
         ("vllm", [5, 6, 7], []),
         ("vllm", [5], []),
         ("hf", [1, 2, 3, 8, 1, 2], [3]),  # nothing from the stop id 8 on
@@ -105,22 +124,43 @@ def test_ngram_examples(rule: Any, text: list[int], wanted: list[int]) -> None:
 @pytest.mark.parametrize(("length", "max_match"), [(3, 2), (10, 2), (2, 4)])
 def test_hf_rule_is_transformers_prompt_lookup(length: int, max_match: int) -> None:
     torch = pytest.importorskip("torch")
-    generator = pytest.importorskip("transformers.generation.candidate_generator").PromptLookupCandidateGenerator(
-        eos_token_id=torch.tensor([0, 5]), num_output_tokens=length, max_matching_ngram_size=max_match, max_length=1000
+    generator = pytest.importorskip(
+        "transformers.generation.candidate_generator"
+    ).PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([0, 5]),
+        num_output_tokens=length,
+        max_matching_ngram_size=max_match,
+        max_length=1000,
     )
-    texts = [text for text in random_texts(200, 20, 6, 2) + random_texts(100, 20, 2, 3) if len(text) > 1]
-    wanted = [generator.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist() for text in texts]
+    texts = [
+        text for text in random_texts(200, 20, 6, 2) + random_texts(100, 20, 2, 3) if len(text) > 1
+    ]
+    wanted = [
+        generator.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist() for text in texts
+    ]
     assert offered(ngram(length, "hf", 1, max_match, (0, 5)), texts, 20) == wanted
 
 
-def remembered(group: list[list[int]], row: int, earlier: list[list[int]], length: int, min_match: int, max_match: int) -> list[int]:
-    """The documented order, over every place of every text: match, tokens after it, whose text, first text, latest place."""
-    sources = [(2 if other == row else 1, text) for other, text in enumerate(group)] + [(0, text) for text in earlier]
+def remembered(
+    group: list[list[int]],
+    row: int,
+    earlier: list[list[int]],
+    length: int,
+    min_match: int,
+    max_match: int,
+) -> list[int]:
+    """The documented order, over every place of every text: match, tokens after it, whose text,
+    first text, latest place."""
+    sources = [(2 if other == row else 1, text) for other, text in enumerate(group)] + [
+        (0, text) for text in earlier
+    ]
     best, tokens = (0,), []
     for number, (whose, text) in enumerate(sources):
         for place in range(1, len(text)):
             sizes = [
-                size for size in range(min_match, max_match + 1) if size <= len(group[row]) and place in places(text, group[row], size)
+                size
+                for size in range(min_match, max_match + 1)
+                if size <= len(group[row]) and place in places(text, group[row], size)
             ]
             rank = (max(sizes, default=0), min(len(text) - place, length), whose, -number, place)
             if sizes and rank > best:
@@ -130,7 +170,9 @@ def remembered(group: list[list[int]], row: int, earlier: list[list[int]], lengt
 
 @pytest.mark.parametrize(("kept", "wide"), [(0, True), (2, False), (2, True)])
 @pytest.mark.parametrize(("min_match", "max_match"), [(1, 3), (2, 6)])
-def test_history_finds_the_best_place_of_all_texts(kept: int, wide: bool, min_match: int, max_match: int) -> None:
+def test_history_finds_the_best_place_of_all_texts(
+    kept: int, wide: bool, min_match: int, max_match: int
+) -> None:
     with jax.enable_x64(wide):
         groups, size, length, width = 12, 3, 3, 16
         texts = random_texts(groups * size, width, 3)
@@ -143,9 +185,18 @@ def test_history_finds_the_best_place_of_all_texts(kept: int, wide: bool, min_ma
             history_lengths=jnp.stack([lengths for _, lengths in padded]),
         )
         draft = history(length, size, min_match, max_match)
-        state = repeated(draft.prefill(None, TARGET, prompts, jnp.zeros((groups, 5, 0)), None)[0], size)
+        state = repeated(
+            draft.prefill(None, TARGET, prompts, jnp.zeros((groups, 5, 0)), None)[0], size
+        )
         wanted = [
-            remembered(texts[row - row % size :][:size], row % size, earlier[row // size], length, min_match, max_match)
+            remembered(
+                texts[row - row % size :][:size],
+                row % size,
+                earlier[row // size],
+                length,
+                min_match,
+                max_match,
+            )
             for row in range(groups * size)
         ]
         assert offered(draft, texts, width, state) == wanted
@@ -154,10 +205,12 @@ def test_history_finds_the_best_place_of_all_texts(kept: int, wide: bool, min_ma
 
 
 def test_slots_offer_what_their_rows_would() -> None:
-    """In any order, of some rows only, beside empty slots, and where a row goes through its text again: its siblings stay whole."""
+    """In any order, of some rows only, beside empty slots, and where a row goes through its text
+    again: its siblings stay whole."""
     groups, size, length, width = 6, 3, 3, 16
     random, texts = np.random.default_rng(5), random_texts(groups * size, width, 3)
-    row = np.append(random.permutation(groups * size)[:9], [groups * size] * 2)  # the last two are empty
+    # the last two are empty
+    row = np.append(random.permutation(groups * size)[:9], [groups * size] * 2)
     lengths = np.array([random.integers(1, len(texts[number]) + 1) for number in row[:9]] + [1, 1])
     assert any(count < len(texts[number]) for count, number in zip(lengths, row[:9], strict=False))
     tokens, whole = rows_of(texts, width)
@@ -169,7 +222,9 @@ def test_slots_offer_what_their_rows_would() -> None:
         found = draft.propose(None, TARGET, given, None, context, refuse, draft.length)[2]
         for slot, number in enumerate(row[:9]):
             own, first = texts[number][: lengths[slot]], number - number % size
-            group = [own if first + other == number else texts[first + other] for other in range(size)]
+            group = [
+                own if first + other == number else texts[first + other] for other in range(size)
+            ]
             remembers = remembered(group, number % size, [earlier[number // size]], length, 1, 3)
             wanted = remembers if given else searched(own, length, 1, 3, True)
             assert found.tokens[slot, : found.offered[slot]].tolist() == wanted
@@ -194,7 +249,8 @@ def test_preferring_needs_a_lookup_and_a_draft_that_draws() -> None:
 
 
 def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: None) -> None:
-    """Rows with a whole block from the lookup are certain of it; the others' laws are those of the learned draft after all of the text."""
+    """Rows with a whole block from the lookup are certain of it; the others' laws are those of the
+    learned draft after all of the text."""
     length, vocab, width = 3, 11, 32
     network = tiny_network(Decoder, tiny_model(embed=8), 3, 1.5)
     lookup = ngram(length, "latest", 2, 4)
@@ -203,25 +259,48 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
     random = np.random.default_rng(0)
     # Two rows repeat themselves, one does not, and one does so once.
     text = random.integers(0, vocab, (4, width)).astype(np.int32)
-    text[0], text[1], text[3, :12] = np.arange(width) % 3, np.arange(width) % 5, [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 9, 8]
+    text[0], text[1], text[3, :12] = (
+        np.arange(width) % 3,
+        np.arange(width) % 5,
+        [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 9, 8],
+    )
     lengths = np.array([4, 5, 3, 4])
 
     @jax.jit
     def propose(
-        network: Decoder, state: Any, cache: Any, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+        network: Decoder,
+        state: Any,
+        cache: Any,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        drafted: jax.Array,
     ) -> tuple[PreferringState, Any, Proposal]:
         def sample(logits: jax.Array, offset: int) -> jax.Array:
             only = jnp.sum(jnp.isfinite(logits), axis=-1) == 1  # then it is drawn
-            return jnp.where(only, jnp.argmax(logits, axis=-1).astype(jnp.int32), drafted[:, offset])
+            return jnp.where(
+                only, jnp.argmax(logits, axis=-1).astype(jnp.int32), drafted[:, offset]
+            )
 
-        return both.propose(network, network, state, cache, Context(tokens, lengths), sample, length)
+        return both.propose(
+            network, network, state, cache, Context(tokens, lengths), sample, length
+        )
 
-    prompts = tiny_prompts(4).replace(tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32))
-    state, cache = both.prefill(network, network, prompts, jnp.zeros((4, 5, 0)), both.empty_cache(network, 4, width + length))
+    prompts = tiny_prompts(4).replace(
+        tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32)
+    )
+    state, cache = both.prefill(
+        network,
+        network,
+        prompts,
+        jnp.zeros((4, 5, 0)),
+        both.empty_cache(network, 4, width + length),
+    )
     found: list[tuple[bool, ...]] = []
     for _ in range(6):
         tokens = np.where(np.arange(width) < lengths[:, None], text, 0).astype(np.int32)
-        searches = [searched(text[row, : lengths[row]].tolist(), length, 2, 4, True) for row in range(4)]
+        searches = [
+            searched(text[row, : lengths[row]].tolist(), length, 2, 4, True) for row in range(4)
+        ]
         drafted = random.integers(0, vocab, (4, length)).astype(np.int32)
         given = (jnp.asarray(array, jnp.int32) for array in (tokens, lengths, drafted))
         state, cache, proposal = propose(network, state, cache, *given)
@@ -231,32 +310,49 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
             logits = np.asarray(proposal.logits[row])
             if len(search) == length:
                 assert proposal.tokens[row].tolist() == search
-                np.testing.assert_array_equal(logits, np.where(np.arange(vocab) == np.array(search)[:, None], 0, -np.inf))
+                np.testing.assert_array_equal(
+                    logits, np.where(np.arange(vocab) == np.array(search)[:, None], 0, -np.inf)
+                )
             else:
                 np.testing.assert_array_equal(proposal.tokens[row], drafted[row])
                 whole = np.concatenate([text[row, : lengths[row]], drafted[row]])
-                wanted = numpy_decoder(network, whole)[0][lengths[row] - 1 : lengths[row] - 1 + length]
+                wanted = numpy_decoder(network, whole)[0][
+                    lengths[row] - 1 : lengths[row] - 1 + length
+                ]
                 np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-11)
         found.append(tuple(len(search) == length for search in searches))
         # Each row keeps what came true, and a token more.
         coming = text[np.arange(4)[:, None], lengths[:, None] + np.arange(length + 1)]
         true = np.cumprod(np.asarray(proposal.tokens) == coming[:, :length], axis=1).sum(1)
         positions = (lengths[:, None] - 1 + np.arange(length + 1)).astype(np.int32)
-        kept = Kept(jnp.asarray(coming), jnp.zeros((4, length + 1, 0)), jnp.asarray(positions), jnp.asarray(true + 1, jnp.int32))
+        kept = Kept(
+            jnp.asarray(coming),
+            jnp.zeros((4, length + 1, 0)),
+            jnp.asarray(positions),
+            jnp.asarray(true + 1, jnp.int32),
+        )
         state = both.commit(state, kept)
         lengths = lengths + true + 1
     by_row = list(zip(*found, strict=True))
     assert any(by_row[0])
     assert not any(by_row[2])
-    assert any(was and not now for was, now in itertools.pairwise(by_row[3])), "a row must go back to the learned draft"
+    assert any(was and not now for was, now in itertools.pairwise(by_row[3])), (
+        "a row must go back to the learned draft"
+    )
 
 
 def test_preferring_hands_everything_on_to_both() -> None:
     learned = recurrent(2, (1, 2, 3))
     both = preferring(ngram(2, "vllm", 1, 2), learned)
     assert both.taps == (1, 2, 3)
-    target, network = tiny_network(Decoder, tiny_model(dtype="float32")), tiny_network(eagle3, tiny_model(dtype="float32"), 1)
-    prompts, taps = tiny_prompts(2), jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
+    target, network = (
+        tiny_network(Decoder, tiny_model(dtype="float32")),
+        tiny_network(eagle3, tiny_model(dtype="float32"), 1),
+    )
+    prompts, taps = (
+        tiny_prompts(2),
+        jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32),
+    )
     caches = [draft.empty_cache(network, 2, 12) for draft in (both, learned)]
     state, cache = both.prefill(network, target, prompts, taps, caches[0])
     wanted, wanted_cache = learned.prefill(network, target, prompts, taps, caches[1])
@@ -269,5 +365,8 @@ def test_preferring_hands_everything_on_to_both() -> None:
         jnp.full((4, 3), 7, jnp.int32),
         jnp.asarray([0, 1, 2, 3], jnp.int32),
     )
-    for ours, theirs in ((ours_repeated, alone), (both.commit(ours_repeated, kept), learned.commit(alone, kept))):
+    for ours, theirs in (
+        (ours_repeated, alone),
+        (both.commit(ours_repeated, kept), learned.commit(alone, kept)),
+    ):
         jax.tree.map(np.testing.assert_array_equal, ours.learned, theirs)

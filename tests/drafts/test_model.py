@@ -1,4 +1,5 @@
-"""The external draft over rounds: it always stands where its own model stands after reading the committed text."""
+"""The external draft over rounds: it always stands where its own model stands after reading the
+committed text."""
 
 import functools
 from typing import NamedTuple
@@ -39,13 +40,20 @@ def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int 
     empty = DRAFT.empty_cache(network, *tokens.shape)
     state, cache = DRAFT.prefill(network, network, prompts, jnp.zeros((*tokens.shape, 0)), empty)
     assert cache is not None
-    return Held(jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state), kv.rows_of(cache, times, SLOTS))
+    return Held(
+        jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
+        kv.rows_of(cache, times, SLOTS),
+    )
 
 
 @jax.jit
-def propose(network: Decoder, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array) -> tuple[Held, Proposal]:
+def propose(
+    network: Decoder, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+) -> tuple[Held, Proposal]:
     sample, context = lambda logits, offset: drafted[:, offset], Context(tokens, lengths)
-    state, cache, proposal = DRAFT.propose(network, network, held.state, held.cache, context, sample, drafted.shape[1])
+    state, cache, proposal = DRAFT.propose(
+        network, network, held.state, held.cache, context, sample, drafted.shape[1]
+    )
     assert cache is not None
     return Held(state, cache), proposal
 
@@ -56,8 +64,8 @@ def committed(text: np.ndarray, lengths: np.ndarray, junk: int = 0) -> jax.Array
 
 
 def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) -> None:
-    """Also where all drafts were kept, the last of which was never read, in rows that start with one token, and after rounds of other
-    lengths or without drafts."""
+    """Also where all drafts were kept, the last of which was never read, in rows that start with
+    one token, and after rounds of other lengths or without drafts."""
     random = np.random.default_rng(0)
     text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
     lengths = np.array([1, 5, 2, 4])
@@ -75,15 +83,27 @@ def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) 
         if drafts:
             held = proposed(network, held, text, lengths, drafted, f"round {number}")
         counts_seen |= set(count.tolist())
-        held = held._replace(state=DRAFT.commit(held.state, kept_block(text, lengths, count, drafts)))
+        held = held._replace(
+            state=DRAFT.commit(held.state, kept_block(text, lengths, count, drafts))
+        )
         lengths = lengths + count
     assert counts_seen == {0, 1, 2, 3, 4}
 
 
-def proposed(network: Decoder, held: Held, text: np.ndarray, lengths: np.ndarray, drafted: np.ndarray, when: str) -> Held:
-    """What the draft holds after a proposal, which is that of its model after the text, as what it then has in its cache is."""
+def proposed(
+    network: Decoder,
+    held: Held,
+    text: np.ndarray,
+    lengths: np.ndarray,
+    drafted: np.ndarray,
+    when: str,
+) -> Held:
+    """What the draft holds after a proposal, which is that of its model after the text, as what it
+    then has in its cache is."""
     tokens, drafts = committed(text, lengths), drafted.shape[1]
-    held, proposal = propose(network, held, tokens, jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted))
+    held, proposal = propose(
+        network, held, tokens, jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted)
+    )
     np.testing.assert_array_equal(proposal.tokens, drafted)
     np.testing.assert_array_equal(proposal.offered, drafts)
     assert proposal.logits is not None
@@ -91,9 +111,14 @@ def proposed(network: Decoder, held: Held, text: np.ndarray, lengths: np.ndarray
     for row, length in enumerate(lengths):
         whole = np.concatenate([text[row, :length], drafted[row]])
         wanted = numpy_decoder(network, whole)[0][length - 1 : length - 1 + drafts]
-        np.testing.assert_allclose(proposal.logits[row], wanted, rtol=0, atol=1e-11, err_msg=f"{when} row {row}")
+        np.testing.assert_allclose(
+            proposal.logits[row], wanted, rtol=0, atol=1e-11, err_msg=f"{when} row {row}"
+        )
         for name, axis in (("keys", 3), ("values", 2)):
-            ours, theirs = (np.take(getattr(either, name)[:, row], range(length), axis) for either in (held.cache, scratch.cache))
+            ours, theirs = (
+                np.take(getattr(either, name)[:, row], range(length), axis)
+                for either in (held.cache, scratch.cache)
+            )
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
     return held
 
@@ -117,7 +142,15 @@ def test_it_reads_nothing_of_the_target(network: Decoder) -> None:
 def test_repeat_gives_each_row_of_a_group_its_prompts_state(network: Decoder) -> None:
     text = np.random.default_rng(2).integers(0, VOCAB, (2, WIDTH)).astype(np.int32)
     lengths, drafted = jnp.asarray([3, 5], jnp.int32), jnp.asarray([[1, 2, 3]] * 2, jnp.int32)
-    once = propose(network, prefill(network, jnp.asarray(text), lengths), jnp.asarray(text), lengths, drafted)[1]
+    once = propose(
+        network, prefill(network, jnp.asarray(text), lengths), jnp.asarray(text), lengths, drafted
+    )[1]
     repeated = prefill(network, jnp.asarray(text), lengths, times=3)
-    thrice = propose(network, repeated, *(jnp.repeat(part, 3, axis=0) for part in (jnp.asarray(text), lengths, drafted)))[1]
-    np.testing.assert_allclose(thrice.logits, np.repeat(np.asarray(once.logits), 3, 0), rtol=0, atol=1e-12)
+    thrice = propose(
+        network,
+        repeated,
+        *(jnp.repeat(part, 3, axis=0) for part in (jnp.asarray(text), lengths, drafted)),
+    )[1]
+    np.testing.assert_allclose(
+        thrice.logits, np.repeat(np.asarray(once.logits), 3, 0), rtol=0, atol=1e-12
+    )

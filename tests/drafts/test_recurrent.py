@@ -1,4 +1,5 @@
-"""Recurrent drafting over rounds with rejections: at every round it stands where a draft that had just read the whole text would stand."""
+"""Recurrent drafting over rounds with rejections: at every round it stands where a draft that had
+just read the whole text would stand."""
 
 import functools
 from collections.abc import Callable
@@ -53,7 +54,8 @@ class Case(NamedTuple):
     catch_up: Callable[..., Held]
     """(held, committed tokens, lengths) -> held."""
     propose: Callable[..., tuple[Held, Proposal]]
-    """(held, committed tokens, lengths, tokens to draft, as many as are wanted) -> held, proposal: two drafts can walk the same way."""
+    """(held, committed tokens, lengths, tokens to draft, as many as are wanted) -> held, proposal:
+    two drafts can walk the same way."""
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp1", "mtp4")]
@@ -66,7 +68,9 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
     draft = recurrent(LENGTH, taps, depth)
     target = tiny_network(Decoder, tiny_model(), 1, 1.5)
     head = functools.partial(eagle3, sizes={"layers": 2 if kind == "eagle3 of 2" else 1})
-    network = tiny_network(head if taps else lambda config, key: Mtp(config, key, depth), tiny_model(), 2, 1.5)
+    network = tiny_network(
+        head if taps else lambda config, key: Mtp(config, key, depth), tiny_model(), 2, 1.5
+    )
 
     @jax.jit
     def features(target: Decoder, tokens: jax.Array) -> Any:
@@ -75,30 +79,62 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         return forward.taps if taps else forward.hidden
 
     @functools.partial(jax.jit, static_argnames="times")
-    def prefill(target: Decoder, network: Any, tokens: jax.Array, lengths: jax.Array, features: jax.Array, times: int = 1) -> Held:
+    def prefill(
+        target: Decoder,
+        network: Any,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array,
+        times: int = 1,
+    ) -> Held:
         prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
-        state, cache = draft.prefill(network, target, prompts, features, draft.empty_cache(network, *tokens.shape))
+        state, cache = draft.prefill(
+            network, target, prompts, features, draft.empty_cache(network, *tokens.shape)
+        )
         assert cache is not None
-        return Held(jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state), kv.rows_of(cache, times, SLOTS))
+        return Held(
+            jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
+            kv.rows_of(cache, times, SLOTS),
+        )
 
     @jax.jit
-    def catch_up(target: Decoder, network: Any, held: Held, tokens: jax.Array, lengths: jax.Array) -> Held:
-        state, cache = draft.catch_up(network, target, held.state, held.cache, Context(tokens, lengths))
+    def catch_up(
+        target: Decoder, network: Any, held: Held, tokens: jax.Array, lengths: jax.Array
+    ) -> Held:
+        state, cache = draft.catch_up(
+            network, target, held.state, held.cache, Context(tokens, lengths)
+        )
         assert cache is not None
         return Held(state, cache)
 
     @jax.jit
     def propose(
-        target: Decoder, network: Any, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
+        target: Decoder,
+        network: Any,
+        held: Held,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        drafted: jax.Array,
     ) -> tuple[Held, Proposal]:
         state, cache, proposal = draft.propose(
-            network, target, held.state, held.cache, Context(tokens, lengths), lambda logits, offset: drafted[:, offset], drafted.shape[1]
+            network,
+            target,
+            held.state,
+            held.cache,
+            Context(tokens, lengths),
+            lambda logits, offset: drafted[:, offset],
+            drafted.shape[1],
         )
         assert cache is not None
         return Held(state, cache), proposal
 
     def ready(*arrays: Any) -> list[Any]:
-        return [jnp.asarray(array, jnp.int32) if np.asarray(array).dtype.kind == "i" else jnp.asarray(array) for array in arrays]
+        return [
+            jnp.asarray(array, jnp.int32)
+            if np.asarray(array).dtype.kind == "i"
+            else jnp.asarray(array)
+            for array in arrays
+        ]
 
     return Case(
         draft,
@@ -114,7 +150,9 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
 
 def committed(text: np.ndarray, lengths: Any, junk: int = 0) -> np.ndarray:
     """Rows as far as they are committed."""
-    return np.where(np.arange(text.shape[1]) < np.asarray(lengths)[:, None], text, junk).astype(np.int32)
+    return np.where(np.arange(text.shape[1]) < np.asarray(lengths)[:, None], text, junk).astype(
+        np.int32
+    )
 
 
 def logits_of(proposal: Proposal) -> np.ndarray:
@@ -122,7 +160,13 @@ def logits_of(proposal: Proposal) -> np.ndarray:
     return np.asarray(proposal.logits)
 
 
-def drafts_that_keep(random: np.random.Generator, text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> np.ndarray:
+def drafts_that_keep(
+    random: np.random.Generator,
+    text: np.ndarray,
+    lengths: np.ndarray,
+    count: np.ndarray,
+    drafts: int,
+) -> np.ndarray:
     """So many drafts, of which the first `count - 1` come true and the next one does not."""
     coming = text[np.arange(len(text))[:, None], lengths[:, None] + np.arange(drafts)]
     wrong = (coming + random.integers(1, VOCAB, coming.shape)) % VOCAB
@@ -130,34 +174,49 @@ def drafts_that_keep(random: np.random.Generator, text: np.ndarray, lengths: np.
 
 
 def kept_block(
-    random: np.random.Generator, text: np.ndarray, features: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int
+    random: np.random.Generator,
+    text: np.ndarray,
+    features: np.ndarray,
+    lengths: np.ndarray,
+    count: np.ndarray,
+    drafts: int,
 ) -> Kept:
     """What a round commits; beyond the cut stands junk."""
     positions = (lengths[:, None] - 1 + np.arange(drafts + 1)).astype(np.int32)
     beyond = np.arange(drafts + 1) >= count[:, None]
     row = np.arange(len(text))[:, None]
     return Kept(
-        tokens=jnp.asarray(np.where(beyond, random.integers(0, VOCAB, positions.shape), text[row, positions + 1]), jnp.int32),
+        tokens=jnp.asarray(
+            np.where(beyond, random.integers(0, VOCAB, positions.shape), text[row, positions + 1]),
+            jnp.int32,
+        ),
         features=jnp.asarray(np.where(beyond[..., None], 50.0, features[row, positions])),
         positions=jnp.asarray(positions),
         length=jnp.asarray(count, jnp.int32),
     )
 
 
-def slots_of(cache: KVCache, layer: int, row: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def slots_of(
+    cache: KVCache, layer: int, row: int, slots: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of some slots of a row."""
-    return np.asarray(cache.keys[layer])[row][:, :, slots], np.asarray(cache.values[layer])[row][:, slots]
+    return np.asarray(cache.keys[layer])[row][:, :, slots], np.asarray(cache.values[layer])[row][
+        :, slots
+    ]
 
 
 SCHEDULE = (4, 4, 4, 1, 4, 2, 1, 0, 1, 4, 0, 0, 2, 4, 0, 1, 0, 0, 0, 0, 0, 0, 1, 4)
-"""Drafts of each round: long ones before short ones, and more rounds without drafts in a row than a round can keep tokens."""
+"""Drafts of each round: long ones before short ones, and more rounds without drafts in a row than a
+round can keep tokens."""
 
 
 def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
-    """drafters.md 7, row 16: the cache is rewritten with true features in all layers; nothing of a rejected draft remains, and nothing
-    that was committed is lost, whatever the lengths of the rounds."""
+    """drafters.md 7, row 16: the cache is rewritten with true features in all layers; nothing of a
+    rejected draft remains, and nothing that was committed is lost, whatever the lengths of the
+    rounds."""
     random = np.random.default_rng(0)
-    text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)  # what will be committed, row by row
+    # what will be committed, row by row
+    text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
     features = case.features(text)
     lengths = np.array([2, 5, 3, 4, 1])
     prompt = committed(text[:, :WIDTH], lengths, 9)
@@ -183,25 +242,50 @@ def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
                 for layer in range(case.depth * case.network.stack):
                     # The text's slots, and those that this round drafted in the layer.
                     turn = layer // case.network.stack
-                    true, steps = lengths[row] - 1, np.arange(turn or case.depth, drafts, case.depth)
-                    used = np.concatenate([np.arange(true), true - 1 + steps if true else steps[:0]])
-                    for ours, theirs in zip(*(slots_of(either.cache, layer, row, used) for either in (held, scratch)), strict=True):
+                    true, steps = (
+                        lengths[row] - 1,
+                        np.arange(turn or case.depth, drafts, case.depth),
+                    )
+                    used = np.concatenate(
+                        [np.arange(true), true - 1 + steps if true else steps[:0]]
+                    )
+                    for ours, theirs in zip(
+                        *(slots_of(either.cache, layer, row, used) for either in (held, scratch)),
+                        strict=True,
+                    ):
                         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         else:
             held = case.catch_up(held, committed(text, lengths), lengths)
         counts_seen |= set(count.tolist())
-        held = held._replace(state=case.draft.commit(held.state, kept_block(random, text, features, lengths, count, drafts)))
+        held = held._replace(
+            state=case.draft.commit(
+                held.state, kept_block(random, text, features, lengths, count, drafts)
+            )
+        )
         lengths = lengths + count
     assert counts_seen == {0, 1, 2, 3, 4, 5}
 
 
-def slot(network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray, Any]:
+def slot(
+    network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int
+) -> tuple[np.ndarray, np.ndarray, Any]:
     """Query, (key, value) and residual of one slot."""
-    heads = network.heads(layer, jnp.asarray(hidden)[None, None], jnp.asarray(embedded)[None, None], jnp.full((1, 1), position, jnp.int32))
-    return np.asarray(heads.query)[0, 0], heads.residual, (np.asarray(heads.key)[0, 0], np.asarray(heads.value)[0, 0])
+    heads = network.heads(
+        layer,
+        jnp.asarray(hidden)[None, None],
+        jnp.asarray(embedded)[None, None],
+        jnp.full((1, 1), position, jnp.int32),
+    )
+    return (
+        np.asarray(heads.query)[0, 0],
+        heads.residual,
+        (np.asarray(heads.key)[0, 0], np.asarray(heads.value)[0, 0]),
+    )
 
 
-def finish(network: Any, layer: int, query: np.ndarray, residual: Any, seen: list[Any]) -> np.ndarray:
+def finish(
+    network: Any, layer: int, query: np.ndarray, residual: Any, seen: list[Any]
+) -> np.ndarray:
     """The layer's output of one slot that attends to the slots listed."""
     repeats = query.shape[0] // seen[0][0].shape[0]
     keys, values = (np.repeat(np.array(part), repeats, axis=1) for part in zip(*seen, strict=True))
@@ -210,8 +294,11 @@ def finish(network: Any, layer: int, query: np.ndarray, residual: Any, seen: lis
     return np.asarray(network.finish(layer, residual, attended))[0, 0]
 
 
-def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarray) -> list[np.ndarray]:
-    """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and sees is written out."""
+def chain(
+    case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarray
+) -> list[np.ndarray]:
+    """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and
+    sees is written out."""
     network, embedding = case.network, numpy_weights(case.target)["embedding"]
     read = np.asarray(network.read(jnp.asarray(features)[None]))[0]
     seen: list[list[Any]] = [[] for _ in range(case.depth * network.stack)]
@@ -231,20 +318,25 @@ def chain(case: Case, features: np.ndarray, text: np.ndarray, drafted: np.ndarra
         laws.append(np.asarray(network.logits(case.target, jnp.asarray(hidden)[None, None]))[0, 0])
         turn = step % case.depth
         for layer in range(turn * network.stack, (turn + 1) * network.stack):
-            query, residual, pair = slot(network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step)
+            query, residual, pair = slot(
+                network, layer, hidden, embedding[drafted[step - 1]], len(text) - 2 + step
+            )
             own[layer].append(pair)
             hidden = finish(network, layer, query, residual, [*seen[layer][turn:], *own[layer]])
     return laws
 
 
 def test_proposals_match_a_loop_over_slots(case: Case) -> None:
-    """Token i+1 comes from turn i mod n, which reads the turn before it one slot below, and sees no other turn's drafts."""
+    """Token i+1 comes from turn i mod n, which reads the turn before it one slot below, and sees no
+    other turn's drafts."""
     random = np.random.default_rng(1)
     lengths = [2, 4, 5]
     prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)
     drafted = random.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
     features = case.features(prompt)
-    _, proposal = case.propose(case.prefill(prompt, lengths, features), committed(prompt, lengths), lengths, drafted)
+    _, proposal = case.propose(
+        case.prefill(prompt, lengths, features), committed(prompt, lengths), lengths, drafted
+    )
     for row, length in enumerate(lengths):
         wanted = chain(case, features[row, :length], prompt[row, :length], drafted[row])
         np.testing.assert_allclose(logits_of(proposal)[row], wanted, rtol=0, atol=1e-11)
@@ -252,19 +344,29 @@ def test_proposals_match_a_loop_over_slots(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ["eagle3 of 2"], indirect=True)
 def test_eagle_proposals_match_plain_numpy(case: Case) -> None:
-    """Slot t reads the taps of t and token t+1; deeper slots read the previous output and the drafted token (drafters.md 1.9)."""
+    """Slot t reads the taps of t and token t+1; deeper slots read the previous output and the
+    drafted token (drafters.md 1.9)."""
     random = np.random.default_rng(1)
     lengths = [2, 4, 5]
     prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)
     drafted = random.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
-    _, proposal = case.propose(case.prefill(prompt, lengths, case.features(prompt)), committed(prompt, lengths), lengths, drafted)
+    _, proposal = case.propose(
+        case.prefill(prompt, lengths, case.features(prompt)),
+        committed(prompt, lengths),
+        lengths,
+        drafted,
+    )
     embedding = numpy_weights(case.target)["embedding"]
     for row, length in enumerate(lengths):
         text = prompt[row, :length]
-        hidden, logits, seen = numpy_eagle_read(case.network, embedding, numpy_taps(numpy_decoder(case.target, text)[2]), text)
+        hidden, logits, seen = numpy_eagle_read(
+            case.network, embedding, numpy_taps(numpy_decoder(case.target, text)[2]), text
+        )
         for offset in range(LENGTH):
             np.testing.assert_allclose(logits_of(proposal)[row, offset], logits, rtol=0, atol=1e-11)
-            hidden, logits = numpy_eagle_slot(case.network, hidden, embedding[drafted[row, offset]], length - 1 + offset, seen)
+            hidden, logits = numpy_eagle_slot(
+                case.network, hidden, embedding[drafted[row, offset]], length - 1 + offset, seen
+            )
 
 
 def test_repeat_gives_each_row_of_a_group_its_prompts_state(case: Case) -> None:
@@ -274,5 +376,9 @@ def test_repeat_gives_each_row_of_a_group_its_prompts_state(case: Case) -> None:
     features = case.features(prompt)
     once = case.propose(case.prefill(prompt, lengths, features), text, lengths, drafted)[1]
     repeated = case.prefill(prompt, lengths, features, times=3)
-    thrice = case.propose(repeated, *(np.repeat(part, 3, 0) for part in (text, lengths, drafted)))[1]
-    np.testing.assert_allclose(logits_of(thrice), np.repeat(logits_of(once), 3, 0), rtol=0, atol=1e-12)
+    thrice = case.propose(repeated, *(np.repeat(part, 3, 0) for part in (text, lengths, drafted)))[
+        1
+    ]
+    np.testing.assert_allclose(
+        logits_of(thrice), np.repeat(logits_of(once), 3, 0), rtol=0, atol=1e-12
+    )

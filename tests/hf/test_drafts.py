@@ -1,4 +1,5 @@
-"""Tensors of published drafts: to the names and back in every bit, and what torch makes of them; every trap of drafters.md 1.4-1.6."""
+"""Tensors of published drafts: to the names and back in every bit, and what torch makes of them;
+every trap of drafters.md 1.4-1.6."""
 
 import functools
 from typing import Any, NamedTuple
@@ -42,13 +43,34 @@ class Case(NamedTuple):
 QWEN = FamilyConfig(query_key_norm=True, attention_bias=True, output_bias=True)
 CASES = [
     Case("default"),
-    Case("one norm before fuse, residual normed", {"norm_before_fuse": True, "norm_before_residual": True, "taps": (0, 2, 3, 4)}),
-    Case("EAGLE-3.1 of two layers, small vocabulary", {"fuse_norms": True, "norm_output": True, "taps": (2, 4)}, {"layers": 2}, 6),
-    Case("no taps, scaled", {"use_taps": False, "logit_scale": 0.5, "norm_output": True}, {"rope_theta": 50.0, "norm_eps": 1e-3}, 6),
+    Case(
+        "one norm before fuse, residual normed",
+        {"norm_before_fuse": True, "norm_before_residual": True, "taps": (0, 2, 3, 4)},
+    ),
+    Case(
+        "EAGLE-3.1 of two layers, small vocabulary",
+        {"fuse_norms": True, "norm_output": True, "taps": (2, 4)},
+        {"layers": 2},
+        6,
+    ),
+    Case(
+        "no taps, scaled",
+        {"use_taps": False, "logit_scale": 0.5, "norm_output": True},
+        {"rope_theta": 50.0, "norm_eps": 1e-3},
+        6,
+    ),
     Case(
         "its own width, embedding and Qwen3 layers",
         {"own_embedding": True},
-        {"embed": 12, "heads": 6, "kv_heads": 3, "head_size": 8, "ffn": 20, "layers": 3, "family": QWEN},
+        {
+            "embed": 12,
+            "heads": 6,
+            "kv_heads": 3,
+            "head_size": 8,
+            "ffn": 20,
+            "layers": 3,
+            "family": QWEN,
+        },
     ),
 ]
 
@@ -71,7 +93,13 @@ def network(case: Any) -> Eagle3:
 
 
 def config_of(made: Eagle3, form: Form) -> dict[str, Any]:
-    return draft_config_json(made.config, made.form, target().config, form, 0 if made.vocabulary is None else made.head.shape[-1])
+    return draft_config_json(
+        made.config,
+        made.form,
+        target().config,
+        form,
+        0 if made.vocabulary is None else made.head.shape[-1],
+    )
 
 
 def read(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Eagle3:
@@ -112,10 +140,12 @@ def test_names_and_shapes_are_those_of_published_files() -> None:
     """drafters.md 1.6, with sizes of the tiny model: H 16, 4 and 2 heads of 4, I 24."""
     shapes = {name: array.shape for name, array in draft_tensors(network(0), "raw").items()}
     assert shapes == {
-        "fc.weight": (16, 48), "midlayer.input_layernorm.weight": (16,), "midlayer.hidden_norm.weight": (16,),
+        "fc.weight": (16, 48),
+        "midlayer.input_layernorm.weight": (16,), "midlayer.hidden_norm.weight": (16,),
         "midlayer.self_attn.q_proj.weight": (16, 32), "midlayer.self_attn.k_proj.weight": (8, 32),
         "midlayer.self_attn.v_proj.weight": (8, 32), "midlayer.self_attn.o_proj.weight": (16, 16),
-        "midlayer.post_attention_layernorm.weight": (16,), "midlayer.mlp.gate_proj.weight": (24, 16),
+        "midlayer.post_attention_layernorm.weight": (16,),
+        "midlayer.mlp.gate_proj.weight": (24, 16),
         "midlayer.mlp.up_proj.weight": (24, 16), "midlayer.mlp.down_proj.weight": (16, 24),
         "norm.weight": (16,), "lm_head.weight": (11, 16),
     }  # fmt: skip
@@ -138,7 +168,9 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
             heads = made.heads(layer, hidden, made.embed(target(), tokens), positions)
             old = caches.get(layer)
             keys, values = (
-                (heads.key, heads.value) if old is None else (jnp.concatenate(pair, 1) for pair in zip(old, heads[1:3], strict=True))
+                (heads.key, heads.value)
+                if old is None
+                else (jnp.concatenate(pair, 1) for pair in zip(old, heads[1:3], strict=True))
             )
             caches[layer] = keys, values
             hidden = made.finish(layer, heads.residual, attend(heads.query, keys, values, mask))
@@ -152,7 +184,11 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
 
 @pytest.mark.hf
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, id=case.name, marks=() if number in (0, 2) else pytest.mark.slow) for number, case in enumerate(CASES)]
+    "number",
+    [
+        pytest.param(number, id=case.name, marks=() if number in (0, 2) else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
 )
 def test_torch_reads_the_raw_file_and_says_the_same(number: int) -> None:
     pytest.importorskip("torch")
@@ -162,12 +198,16 @@ def test_torch_reads_the_raw_file_and_says_the_same(number: int) -> None:
     config = config_of(made, "raw")
 
     def positions(slot: int) -> Any:
-        angle = slot * made.config.rope_theta ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+        angle = slot * made.config.rope_theta ** (
+            -np.arange(0, config["head_dim"], 2) / config["head_dim"]
+        )
         return np.cos(angle), np.sin(angle)
 
     taps = len(made.form.taps) or 3 if made.form.use_taps else 1
     features = np.random.default_rng(3).normal(size=(len(TOKENS) - 1, taps * 16))
-    wanted = TorchEagle3(draft_tensors(made, "raw"), config, lent()["embedding"], positions).run(features, TOKENS, DRAFTED)
+    wanted = TorchEagle3(draft_tensors(made, "raw"), config, lent()["embedding"], positions).run(
+        features, TOKENS, DRAFTED
+    )
     np.testing.assert_allclose(said(made, jnp.asarray(features)[None]), wanted, rtol=0, atol=1e-10)
 
 
@@ -189,7 +229,9 @@ def test_a_missing_head_is_the_targets_rows(number: int) -> None:
     tensors = draft_tensors(made, "raw")
     tensors.pop("lm_head.weight")
     found = read(tensors, {**config_of(made, "raw"), "tie_word_embeddings": True})
-    np.testing.assert_array_equal(numpy_weights(found)["head"], lent()["head"][:, IDS] if number else lent()["head"])
+    np.testing.assert_array_equal(
+        numpy_weights(found)["head"], lent()["head"][:, IDS] if number else lent()["head"]
+    )
 
 
 def test_the_tensors_decide_about_the_size_of_a_head() -> None:
@@ -200,7 +242,13 @@ def test_the_tensors_decide_about_the_size_of_a_head() -> None:
     config["transformer_layer_config"].pop("head_dim")
     sizes, form, _ = head_config(config, "here", "auto", target().config, told.append)
     assert sizes.head_size == 2
-    settled, _ = settle(sizes, form, normal_names(draft_tensors(made, "raw"), "here"), lent()["embedding"], told.append)
+    settled, _ = settle(
+        sizes,
+        form,
+        normal_names(draft_tensors(made, "raw"), "here"),
+        lent()["embedding"],
+        told.append,
+    )
     assert settled.head_size == 8
     assert "lacks head_dim" in "".join(told)
     assert "head_dim is 8 by the tensors, not 2" in "".join(told)
@@ -213,7 +261,10 @@ def test_older_names_of_the_norms_of_taps() -> None:
         tensors[f"{old}.weight"] = tensors.pop(f"{new}.weight")
     config = config_of(made, "raw")
     config.pop("fc_norm")
-    assert_same_tensors(draft_tensors(read(tensors, {**config, "use_aux_norm": True}), "raw"), draft_tensors(made, "raw"))
+    assert_same_tensors(
+        draft_tensors(read(tensors, {**config, "use_aux_norm": True}), "raw"),
+        draft_tensors(made, "raw"),
+    )
 
 
 def buffers(ids: Any, vocab: int = 11) -> dict[str, np.ndarray]:
@@ -221,24 +272,40 @@ def buffers(ids: Any, vocab: int = 11) -> dict[str, np.ndarray]:
 
 
 def test_vocabulary_buffers() -> None:
-    """drafters.md 1.4: offsets, not ids; either buffer may be absent; zeros with the whole vocabulary are the identity."""
+    """drafters.md 1.4: offsets, not ids; either buffer may be absent; zeros with the whole
+    vocabulary are the identity."""
     for tensors in (buffers(IDS), {"d2t": buffers(IDS)["d2t"]}, {"t2d": buffers(IDS)["t2d"]}):
         found = vocabulary_ids(tensors, 6, 11, "here")
         assert found is not None
         assert (found.tolist(), found.dtype) == (IDS.tolist(), np.int32)
     assert vocabulary_ids({}, 11, 11, "here") is None
-    assert vocabulary_ids({"d2t": np.zeros(11, int), "t2d": np.zeros(11, bool)}, 11, 11, "here") is None
+    assert (
+        vocabulary_ids({"d2t": np.zeros(11, int), "t2d": np.zeros(11, bool)}, 11, 11, "here")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("tensors", "rows", "said"),
     [
         ({}, 6, "6 rows for a vocabulary of 11, and neither d2t nor t2d"),
-        ({"d2t": IDS}, 6, r"from 0 to 15; they must ascend inside 0\.\.10; it looks like the ids themselves"),
+        (
+            {"d2t": IDS},
+            6,
+            r"from 0 to 15; they must ascend inside 0\.\.10; it looks like the ids themselves",
+        ),
         ({"d2t": np.array([0, 0, -1, 0, 0, 0])}, 6, "must ascend"),
-        ({**buffers(IDS), "t2d": buffers([0, 1, 2, 3, 4])["t2d"]}, 6, "d2t names 6 tokens and t2d 5"),
+        (
+            {**buffers(IDS), "t2d": buffers([0, 1, 2, 3, 4])["t2d"]},
+            6,
+            "d2t names 6 tokens and t2d 5",
+        ),
         ({"d2t": buffers(IDS)["d2t"]}, 7, r"d2t has shape \[6\], and the head 7 rows"),
-        ({"t2d": np.isin(np.arange(12), IDS)}, 6, r"t2d has shape \[12\], and the vocabulary 11 tokens"),
+        (
+            {"t2d": np.isin(np.arange(12), IDS)},
+            6,
+            r"t2d has shape \[12\], and the vocabulary 11 tokens",
+        ),
         ({"t2d": np.isin(np.arange(11), IDS)[None]}, 6, r"t2d has shape \[1, 11\]"),
         ({"d2t": np.zeros(11)}, 11, "d2t is of type float64; it must hold whole numbers"),
         ({"d2t": np.zeros(6, bool)}, 6, "d2t is of type bool"),
@@ -257,35 +324,69 @@ def test_files_of_other_drafts_and_damaged_ones_are_refused() -> None:
     for changed, message in (
         (without, "EAGLE-1 or EAGLE-2"),
         ({**tensors, "mask_hidden": np.zeros(3)}, "P-EAGLE"),
-        ({**tensors, "layers.0.hidden_norm.weight": np.zeros(16)}, r"layers\.0\.hidden_norm\.weight twice"),
-        ({**tensors, "layers.1.mlp.up_proj.weight": np.zeros((24, 16))}, r"layers\.1\.mlp\.up_proj\.weight, which .* no place"),
-        ({name: array for name, array in tensors.items() if "mlp" not in name}, r"lacks layers\.0\.mlp\.gate_proj"),
-        ({**tensors, "fc.weight": np.zeros((16, 32))}, r"fc\.weight has shape \[16, 32\]; the config asks for \[16, 48\]"),
+        (
+            {**tensors, "layers.0.hidden_norm.weight": np.zeros(16)},
+            r"layers\.0\.hidden_norm\.weight twice",
+        ),
+        (
+            {**tensors, "layers.1.mlp.up_proj.weight": np.zeros((24, 16))},
+            r"layers\.1\.mlp\.up_proj\.weight, which .* no place",
+        ),
+        (
+            {name: array for name, array in tensors.items() if "mlp" not in name},
+            r"lacks layers\.0\.mlp\.gate_proj",
+        ),
+        (
+            {**tensors, "fc.weight": np.zeros((16, 32))},
+            r"fc\.weight has shape \[16, 32\]; the config asks for \[16, 48\]",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             read(changed, config)
-    with pytest.raises(ConfigError, match=r"here: num_hidden_layers 999 in config\.json ask for .* there are 13 tensors in all; correct"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"here: num_hidden_layers 999 in config\.json ask for .* there are 13 tensors in all;"
+            r" correct"
+        ),
+    ):
         read(tensors, {**config, "num_hidden_layers": 1000})
     with pytest.raises(ConfigError, match=r"here has a\\n\\x1b, which"):
         read({**tensors, "a\n\x1b": np.zeros(2)}, config)
-    assert read({**tensors, "midlayer.self_attn.rotary_emb.inv_freq": np.zeros(2)}, config) is not None
+    assert (
+        read({**tensors, "midlayer.self_attn.rotary_emb.inv_freq": np.zeros(2)}, config) is not None
+    )
 
 
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bool) -> None:
-    """drafters.md 3.1: MiMo's names and order, or DeepSeek's, numbered on from the policy's layers."""
-    family = FamilyConfig() if embedding_first else FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+    """drafters.md 3.1: MiMo's names and order, or DeepSeek's, numbered on from the policy's
+    layers."""
+    family = (
+        FamilyConfig()
+        if embedding_first
+        else FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+    )
     kind = functools.partial(Mtp, layers=2, embedding_first=embedding_first)
     made = tiny_network(kind, tiny_model(family=family), 4)
     tensors = draft_tensors(made, "raw", target_layers=36)
-    name = "model.layers.37.eh_proj.weight" if embedding_first else "model.mtp_layers.1.input_proj.weight"
+    name = (
+        "model.layers.37.eh_proj.weight"
+        if embedding_first
+        else "model.mtp_layers.1.input_proj.weight"
+    )
     np.testing.assert_array_equal(tensors[name], numpy_weights(made)["project"][1].T)
     bias = "model.mtp_layers.0.self_attn.q_proj.bias"
     assert (bias in tensors) != embedding_first
     assert mtp_form([*tensors, "model.layers.3.mlp.up_proj.weight"], 36) == (2, embedding_first)
     assert mtp_form(["model.layers.36.mlp.up_proj.weight"], 36) == (0, True)
-    copies = {"model.layers.36.embed_tokens.weight": lent()["embedding"], "model.layers.37.shared_head.head.weight": lent()["head"].T}
-    found = filled(made, mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36))
+    copies = {
+        "model.layers.36.embed_tokens.weight": lent()["embedding"],
+        "model.layers.37.shared_head.head.weight": lent()["head"].T,
+    }
+    found = filled(
+        made, mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
+    )
     for path, array in numpy_weights(made).items():
         np.testing.assert_array_equal(numpy_weights(found)[path], array)
     copies = {name: array + 1 for name, array in copies.items()}
@@ -295,7 +396,10 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
 
 @pytest.mark.parametrize(
     ("arrays", "said"),
-    [({}, "fuse is not among"), ({"fuse": np.zeros((48, 8))}, r"fuse has shape \[48, 16\], and \[48, 8\] was loaded")],
+    [
+        ({}, "fuse is not among"),
+        ({"fuse": np.zeros((48, 8))}, r"fuse has shape \[48, 16\], and \[48, 8\] was loaded"),
+    ],
 )
 def test_a_network_is_filled_wholly(arrays: dict[str, np.ndarray], said: str) -> None:
     whole = {name: array for name, array in numpy_weights(network(0)).items() if name != "fuse"}

@@ -1,4 +1,5 @@
-"""What checkpoints say of a config: the policy's sizes and tokenizer, the draft's form; and drafts read back into networks."""
+"""What checkpoints say of a config: the policy's sizes and tokenizer, the draft's form; and drafts
+read back into networks."""
 
 import dataclasses
 import json
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.settings import Config, ConfigError, DataConfig, DraftConfig, HeadConfig, ModelConfig, RolloutConfig, RopeConfig
+from jaxspec.config.settings import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DraftConfig,
+    HeadConfig,
+    ModelConfig,
+    RolloutConfig,
+    RopeConfig,
+)
 from jaxspec.drafts.build import build_network
 from jaxspec.hf.draft_config import draft_config_json
 from jaxspec.hf.drafts import draft_tensors
@@ -37,7 +47,9 @@ def save_head(folder: Path, network: Eagle3, form: Any = "raw", **more: np.ndarr
     folder.mkdir()
     save_file({**draft_tensors(network, form), **more}, folder / WEIGHTS)
     vocab = 0 if network.vocabulary is None else network.head.shape[-1]
-    (folder / "config.json").write_text(json.dumps(draft_config_json(network.config, network.form, MODEL, form, vocab)))
+    (folder / "config.json").write_text(
+        json.dumps(draft_config_json(network.config, network.form, MODEL, form, vocab))
+    )
     return folder
 
 
@@ -49,7 +61,12 @@ def config_for(policy: Path, draft: Path | str = "", kind: Any = "eagle3", **mod
 def read_back(config: Config) -> Any:
     shapes = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
     whole = jax.sharding.NamedSharding(small_mesh(2, 2), jax.sharding.PartitionSpec())
-    return read_draft(config, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes))
+    return read_draft(
+        config,
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
+        ),
+    )
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -58,44 +75,88 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and tokenizer are the folder's; type and remat stay. A relative path is kept as an absolute one, for resuming elsewhere."""
+    """Sizes and tokenizer are the folder's; type and remat stay. A relative path is kept as an
+    absolute one, for resuming elsewhere."""
     monkeypatch.chdir(policy.parent)
     plain = RolloutConfig(draft=DraftConfig(kind="none"))
-    found = resolved(Config(model=ModelConfig(path=policy.name, vocab=99, dtype="bfloat16", remat=False), rollout=plain), print)
+    found = resolved(
+        Config(
+            model=ModelConfig(path=policy.name, vocab=99, dtype="bfloat16", remat=False),
+            rollout=plain,
+        ),
+        print,
+    )
     assert (found.model.path, found.data.tokenizer) == (str(policy), str(policy))
-    assert (found.model.vocab, found.model.layers, found.model.dtype, found.model.remat) == (11, 4, "bfloat16", False)
+    assert (found.model.vocab, found.model.layers, found.model.dtype, found.model.remat) == (
+        11,
+        4,
+        "bfloat16",
+        False,
+    )
     assert resolved(found, print) == found
-    assert resolved(Config(model=ModelConfig(path=policy.name), data=DataConfig(tokenizer="other")), print).data.tokenizer == "other"
+    assert (
+        resolved(
+            Config(model=ModelConfig(path=policy.name), data=DataConfig(tokenizer="other")), print
+        ).data.tokenizer
+        == "other"
+    )
     assert resolved(Config(), print) == Config()
 
 
 def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other paths are kept as they are given."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    found = resolved(Config(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")), print).data
-    assert (found.path, found.eval_path, found.tokenizer) == ("/home/somebody/a.jsonl", "b.jsonl", "/home/somebody/t")
-    with pytest.raises(ConfigError, match=r"^data\.eval_path is '~nobody7/a', and no home directory of ~nobody7"):
+    found = resolved(
+        Config(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")), print
+    ).data
+    assert (found.path, found.eval_path, found.tokenizer) == (
+        "/home/somebody/a.jsonl",
+        "b.jsonl",
+        "/home/somebody/t",
+    )
+    with pytest.raises(
+        ConfigError, match=r"^data\.eval_path is '~nobody7/a', and no home directory of ~nobody7"
+    ):
         resolved(Config(data=DataConfig(eval_path="~nobody7/a")), print)
 
 
 @pytest.mark.parametrize("form", ["raw", "speculators"])
 def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, form: Any) -> None:
-    flags: dict[str, Any] = {"norm_before_residual": True, "fuse_norms": True, "norm_output": True, "taps": (0, 2, 4)}
-    made = tiny_network(lambda config, key: eagle3(config, key, vocab=6, sizes={"heads": 8, "ffn": 20}, **flags), MODEL, 2)
+    flags: dict[str, Any] = {
+        "norm_before_residual": True,
+        "fuse_norms": True,
+        "norm_output": True,
+        "taps": (0, 2, 4),
+    }
+    made = tiny_network(
+        lambda config, key: eagle3(config, key, vocab=6, sizes={"heads": 8, "ffn": 20}, **flags),
+        MODEL,
+        2,
+    )
     made = with_vocabulary(made, np.array([0, 2, 3, 7, 8, 10]))
     told: list[str] = []
     config = resolved(config_for(policy, save_head(tmp_path / "draft", made, form)), told.append)
     assert config.head == HeadConfig(**flags)
     assert config.draft_model is not None
-    assert (config.draft_model.heads, config.draft_model.ffn, config.rollout.draft.vocab) == (8, 20, 6)
+    assert (config.draft_model.heads, config.draft_model.ffn, config.rollout.draft.vocab) == (
+        8,
+        20,
+        6,
+    )
     assert any("after 0, 2, 4" in line for line in told)
     assert_same(read_back(config), made)
 
 
 def test_rows_longer_than_a_head_was_trained_on_are_told(policy: Path, tmp_path: Path) -> None:
-    """drafters.md 1.1: published heads may have seen 2048 positions only, and the answers are longer."""
+    """drafters.md 1.1: published heads may have seen 2048 positions only, and the answers are
+    longer."""
     folder = save_head(
-        tmp_path / "draft", tiny_network(lambda config, key: eagle3(config, key, sizes={"rope": RopeConfig(context=20)}), MODEL, 2)
+        tmp_path / "draft",
+        tiny_network(
+            lambda config, key: eagle3(config, key, sizes={"rope": RopeConfig(context=20)}),
+            MODEL,
+            2,
+        ),
     )
     told: list[str] = []
     config = resolved(config_for(policy, folder), told.append)
@@ -108,8 +169,16 @@ def test_a_shared_embedding_is_not_copied(policy: Path, tmp_path: Path) -> None:
     """A table in the draft's file is its own only where it differs from the policy's."""
     made = tiny_network(eagle3, MODEL, 2)
     table = np.asarray(tiny_network(Decoder, MODEL).embedding[...])
-    same = resolved(config_for(policy, save_head(tmp_path / "same", made, **{"embed_tokens.weight": table})), print)
-    other = resolved(config_for(policy, save_head(tmp_path / "other", made, **{"embed_tokens.weight": table + 1})), print)
+    same = resolved(
+        config_for(policy, save_head(tmp_path / "same", made, **{"embed_tokens.weight": table})),
+        print,
+    )
+    other = resolved(
+        config_for(
+            policy, save_head(tmp_path / "other", made, **{"embed_tokens.weight": table + 1})
+        ),
+        print,
+    )
     assert (same.head.own_embedding, other.head.own_embedding) == (False, True)
     assert read_back(same).embedding is None
     np.testing.assert_array_equal(read_back(other).embedding[...], table + 1)
@@ -129,22 +198,40 @@ def test_a_head_without_rows_of_its_own_takes_the_policys(policy: Path, tmp_path
 
 def test_taps_that_are_named_are_used(policy: Path, tmp_path: Path) -> None:
     """What the probe advises when a head reads one layer too early."""
-    folder = save_head(tmp_path / "draft", tiny_network(lambda config, key: eagle3(config, key, taps=(0, 2, 3)), MODEL, 2))
+    folder = save_head(
+        tmp_path / "draft",
+        tiny_network(lambda config, key: eagle3(config, key, taps=(0, 2, 3)), MODEL, 2),
+    )
     config = config_for(policy, folder)
     assert resolved(config, print).head.taps == (0, 2, 3)
-    assert resolved(dataclasses.replace(config, head=HeadConfig(taps=(1, 3, 4))), print).head.taps == (1, 3, 4)
+    assert resolved(
+        dataclasses.replace(config, head=HeadConfig(taps=(1, 3, 4))), print
+    ).head.taps == (1, 3, 4)
 
 
 @pytest.mark.parametrize("embedding_first", [True, False])
-def test_native_layers_of_the_policy_are_used_by_themselves(policy: Path, embedding_first: bool) -> None:
-    """MTP layers in the policy's own files, by MiMo's or DeepSeek's names; they are left alone by other drafts."""
+def test_native_layers_of_the_policy_are_used_by_themselves(
+    policy: Path, embedding_first: bool
+) -> None:
+    """MTP layers in the policy's own files, by MiMo's or DeepSeek's names; they are left alone by
+    other drafts."""
     sizes = dataclasses.replace(MODEL, ffn=20)
     made = tiny_network(lambda config, key: Mtp(config, key, 2, embedding_first), sizes, 3)
-    tensors = {name: build() for name, _, build in tensors_of(policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32)}
+    tensors = {
+        name: build()
+        for name, _, build in tensors_of(
+            policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32
+        )
+    }
     save_file({**tensors, **draft_tensors(made, "raw", 4)}, policy / WEIGHTS)
     config = resolved(config_for(policy, kind="mtp"), print)
     draft = config.rollout.draft
-    assert (draft.path, draft.layers, draft.embedding_first, draft.ffn) == (str(policy), 2, embedding_first, 20)
+    assert (draft.path, draft.layers, draft.embedding_first, draft.ffn) == (
+        str(policy),
+        2,
+        embedding_first,
+        20,
+    )
     assert_same(read_back(config), made)
     assert resolved(config_for(policy, kind="none"), print).rollout.draft.path == ""
 
@@ -157,20 +244,34 @@ def test_a_small_model_is_read_as_policies_are(policy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "model"])
-def test_a_draft_with_a_number_that_is_not_finite_is_refused_by_its_tensor(policy: Path, tmp_path: Path, kind: Any) -> None:
+def test_a_draft_with_a_number_that_is_not_finite_is_refused_by_its_tensor(
+    policy: Path, tmp_path: Path, kind: Any
+) -> None:
     folder = tmp_path / "draft"
     if kind == "eagle3":
         save_head(folder, tiny_network(eagle3, MODEL, 2))
     else:
         save_policy(folder, MODEL)
-    layers = draft_tensors(tiny_network(lambda config, key: Mtp(config, key, 1, True), MODEL, 3), "raw", 4) if kind == "mtp" else {}
+    layers = (
+        draft_tensors(
+            tiny_network(lambda config, key: Mtp(config, key, 1, True), MODEL, 3), "raw", 4
+        )
+        if kind == "mtp"
+        else {}
+    )
     tensors = {**load_file(folder / WEIGHTS), **layers}
     save_file(tensors, folder / WEIGHTS)
     read_back(resolved(config_for(policy, folder, kind=kind), print))
     name = next(name for name in reversed(tensors) if name.endswith("up_proj.weight"))
     tensors[name][-1, -1] = np.nan
     save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(ConfigError, match=rf"{folder}/model\.safetensors: the tensor {re.escape(name)} has values that are not finite"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"{folder}/model\.safetensors: the tensor {re.escape(name)} has values that are not"
+            r" finite"
+        ),
+    ):
         read_back(resolved(config_for(policy, folder, kind=kind), print))
 
 
@@ -181,45 +282,79 @@ FP8 = ml_dtypes.float8_e4m3fn
     ("changes", "words"),
     [
         ({"lm_head.weight": np.float32(1)}, r"lm_head\.weight has shape \[\]"),
-        ({"lm_head.weight": np.ones((0, 16), np.float32)}, r"lm_head\.weight has shape \[0, 16\].*none of them of size 0"),
-        ({"midlayer.self_attn.q_proj.weight": np.float32(1)}, r"midlayer\.self_attn\.q_proj\.weight has shape"),
+        (
+            {"lm_head.weight": np.ones((0, 16), np.float32)},
+            r"lm_head\.weight has shape \[0, 16\].*none of them of size 0",
+        ),
+        (
+            {"midlayer.self_attn.q_proj.weight": np.float32(1)},
+            r"midlayer\.self_attn\.q_proj\.weight has shape",
+        ),
         ({"d2t": np.int64(0)}, r"d2t has shape \[\]"),
         ({"d2t": np.zeros(11, np.float32)}, "d2t is of type F32; it must be one of I64"),
         ({"t2d": np.zeros((1, 11), bool)}, r"t2d has shape \[1, 11\]"),
-        ({"norm.weight": np.ones(16, np.int32)}, r"norm\.weight is of type I32; it must be one of F64"),
+        (
+            {"norm.weight": np.ones(16, np.int32)},
+            r"norm\.weight is of type I32; it must be one of F64",
+        ),
         ({"norm.weight": np.ones(16, bool)}, r"norm\.weight is of type BOOL"),
         ({"norm.weight": np.ones(16, FP8)}, r"norm\.weight is of type F8_E4M3; .* not quantized"),
     ],
 )
-def test_tensors_of_a_draft_are_checked_before_they_are_read(policy: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    folder = save_head(tmp_path / "draft", tiny_network(eagle3, MODEL, 2), **{name: np.asarray(value) for name, value in changes.items()})
+def test_tensors_of_a_draft_are_checked_before_they_are_read(
+    policy: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = save_head(
+        tmp_path / "draft",
+        tiny_network(eagle3, MODEL, 2),
+        **{name: np.asarray(value) for name, value in changes.items()},
+    )
     with pytest.raises(ConfigError, match=rf"^{folder}/model\.safetensors: the tensor {words}"):
         resolved(config_for(policy, folder), print)
 
 
 def test_an_mtp_layer_without_axes_is_refused(policy: Path) -> None:
-    made = draft_tensors(tiny_network(lambda config, key: Mtp(config, key, 1, True), MODEL, 3), "raw", 4)
+    made = draft_tensors(
+        tiny_network(lambda config, key: Mtp(config, key, 1, True), MODEL, 3), "raw", 4
+    )
     gate = np.asarray(np.float32(1))
-    save_file({**load_file(policy / WEIGHTS), **made, "model.layers.4.mlp.gate_proj.weight": gate}, policy / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"model\.layers\.4\.mlp\.gate_proj\.weight has shape \[\]"):
+    save_file(
+        {**load_file(policy / WEIGHTS), **made, "model.layers.4.mlp.gate_proj.weight": gate},
+        policy / WEIGHTS,
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.4\.mlp\.gate_proj\.weight has shape \[\]"
+    ):
         resolved(config_for(policy, kind="mtp"), print)
 
 
-def test_a_policy_without_the_tensor_that_a_draft_borrows_is_named(policy: Path, tmp_path: Path) -> None:
+def test_a_policy_without_the_tensor_that_a_draft_borrows_is_named(
+    policy: Path, tmp_path: Path
+) -> None:
     table = np.asarray(tiny_network(Decoder, MODEL).embedding[...])
-    folder = save_head(tmp_path / "draft", tiny_network(eagle3, MODEL, 2), **{"embed_tokens.weight": table})
+    folder = save_head(
+        tmp_path / "draft", tiny_network(eagle3, MODEL, 2), **{"embed_tokens.weight": table}
+    )
     tensors = load_file(policy / WEIGHTS)
     tensors.pop("model.embed_tokens.weight")
     save_file(tensors, policy / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"lacks the tensor model\.embed_tokens\.weight, which the draft borrows; download"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks the tensor model\.embed_tokens\.weight, which the draft borrows; download",
+    ):
         resolved(config_for(policy, folder), print)
 
 
 def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path: Path) -> None:
     """With its own base of the frequencies."""
-    made = tiny_network(lambda config, key: eagle3(config, key, sizes={"rope_theta": 77.0}), MODEL, 2)
+    made = tiny_network(
+        lambda config, key: eagle3(config, key, sizes={"rope_theta": 77.0}), MODEL, 2
+    )
     folder = save_head(tmp_path / "draft", made)
-    plain, stretched = resolved(config_for(policy, folder), print), resolved(config_for(policy, folder, rope_factor=4.0), print)
+    plain, stretched = (
+        resolved(config_for(policy, folder), print),
+        resolved(config_for(policy, folder, rope_factor=4.0), print),
+    )
     assert plain.draft_model is not None
     assert stretched.draft_model is not None
     assert (plain.draft_model.rope_factor, plain.draft_model.rope_theta) == (1, 77)
@@ -230,9 +365,15 @@ def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("ngram", "is for drafts of kind eagle3, mtp and model"), ("none", "rollout.draft.kind is none"), ("mtp", "has no MTP layers")],
+    [
+        ("ngram", "is for drafts of kind eagle3, mtp and model"),
+        ("none", "rollout.draft.kind is none"),
+        ("mtp", "has no MTP layers"),
+    ],
 )
-def test_a_path_of_another_kind_is_refused(policy: Path, tmp_path: Path, kind: str, words: str) -> None:
+def test_a_path_of_another_kind_is_refused(
+    policy: Path, tmp_path: Path, kind: str, words: str
+) -> None:
     folder = save_head(tmp_path / "draft", tiny_network(eagle3, MODEL, 2))
     with pytest.raises(ConfigError, match=words):
         resolved(config_for(policy, folder, kind=kind), print)

@@ -1,4 +1,5 @@
-"""The engine on imported policies: greedy tokens are those of transformers, and those of a long coupled rollout of plain decoding."""
+"""The engine on imported policies: greedy tokens are those of transformers, and those of a long
+coupled rollout of plain decoding."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("x64")]
 
 NEW, NEVER = 24, 99
 LENGTHS = (3, 9, 20, 13)
-"""Of the prompts: one is longer than what the stretched cases were made for (16), and all texts become longer than that."""
+"""Of the prompts: one is longer than what the stretched cases were made for (16), and all texts
+become longer than that."""
 
 
 def prompts_of(lengths: tuple[int, ...], vocab: int = 37) -> Prompts:
-    tokens = np.random.default_rng(7).integers(2, vocab, (len(lengths), max(lengths))).astype(np.int32)
+    tokens = (
+        np.random.default_rng(7).integers(2, vocab, (len(lengths), max(lengths))).astype(np.int32)
+    )
     return Prompts(
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray(lengths, jnp.int32),
@@ -37,7 +41,8 @@ def prompts_of(lengths: tuple[int, ...], vocab: int = 37) -> Prompts:
 
 
 def theirs(model: Any, prompt: np.ndarray, end: int) -> tuple[list[int], float]:
-    """transformers' greedy response, and the smallest distance of the largest logit from the second largest on the way."""
+    """transformers' greedy response, and the smallest distance of the largest logit from the second
+    largest on the way."""
     import torch
 
     said = model.generate(
@@ -60,16 +65,20 @@ def cut(response: list[int], end: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-tied-biases", "qwen3-moe", "qwen2", "llama3"])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Through blocks of 4 tokens with a cache: drafts by look-up, which are often kept, or else of a random head, which seldom are.
+    """Through blocks of 4 tokens with a cache: drafts by look-up, which are often kept, or else of
+    a random head, which seldom are.
 
-    Both in float64; transformers' norms and rotations stay in float32, so no choice may be as near a tie as 1e-4. The end token is the
-    one that some response reaches latest.
+    Both in float64; transformers' norms and rotations stay in float32, so no choice may be as near
+    a tie as 1e-4. The end token is the one that some response reaches latest.
     """
     model, prompts = make(name, tmp_path).double(), prompts_of(LENGTHS)
     model.set_experts_implementation("eager")  # the others are for narrower types
     rows = [np.asarray(row[:length]) for row, length in zip(prompts.tokens, LENGTHS, strict=True)]
     endless = [theirs(model, row, NEVER)[0] for row in rows]
-    end = max({token for response in endless for token in response}, key=lambda token: sum(len(cut(each, token)) for each in endless))
+    end = max(
+        {token for response in endless for token in response},
+        key=lambda token: sum(len(cut(each, token)) for each in endless),
+    )
     policy = load(tmp_path, dtype="float64")
     draft = preferring(ngram(3, "vllm", 1, 3), recurrent(3, (1, 2, 3)))
     settings = Settings(1, NEW, Processing(stop_ids=(end,), temperature=0.0), None)
@@ -82,7 +91,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     kept = found.lengths - found.prompt_lengths
     assert found.statistics.accepted.sum() > 5  # several tokens of a block are kept
     assert (found.statistics.rounds < kept).any()
-    assert found.statistics.accepted[:, 0].sum() < found.statistics.drafted[:, 0].sum()  # and others are overwritten
+    # and others are overwritten
+    assert found.statistics.accepted[:, 0].sum() < found.statistics.drafted[:, 0].sum()
 
 
 @pytest.mark.slow
@@ -92,7 +102,9 @@ def test_a_thousand_coupled_tokens_are_those_of_plain_decoding(tmp_path: Path) -
     policy, prompts = load(tmp_path, dtype="float64"), prompts_of((3, 7))
     settings = Settings(2, 1000, Processing(), None)
     plain = compiled(None, settings)((policy, None), prompts)
-    found = compiled(recurrent(3, (1, 2, 3)), settings)((policy, tiny_network(eagle3, policy.config, 2)), prompts)
+    found = compiled(recurrent(3, (1, 2, 3)), settings)(
+        (policy, tiny_network(eagle3, policy.config, 2)), prompts
+    )
     assert (plain.lengths - plain.prompt_lengths).tolist() == [1000] * 4
     assert_same_rows(found, plain)
     assert len({tuple(row[7:].tolist()) for row in found.tokens}) == 4

@@ -1,4 +1,5 @@
-"""Native MTP layers against torch, which reads the tensors of the published files; and a MiMo checkpoint from its folder."""
+"""Native MTP layers against torch, which reads the tensors of the published files; and a MiMo
+checkpoint from its folder."""
 
 import functools
 import json
@@ -31,17 +32,27 @@ MIMO = FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True
 def said(mtp: Mtp, target: Decoder, features: jax.Array) -> jax.Array:
     """Logits of our first layer at all true slots, then of recurrent steps on `DRAFTED`."""
     hidden, true = mtp.read(features), features.shape[1]
-    positions, tokens = jnp.arange(true, dtype=jnp.int32)[None], jnp.asarray([TOKENS[1:]], jnp.int32)
+    positions, tokens = (
+        jnp.arange(true, dtype=jnp.int32)[None],
+        jnp.asarray([TOKENS[1:]], jnp.int32),
+    )
     mask = up_to_position(positions, true)
     keys = values = jnp.zeros((1, 0, mtp.config.kv_heads, mtp.config.head_size), features.dtype)
     laws = []
     for step in range(1 + len(DRAFTED)):
         heads = mtp.heads(0, hidden, mtp.embed(target, tokens), positions)
-        keys, values = jnp.concatenate([keys, heads.key], axis=1), jnp.concatenate([values, heads.value], axis=1)
+        keys, values = (
+            jnp.concatenate([keys, heads.key], axis=1),
+            jnp.concatenate([values, heads.value], axis=1),
+        )
         hidden = mtp.finish(0, heads.residual, attend(heads.query, keys, values, mask))
         laws.append(mtp.draft_logits(target, hidden)[0])
         if step < len(DRAFTED):
-            hidden, positions, tokens = hidden[:, -1:], positions[:, -1:] + 1, jnp.asarray([[DRAFTED[step]]], jnp.int32)
+            hidden, positions, tokens = (
+                hidden[:, -1:],
+                positions[:, -1:] + 1,
+                jnp.asarray([[DRAFTED[step]]], jnp.int32),
+            )
             mask = jnp.ones((1, 1, true + step + 1), bool)
     return jnp.concatenate(laws)
 
@@ -51,13 +62,16 @@ def torch_says(mtp: Mtp, tensors: Any, prefix: str, target: Decoder, features: n
 
     config, weights = mtp.config, numpy_weights(target)
     names = MIMO if "mtp_layers" in prefix else DEEPSEEK
-    layer = TorchMtp(tensors, prefix, names, (config.heads, config.kv_heads), config.norm_eps, config.rope_theta)
+    layer = TorchMtp(
+        tensors, prefix, names, (config.heads, config.kv_heads), config.norm_eps, config.rope_theta
+    )
     return layer.run(features[0], TOKENS, DRAFTED, weights["embedding"], weights["head"].T).numpy()
 
 
 @pytest.mark.parametrize("mimo", [True, False], ids=["MiMo", "DeepSeek"])
 def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
-    """Over all true slots and two recurrent steps, which feed the post-norm output back (drafters.md 3.2)."""
+    """Over all true slots and two recurrent steps, which feed the post-norm output back
+    (drafters.md 3.2)."""
     model = tiny_model(family=MIMO if mimo else FamilyConfig())
     target = tiny_network(Decoder, model, 1)
     mtp = tiny_network(functools.partial(Mtp, embedding_first=not mimo), model, 4, 1.5)
@@ -69,37 +83,62 @@ def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
 
 @pytest.mark.slow
 def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> None:
-    """Qwen2 by another name, whose file has the tensors of one prediction layer beside those of the policy (drafters.md 3.1)."""
+    """Qwen2 by another name, whose file has the tensors of one prediction layer beside those of the
+    policy (drafters.md 3.1)."""
     from safetensors.numpy import load_file, save_file
 
     model = make("qwen2", tmp_path).double()
     random, file = np.random.default_rng(5), tmp_path / "model.safetensors"
     stored = load_file(file)
     width = stored["model.norm.weight"].shape[0]
-    shapes = {name.split("layers.0.")[1]: tensor.shape for name, tensor in stored.items() if "layers.0." in name}
-    shapes |= {f"{name}.weight": (width,) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    shapes = {
+        name.split("layers.0.")[1]: tensor.shape
+        for name, tensor in stored.items()
+        if "layers.0." in name
+    }
+    shapes |= {
+        f"{name}.weight": (width,)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    }
     shapes["input_proj.weight"] = (width, 2 * width)
     added = {
-        f"model.mtp_layers.0.{name}": (random.normal(size=shape) / shape[-1] ** 0.5 + ("norm" in name)).astype(np.float32)
+        f"model.mtp_layers.0.{name}": (
+            random.normal(size=shape) / shape[-1] ** 0.5 + ("norm" in name)
+        ).astype(np.float32)
         for name, shape in shapes.items()
     }
     save_file({**stored, **added}, file)
-    edit_config(tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    edit_config(
+        tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1
+    )
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mimo"
 
     config = Config(
-        model=ModelConfig(path=str(tmp_path), dtype="float64", remat=False), rollout=RolloutConfig(draft=DraftConfig(kind="mtp"))
+        model=ModelConfig(path=str(tmp_path), dtype="float64", remat=False),
+        rollout=RolloutConfig(draft=DraftConfig(kind="mtp")),
     )
     config = resolved(config, print)
     draft = config.rollout.draft
-    assert (config.model.family, draft.path, draft.layers, draft.embedding_first) == (MIMO, str(tmp_path), 1, False)
+    assert (config.model.family, draft.path, draft.layers, draft.embedding_first) == (
+        MIMO,
+        str(tmp_path),
+        1,
+        False,
+    )
     policy, tokens = load(tmp_path, dtype="float64"), tokens_of()
     # transformers' norms and rotations are in float32, and `logits` too.
-    np.testing.assert_allclose(whole(policy, jnp.asarray(tokens)), logits(model, tokens), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        whole(policy, jnp.asarray(tokens)), logits(model, tokens), rtol=0, atol=2e-5
+    )
 
     placed = jax.sharding.NamedSharding(small_mesh(), jax.sharding.PartitionSpec())
     abstract = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
-    mtp = read_draft(config, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), abstract))
+    mtp = read_draft(
+        config,
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), abstract
+        ),
+    )
     features = random.normal(size=(1, len(TOKENS) - 1, width))
     wide = {name: tensor.astype(np.float64) for name, tensor in added.items()}
     wanted = torch_says(mtp, wide, "model.mtp_layers.0.", policy, features)

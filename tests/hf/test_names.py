@@ -1,4 +1,5 @@
-"""Checkpoints that transformers writes give transformers' logits, with and without a cache, from one file or several, on any mesh."""
+"""Checkpoints that transformers writes give transformers' logits, with and without a cache, from
+one file or several, on any mesh."""
 
 from pathlib import Path
 
@@ -30,15 +31,20 @@ def in_two_blocks(policy: Decoder, tokens: jax.Array) -> jax.Array:
     return policy.logits(jnp.concatenate([first.hidden, second.hidden], axis=1))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Also beyond the positions that a stretched model was made for, and for a row whose first positions are left out."""
+    """Also beyond the positions that a stretched model was made for, and for a row whose first
+    positions are left out."""
     model = make(name, tmp_path)
     policy, tokens = load(tmp_path), tokens_of()
     wanted = logits(model, tokens)
     assert np.abs(wanted).max() > 1  # nothing trivial
     np.testing.assert_allclose(whole(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(in_two_blocks(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        in_two_blocks(policy, jnp.asarray(tokens)), wanted, rtol=0, atol=1e-4
+    )
     # Their padding stands on the left, ours on the right.
     left = np.concatenate([np.zeros((2, 7), np.int32), tokens[:, :-7]], axis=1)
     mask = (np.arange(tokens.shape[1]) >= 7).astype(np.int32)[None].repeat(2, axis=0)
@@ -50,7 +56,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
 def test_bfloat16_is_as_close_as_its_rounding(name: str, tmp_path: Path) -> None:
-    """No further from the same weights in float32 than transformers' own pass in bfloat16: 1.25 times on average, 2 times at most."""
+    """No further from the same weights in float32 than transformers' own pass in bfloat16: 1.25
+    times on average, 2 times at most."""
     model = make(name, tmp_path, dtype="bfloat16")
     tokens = tokens_of()
     policy = load(tmp_path, dtype="bfloat16")
@@ -83,14 +90,21 @@ def test_export_undoes_import(name: str, tmp_path: Path) -> None:
     policy = load(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     dtype = next(iter(stored.values())).dtype
-    made = {tensor: build() for tensor, _, build in tensors_of(policy_rows(policy.config), policy, dtype)}
+    made = {
+        tensor: build()
+        for tensor, _, build in tensors_of(policy_rows(policy.config), policy, dtype)
+    }
     assert made.keys() == stored.keys()
     for tensor, values in made.items():
         assert values.dtype == dtype
-        np.testing.assert_array_equal(values.view(np.uint16), stored[tensor].view(np.uint16), err_msg=tensor)
+        np.testing.assert_array_equal(
+            values.view(np.uint16), stored[tensor].view(np.uint16), err_msg=tensor
+        )
 
 
-@pytest.mark.parametrize("layout", ["(N H) D -> D N H", "D (N H) -> N H D", "F D -> D F", "(N H) -> N H", "D -> D"])
+@pytest.mark.parametrize(
+    "layout", ["(N H) D -> D N H", "D (N H) -> N H D", "F D -> D F", "(N H) -> N H", "D -> D"]
+)
 def test_slices_are_those_of_the_whole(layout: str) -> None:
     """Any slice of ours comes from a slice of theirs."""
     row = Row("", "", layout)
@@ -99,6 +113,12 @@ def test_slices_are_those_of_the_whole(layout: str) -> None:
     weight = np.arange(np.prod(shape)).reshape(shape)
     tensor = to_theirs(row, weight)
     np.testing.assert_array_equal(to_ours(row, tensor, shape), weight)
-    for index in (tuple(slice(None) for _ in shape), tuple(slice(1, 3) for _ in shape), tuple(slice(0, size - 1) for size in shape)):
+    for index in (
+        tuple(slice(None) for _ in shape),
+        tuple(slice(1, 3) for _ in shape),
+        tuple(slice(0, size - 1) for size in shape),
+    ):
         outer, inner_shape, inner = their_slices(row, index, shape)
-        np.testing.assert_array_equal(to_ours(row, tensor[outer], inner_shape)[inner], weight[index])
+        np.testing.assert_array_equal(
+            to_ours(row, tensor[outer], inner_shape)[inner], weight[index]
+        )

@@ -1,4 +1,5 @@
-"""Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong is named before any array is made."""
+"""Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong is
+named before any array is made."""
 
 import json
 import os
@@ -17,7 +18,14 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.config.json_keys import read_json
 from jaxspec.config.settings import ConfigError, ModelConfig
 from jaxspec.hf import tensor_files
-from jaxspec.hf.pretrained import Checkpoint, find_folder, fingerprint, merger, policy_checkpoint, policy_config
+from jaxspec.hf.pretrained import (
+    Checkpoint,
+    find_folder,
+    fingerprint,
+    merger,
+    policy_checkpoint,
+    policy_config,
+)
 from jaxspec.hf.tensor_files import WEIGHTS, open_tensors, write_tensors
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
@@ -38,14 +46,23 @@ def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 4000)
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    list(write_tensors(folder, [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()]))
+    list(
+        write_tensors(
+            folder,
+            [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()],
+        )
+    )
     return folder
 
 
 def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
-    return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        placed,
+    )
 
 
 def opened(folder: Path, **model: Any) -> Checkpoint:
@@ -54,16 +71,25 @@ def opened(folder: Path, **model: Any) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2), (2, 1)])
-def test_read_back_on_any_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch, data: int, tensor: int) -> None:
+def test_read_back_on_any_mesh(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, data: int, tensor: int
+) -> None:
     if data > 1:
         split(folder, monkeypatch)
         assert len(list(folder.glob("*.safetensors"))) > 2
     config, seen = policy_config(ModelConfig(path=str(folder))), []
     checkpoint = policy_checkpoint(config, shapes_of(config, data, tensor))
     found = checkpoint.load(seen.append)
-    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(tiny_network(Decoder, MODEL)), strict=True):
+    for leaf, wanted in zip(
+        jax.tree.leaves(found), jax.tree.leaves(tiny_network(Decoder, MODEL)), strict=True
+    ):
         np.testing.assert_array_equal(leaf, wanted)
-    assert found.layers.query[...].sharding.shard_shape(found.layers.query.shape) == (4, 16 // data, 4 // tensor, 4)
+    assert found.layers.query[...].sharding.shard_shape(found.layers.query.shape) == (
+        4,
+        16 // data,
+        4 // tensor,
+        4,
+    )
     assert seen == sorted(seen)
     assert seen[-1] == checkpoint.bytes
 
@@ -98,7 +124,9 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         file = folder / "config.json"
         content = {**json.loads(file.read_text()), **changes}
-        file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        file.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
 
     return edit
 
@@ -112,7 +140,11 @@ def pickled(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
-MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 NORM = "model.norm.weight"
 
 
@@ -120,29 +152,68 @@ NORM = "model.norm.weight"
     ("spoil", "words"),
     [
         (cut, ["model.safetensors", "truncated", "download it again"]),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"no weights"), ["model.safetensors", "truncated or damaged"]),
+        (
+            lambda folder: (folder / WEIGHTS).write_bytes(b"no weights"),
+            ["model.safetensors", "truncated or damaged"],
+        ),
         (pickled, ["pytorch_model.bin", "can run code", "save_pretrained"]),
-        (lambda folder: (folder / WEIGHTS).unlink(), ["neither model.safetensors nor model.safetensors.index.json"]),
+        (
+            lambda folder: (folder / WEIGHTS).unlink(),
+            ["neither model.safetensors nor model.safetensors.index.json"],
+        ),
         (lambda folder: (folder / "config.json").unlink(), ["config.json", "No such file"]),
-        (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            ["config.json", "not valid JSON"],
+        ),
         (change_tensors(lambda tensors: tensors.pop(NORM)), ["lacks tensors", NORM]),
-        (change_tensors(lambda tensors: tensors.update({NORM: np.ones(3, np.float32)})), [NORM, "[3]", "[16]"]),
-        (change_tensors(lambda tensors: tensors.update({NORM: np.ones(16, np.int8)})), [NORM, "I8", "not quantized"]),
-        (change_tensors(lambda tensors: tensors.update(extra=np.ones(1))), ["no place here: extra", "--model.ignore"]),
+        (
+            change_tensors(lambda tensors: tensors.update({NORM: np.ones(3, np.float32)})),
+            [NORM, "[3]", "[16]"],
+        ),
+        (
+            change_tensors(lambda tensors: tensors.update({NORM: np.ones(16, np.int8)})),
+            [NORM, "I8", "not quantized"],
+        ),
+        (
+            change_tensors(lambda tensors: tensors.update(extra=np.ones(1))),
+            ["no place here: extra", "--model.ignore"],
+        ),
         (change_config(vocab_size=12), ["model.embed_tokens.weight is [11, 16]", "[12, 16]"]),
-        (change_config(num_hidden_layers=5), ["lacks tensors", "model.layers.4.input_layernorm.weight", "and 6 more"]),
-        (change_config(num_hidden_layers=3), ["no place here: model.layers.3.input_layernorm.weight"]),
-        (change_config(num_hidden_layers=1000), ["num_hidden_layers 1000 in config.json", "there are 47 tensors in all; correct"]),
+        (
+            change_config(num_hidden_layers=5),
+            ["lacks tensors", "model.layers.4.input_layernorm.weight", "and 6 more"],
+        ),
+        (
+            change_config(num_hidden_layers=3),
+            ["no place here: model.layers.3.input_layernorm.weight"],
+        ),
+        (
+            change_config(num_hidden_layers=1000),
+            ["num_hidden_layers 1000 in config.json", "there are 47 tensors in all; correct"],
+        ),
         (
             change_config(**MOE, num_experts=2**31 - 1),
-            ["num_hidden_layers 4 and num_experts 2147483647 in config.json", "ask for 8589934588 tensors", "correct config.json"],
+            [
+                "num_hidden_layers 4 and num_experts 2147483647 in config.json",
+                "ask for 8589934588 tensors",
+                "correct config.json",
+            ],
         ),
-        (change_config(tie_word_embeddings=True), ["tie_word_embeddings is true, but lm_head.weight differs"]),
-        (change_config(architectures=["T5ForConditionalGeneration"]), ["T5ForConditionalGeneration is not supported"]),
+        (
+            change_config(tie_word_embeddings=True),
+            ["tie_word_embeddings is true, but lm_head.weight differs"],
+        ),
+        (
+            change_config(architectures=["T5ForConditionalGeneration"]),
+            ["T5ForConditionalGeneration is not supported"],
+        ),
         (change_config(hidden_size=None), ["no key 'hidden_size'"]),
     ],
 )
-def test_what_is_wrong_is_named_before_any_array_is_made(folder: Path, spoil: Callable[[Path], Any], words: list[str]) -> None:
+def test_what_is_wrong_is_named_before_any_array_is_made(
+    folder: Path, spoil: Callable[[Path], Any], words: list[str]
+) -> None:
     spoil(folder)
     before = len(jax.live_arrays())
     with pytest.raises(ConfigError) as error:
@@ -157,11 +228,17 @@ def test_what_is_wrong_is_named_before_any_array_is_made(folder: Path, spoil: Ca
 def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, value: float
 ) -> None:
-    """One number of the last device's part, in one of several files, is enough, and of 64 bits one that float32 cannot hold; the largest
-    and smallest numbers of a type are none."""
-    name, limits = "model.layers.3.mlp.gate_proj.weight", ml_dtypes.finfo(np.float32 if kind is np.float64 else kind)
+    """One number of the last device's part, in one of several files, is enough, and of 64 bits one
+    that float32 cannot hold; the largest and smallest numbers of a type are none."""
+    name, limits = (
+        "model.layers.3.mlp.gate_proj.weight",
+        ml_dtypes.finfo(np.float32 if kind is np.float64 else kind),
+    )
     tensors = {name: tensor.astype(kind) for name, tensor in load_file(folder / WEIGHTS).items()}
-    tensors[name][:2, :4] = [[limits.max, limits.min, limits.tiny, -0.0], [limits.smallest_subnormal, -limits.smallest_subnormal, 0, 1]]
+    tensors[name][:2, :4] = [
+        [limits.max, limits.min, limits.tiny, -0.0],
+        [limits.smallest_subnormal, -limits.smallest_subnormal, 0, 1],
+    ]
     save_file(tensors, folder / WEIGHTS)
     assert len(load_file(split(folder, monkeypatch) / file_of(folder, name))) >= 1
     config = policy_config(ModelConfig(path=str(folder)))
@@ -201,16 +278,38 @@ def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "shard", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "a\0b", "x" * 300, 3, None, ["a"], {"a": 1}]
+    "shard",
+    [
+        "../other.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        ".",
+        "",
+        "a\\b",
+        "a\0b",
+        "x" * 300,
+        3,
+        None,
+        ["a"],
+        {"a": 1},
+    ],
 )
-def test_an_index_may_only_name_files_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch, shard: Any) -> None:
+def test_an_index_may_only_name_files_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shard: Any
+) -> None:
     """Whatever lies at the other end: here the checkpoint itself, whole."""
     split(folder, monkeypatch)
     index, elsewhere = folder / f"{WEIGHTS}.index.json", folder.parent / "other.safetensors"
     places = read_json(index)["weight_map"]
     shutil.copy(folder / places[NORM], elsewhere)
     index.write_text(json.dumps({"weight_map": {**places, NORM: shard}}))
-    with pytest.raises(ConfigError, match=r"index\.json: weight_map has 'model\.norm\.weight' in .* not the plain name of a file") as error:
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"index\.json: weight_map has 'model\.norm\.weight' in .* not the plain name of a file"
+        ),
+    ) as error:
         opened(folder)
     assert "\n" not in str(error.value)
 
@@ -246,25 +345,50 @@ def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
         ({"use_rslora": "no"}, "use_rslora is 'no'; it must be true or false"),
         ({"target_modules": 3}, "target_modules is 3; it must be a list of strings"),
         ({"target_modules": [3]}, r"target_modules is \[3\]"),
-        ({"layers_to_transform": "1"}, "layers_to_transform is '1'; it must be a list of whole numbers"),
+        (
+            {"layers_to_transform": "1"},
+            "layers_to_transform is '1'; it must be a list of whole numbers",
+        ),
         ({"rank_pattern": [2]}, r"rank_pattern is \[2\]; it must be an object"),
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern: q_proj is '2'"),
         ({"alpha_pattern": {"(": 2}}, r"alpha_pattern: '\(' is no regular expression"),
-        ({"alpha_pattern": {"(?i)q_proj": 4}}, r"alpha_pattern: '\(\?i\)q_proj' is no regular expression"),
-        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 4}}, r"alpha_pattern: '\(.*' may take for ever to match; .*repeats no group"),
-        *(({"rank_pattern": {slow: 4}}, r"may take for ever.*write it so, or name the modules one by one") for slow in SLOW),
+        (
+            {"alpha_pattern": {"(?i)q_proj": 4}},
+            r"alpha_pattern: '\(\?i\)q_proj' is no regular expression",
+        ),
+        (
+            {"alpha_pattern": {"([a-z_.0-9]+)+!": 4}},
+            r"alpha_pattern: '\(.*' may take for ever to match; .*repeats no group",
+        ),
+        *(
+            (
+                {"rank_pattern": {slow: 4}},
+                r"may take for ever.*write it so, or name the modules one by one",
+            )
+            for slow in SLOW
+        ),
         ({"a\nb": "c\nd\x1b" * 99}, r"a\\nb is 'c\\nd\\x1bc.*\.\.\., which cannot be merged"),
         ({"target_modules": "(("}, r"target_modules: '\(\(' is no regular expression"),
         ({"peft_type": 3}, "peft_type is 3"),
     ],
 )
-def test_settings_of_adapters_of_another_type_are_named(folder: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_settings_of_adapters_of_another_type_are_named(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     lora, name = tmp_path / "lora", "base_model.model.model.layers.1.self_attn.q_proj"
     lora.mkdir()
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "layers_to_transform": [1]}
+    settings = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [1],
+    }
     (lora / "adapter_config.json").write_text(json.dumps(settings | changes))
     a, b = np.zeros((2, 16), np.float32), np.zeros((16, 2), np.float32)
-    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
+    )
     with pytest.raises(ConfigError, match=rf"^{lora}.*adapter_config\.json.*{words}"):
         merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
 
@@ -273,24 +397,47 @@ def test_settings_of_adapters_of_another_type_are_named(folder: Path, tmp_path: 
     ("tensors", "words"),
     [
         ({}, "no tensors"),
-        ({"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.int32)}, "is of type I32; it must be one of F64"),
-        ({"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), ml_dtypes.float8_e4m3fn)}, "is of type F8_E4M3; it must be"),
-        ({"layers.1.self_attn.q_proj.lora_A.weight": np.float32(1)}, r"has shape \[\]; it must have 1 or 2 axes"),
-        ({"layers.01.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.float32)}, r"layers\.01\..*not a LoRA matrix"),
+        (
+            {"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.int32)},
+            "is of type I32; it must be one of F64",
+        ),
+        (
+            {"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), ml_dtypes.float8_e4m3fn)},
+            "is of type F8_E4M3; it must be",
+        ),
+        (
+            {"layers.1.self_attn.q_proj.lora_A.weight": np.float32(1)},
+            r"has shape \[\]; it must have 1 or 2 axes",
+        ),
+        (
+            {"layers.01.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.float32)},
+            r"layers\.01\..*not a LoRA matrix",
+        ),
     ],
 )
-def test_adapters_of_another_type_are_named(folder: Path, tmp_path: Path, tensors: dict[str, np.ndarray], words: str) -> None:
+def test_adapters_of_another_type_are_named(
+    folder: Path, tmp_path: Path, tensors: dict[str, np.ndarray], words: str
+) -> None:
     lora, name = tmp_path / "lora", "base_model.model.model."
     lora.mkdir()
-    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6}))
-    save_file({name + key: np.asarray(tensor) for key, tensor in tensors.items()}, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6})
+    )
+    save_file(
+        {name + key: np.asarray(tensor) for key, tensor in tensors.items()},
+        lora / "adapter_model.safetensors",
+    )
     with pytest.raises(ConfigError, match=rf"^{lora}.*{words}"):
         merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
 
 
 def test_unknown_tensors_can_be_left_out(folder: Path) -> None:
-    """So are those that follow from the config, and MiMo's own prediction layers, without being asked."""
-    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2), "model.mtp_layers.0.input_proj.weight": np.ones(2)}
+    """So are those that follow from the config, and MiMo's own prediction layers, without being
+    asked."""
+    known = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2),
+        "model.mtp_layers.0.input_proj.weight": np.ones(2),
+    }
     change_tensors(lambda tensors: tensors.update(known))(folder)
     opened(folder).load(lambda _: None)
     change_tensors(lambda tensors: tensors.update(extra=np.ones(1)))(folder)
@@ -298,7 +445,9 @@ def test_unknown_tensors_can_be_left_out(folder: Path) -> None:
 
 
 def test_a_tied_head_may_be_written_out(folder: Path) -> None:
-    change_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))(folder)
+    change_tensors(
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    )(folder)
     change_config(tie_word_embeddings=True)(folder)
     assert opened(folder).load(lambda _: None).head is None
 
@@ -355,15 +504,27 @@ def test_a_fingerprint_passes_over_what_is_no_file(folder: Path) -> None:
 
 
 def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
-    """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing but shapes at hand."""
+    """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing
+    but shapes at hand."""
     lora, config = tmp_path / "lora", policy_config(ModelConfig(path=str(folder)))
     lora.mkdir()
     random = np.random.default_rng(0)
-    a, b = random.normal(size=(2, 16)).astype(np.float32), random.normal(size=(16, 2)).astype(np.float32)
+    a, b = (
+        random.normal(size=(2, 16)).astype(np.float32),
+        random.normal(size=(16, 2)).astype(np.float32),
+    )
     name = "base_model.model.model.layers.1.self_attn.q_proj"
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "layers_to_transform": [1]}
+    settings = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [1],
+    }
     (lora / "adapter_config.json").write_text(json.dumps(settings))
-    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
+    )
     shapes = shapes_of(config, 2, 2)
     before = policy_checkpoint(config, shapes).load(lambda _: None)
     wanted, layout = np.asarray(before.layers.query[...]).copy(), before.layers.query[...].sharding
@@ -371,12 +532,23 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
     found = merger(str(lora), shapes)(before)
     np.testing.assert_allclose(found.layers.query[...], wanted, rtol=0, atol=1e-5)
     assert found.layers.query[...].sharding == layout
-    save_file({f"{name}.lora_A.weight": a[:, :8], f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
+    save_file(
+        {f"{name}.lora_A.weight": a[:, :8], f"{name}.lora_B.weight": b},
+        lora / "adapter_model.safetensors",
+    )
     with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \[2, 8\]"):
         merger(str(lora), shapes)
     b[3, 1] = np.inf
-    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: the tensor {name}\.lora_B\.weight has values that are not finite"):
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"adapter_model\.safetensors: the tensor {name}\.lora_B\.weight has values that are"
+            r" not finite"
+        ),
+    ):
         merger(str(lora), shapes)
 
 
@@ -386,6 +558,11 @@ def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.Mon
     assert several.keys() == one.keys()
     for name, stored in several.items():
         np.testing.assert_array_equal(stored.read(), one[name])
-    sizes = {file: sum(tensor.nbytes for tensor in load_file(file).values()) for file in folder.glob("*.safetensors")}
+    sizes = {
+        file: sum(tensor.nbytes for tensor in load_file(file).values())
+        for file in folder.glob("*.safetensors")
+    }
     assert all(size <= 4000 or len(load_file(file)) == 1 for file, size in sizes.items())
-    assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(sizes.values())
+    assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(
+        sizes.values()
+    )

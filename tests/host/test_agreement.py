@@ -1,4 +1,5 @@
-"""The acceptance probe on drafts that were trained to agree, and on the same weights wired wrongly: each mistake is named."""
+"""The acceptance probe on drafts that were trained to agree, and on the same weights wired wrongly:
+each mistake is named."""
 
 import dataclasses
 import functools
@@ -45,7 +46,8 @@ LENGTHS[:3] = 9
 
 @functools.cache
 def policy() -> Decoder:
-    """Its likeliest tokens are some of `IDS`; the texts have few tokens, so that it matters what went before."""
+    """Its likeliest tokens are some of `IDS`; the texts have few tokens, so that it matters what
+    went before."""
     made = tiny_network(Decoder, MODEL, 1, 2.5)
     return with_weights(made, head=np.asarray(made.head[...]) * 3 * np.isin(np.arange(24), IDS))
 
@@ -57,14 +59,20 @@ def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     objective, optimizer = Objective(cross_entropy, 2, 1.0, 1.0), optimizers.adamw(8e-3, 1.0)
 
     def update(_: Any, learner: Any) -> Any:
-        loss, slope = value_and_grad(lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network)
+        loss, slope = value_and_grad(
+            lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network
+        )
         return optimizers.update(learner, slope, loss, optimizer)[0]
 
-    return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(optimizers.start(network, optimizer)).network
+    return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(
+        optimizers.start(network, optimizer)
+    ).network
 
 
 def fresh(seed: int) -> Any:
-    return with_vocabulary(tiny_network(functools.partial(eagle3, vocab=len(IDS)), MODEL, seed), IDS)
+    return with_vocabulary(
+        tiny_network(functools.partial(eagle3, vocab=len(IDS)), MODEL, seed), IDS
+    )
 
 
 @functools.cache
@@ -79,7 +87,9 @@ def layer() -> Any:
 
 def generator_for(kind: str, taps: tuple[int, ...] = ()) -> Generator:
     draft = DraftConfig(kind=kind, draft_length=2, vocab=len(IDS) if kind == "eagle3" else 0)  # pyright: ignore[reportArgumentType]
-    return build_step(tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0).generator
+    return build_step(
+        tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0
+    ).generator
 
 
 def rewired(network: Any, **settings: Any) -> Any:
@@ -90,7 +100,8 @@ def rewired(network: Any, **settings: Any) -> Any:
 
 
 def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
-    """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the overlap of the laws."""
+    """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the
+    overlap of the laws."""
     reading = probe(generator_for("eagle3"), policy(), head(), TOKENS, LENGTHS)
     assert min(reading.agreement) > 0.9
     assert reading.tokens == (LENGTHS - 2).sum()
@@ -100,20 +111,24 @@ def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
     embedding, seen = numpy_weights(policy())["embedding"], []
     for t in range(SIZE - 2):
         hidden = np.concatenate([stream[tap][t] for tap in TAPS]) @ numpy_weights(head())["fuse"]
-        drafted = numpy_softmax(numpy_eagle_slot(head(), hidden, embedding[TOKENS[row, t + 1]], t, seen)[1])
+        drafted = numpy_softmax(
+            numpy_eagle_slot(head(), hidden, embedding[TOKENS[row, t + 1]], t, seen)[1]
+        )
         law = numpy_softmax(logits[t + 1])
         same.append(IDS[drafted.argmax()] == law.argmax())
         overlap.append(np.minimum(drafted, law[IDS]).sum())
-    alone = probe(generator_for("eagle3"), policy(), head(), TOKENS[row : row + 1], np.array([SIZE]))
+    alone = probe(
+        generator_for("eagle3"), policy(), head(), TOKENS[row : row + 1], np.array([SIZE])
+    )
     assert (alone.agreement[0], alone.tokens) == (pytest.approx(np.mean(same), abs=1e-6), SIZE - 2)
     assert alone.acceptance[0] == pytest.approx(np.mean(overlap), abs=1e-5)
 
 
 def test_the_report_is_one_line_with_every_number() -> None:
     said = report(Reading([0.71, 0.6], [0.5, 0.25], 320))
-    assert said == (
-        "the draft's likeliest token is the policy's in 71%, 60% of 320 prompt tokens (by depth); expected acceptance 0.50, 0.25, "
-        "hence 1.62 tokens a round"
+    assert (
+        said == "the draft's likeliest token is the policy's in 71%, 60% of 320 prompt tokens (by"
+        " depth); expected acceptance 0.50, 0.25, hence 1.62 tokens a round"
     )
     assert "could not be compared" in report(Reading([0.0], [0.0], 0))
 
@@ -128,7 +143,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
     "residual": (
         lambda: rewired(head(), form=dataclasses.replace(head().form, norm_before_residual=True)),
         (),
-        r'at depth 1, but in 9\d% if norm_before_residual is False: set "norm_before_residual": false in the draft\'s config.json',
+        (
+            r'at depth 1, but in 9\d% if norm_before_residual is False: set "norm_before_residual":'
+            r" false in the draft\'s config.json"
+        ),
     ),
     "recurrence": (
         lambda: rewired(head(), form=dataclasses.replace(head().form, norm_output=True)),
@@ -140,20 +158,40 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (),
         r'if rope_theta is the policy\'s 3: set "rope_theta": 3 in',
     ),
-    "vocabulary": (lambda: with_vocabulary(head(), IDS + np.arange(len(IDS))), (), r"if its d2t holds token ids, not offsets"),
+    "vocabulary": (
+        lambda: with_vocabulary(head(), IDS + np.arange(len(IDS))),
+        (),
+        r"if its d2t holds token ids, not offsets",
+    ),
     "order": (
         lambda: rewired(layer(), embedding_first=False),
         (),
         r"if its layers read \[embedding, hidden\]: set DeepSeek's names for its tensors",
     ),
-    "weights": (lambda: fresh(3), (), r"none of these mends it: .*Most likely it was trained for other weights"),
+    "weights": (
+        lambda: fresh(3),
+        (),
+        r"none of these mends it: .*Most likely it was trained for other weights",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow) for name in MISTAKES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow)
+        for name in MISTAKES
+    ],
+)
 def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
     network, taps, said = MISTAKES[name]
-    reading = probe(generator_for("mtp" if name == "order" else "eagle3", taps), policy(), network(), TOKENS, LENGTHS)
+    reading = probe(
+        generator_for("mtp" if name == "order" else "eagle3", taps),
+        policy(),
+        network(),
+        TOKENS,
+        LENGTHS,
+    )
     assert re.search(said, reading.warning), reading
 
 
@@ -171,7 +209,8 @@ def test_a_few_tokens_are_not_judged() -> None:
 
 
 def test_what_is_tried() -> None:
-    """One thing at a time, and nothing that is as it was, outside the policy's layers, or no vocabulary at all."""
+    """One thing at a time, and nothing that is as it was, outside the policy's layers, or no
+    vocabulary at all."""
     tried = list(repairs(fresh(0), (0, 3, 5), MODEL))
     assert [repair.taps for repair in tried] == [(1, 4, 6), *[(0, 3, 5)] * (len(tried) - 1)]
     assert [repair.mend for repair in tried[1:]] == [

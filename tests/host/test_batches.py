@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import Config, DataConfig, DraftConfig, GrpoConfig, LookupConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxspec.config.settings import (
+    Config,
+    DataConfig,
+    DraftConfig,
+    GrpoConfig,
+    LookupConfig,
+    MeshConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
@@ -37,9 +46,17 @@ def answered(job: Job, batches: Batches, responses: list[str], status: list[int]
     """A rollout of the first training batch in which row i says `responses[i]`."""
     prompts = batches.train(0)
     like = job.step.nothing_finished(PROMPTS * GROUP).rollout
-    tokens, starts, ends = np.zeros(like.tokens.shape, np.int32), np.repeat(np.asarray(prompts.lengths), GROUP), []
+    tokens, starts, ends = (
+        np.zeros(like.tokens.shape, np.int32),
+        np.repeat(np.asarray(prompts.lengths), GROUP),
+        [],
+    )
     for row, response in enumerate(responses):
-        ids = [*np.asarray(prompts.tokens)[row // GROUP, : starts[row]], *job.tokenizer.encode(response), job.tokenizer.stop_ids[0]]
+        ids = [
+            *np.asarray(prompts.tokens)[row // GROUP, : starts[row]],
+            *job.tokenizer.encode(response),
+            job.tokenizer.stop_ids[0],
+        ]
         tokens[row, : len(ids)] = ids
         ends.append(len(ids))
     return dataclasses.replace(
@@ -52,7 +69,12 @@ def answered(job: Job, batches: Batches, responses: list[str], status: list[int]
 
 
 def questions(job: Job, prompts: Prompts) -> list[str]:
-    rows = zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), np.asarray(prompts.live), strict=True)
+    rows = zip(
+        np.asarray(prompts.tokens),
+        np.asarray(prompts.lengths),
+        np.asarray(prompts.live),
+        strict=True,
+    )
     return [job.tokenizer.decode(row[:length]) for row, length, live in rows if live]
 
 
@@ -73,8 +95,12 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert bool(scored.finished.learn)
 
 
-def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(job: Job, batches: Batches) -> None:
-    scored = batches.score_training(0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP))
+def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
+    job: Job, batches: Batches
+) -> None:
+    scored = batches.score_training(
+        0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP)
+    )
     assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
     assert not np.asarray(scored.finished.valid).any()
 
@@ -100,8 +126,11 @@ def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Bat
 
 
 def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
-    """Batch 0 asked again, as in a next epoch: prompt and the first answers of its group; other problems and held-out ones bring none."""
-    rollout = dataclasses.replace(CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP))
+    """Batch 0 asked again, as in a next epoch: prompt and the first answers of its group; other
+    problems and held-out ones bring none."""
+    rollout = dataclasses.replace(
+        CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP)
+    )
     job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
     batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
     before = batches.train(0)
@@ -116,7 +145,10 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
     for place in range(PROMPTS):
         for member in range(GROUP):
             length = lengths[place, member]
-            np.testing.assert_array_equal(texts[place, member, :length], np.asarray(answers.tokens)[place * GROUP + member, :length])
+            np.testing.assert_array_equal(
+                texts[place, member, :length],
+                np.asarray(answers.tokens)[place * GROUP + member, :length],
+            )
     assert not np.asarray(batches.train(1).history_lengths).any()
     assert not np.asarray(batches.evaluate(0).history_lengths).any()
     resumed = Batches(job, *load_problems(CONFIG.data, job.tokenizer))

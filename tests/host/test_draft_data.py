@@ -1,4 +1,5 @@
-"""What a draft is trained on: whose responses, which text, in which order, and the vocabulary counted from them."""
+"""What a draft is trained on: whose responses, which text, in which order, and the vocabulary
+counted from them."""
 
 import json
 from collections import Counter
@@ -48,7 +49,9 @@ def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
     """One-digit sums, a random float32 policy, batches of 4 samples."""
     return Config(
         model=tiny_model(vocab=TOKENIZER.size, dtype="float32"),
-        rollout=RolloutConfig(**{"max_new_tokens": 6, "draft": DraftConfig(draft_length=2), **(rollout or {})}),
+        rollout=RolloutConfig(
+            **{"max_new_tokens": 6, "draft": DraftConfig(draft_length=2), **(rollout or {})}
+        ),
         data=DataConfig(digits=1, max_prompt_length=6),
         sft=SftConfig(steps=0),
         offline=OfflineConfig(**{"samples": 16, "rows": 4, **offline}),
@@ -69,16 +72,29 @@ def poisoned(job: Job) -> Decoder:
 def some_rows(*rows: tuple[list[int], list[int]]) -> Rows:
     """Prompts and responses end to end."""
     size = max(len(prompt) + len(response) for prompt, response in rows) + 1
-    tokens = np.array([[*prompt, *response] + [0] * (size - len(prompt) - len(response)) for prompt, response in rows], np.int32)
+    tokens = np.array(
+        [
+            [*prompt, *response] + [0] * (size - len(prompt) - len(response))
+            for prompt, response in rows
+        ],
+        np.int32,
+    )
     starts = np.array([len(prompt) for prompt, _ in rows], np.int32)
-    return answered(SftBatch(tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32)))
+    return answered(
+        SftBatch(
+            tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32)
+        )
+    )
 
 
 class TestSplit:
     @pytest.mark.parametrize(
-        ("samples", "rows", "trained", "held_out"), [(2048, 64, 30, 2), (4096, 64, 60, 4), (100, 64, 1, 1), (8, 4, 1, 1), (65, 1, 61, 4)]
+        ("samples", "rows", "trained", "held_out"),
+        [(2048, 64, 30, 2), (4096, 64, 60, 4), (100, 64, 1, 1), (8, 4, 1, 1), (65, 1, 61, 4)],
     )
-    def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(self, samples, rows, trained, held_out) -> None:
+    def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(
+        self, samples, rows, trained, held_out
+    ) -> None:
         ours, theirs = split(OfflineConfig(samples=samples, rows=rows))
         assert [*ours, *theirs] == list(range(trained + held_out))
         assert (len(ours), len(theirs)) == (trained, held_out)
@@ -105,8 +121,19 @@ class TestResponder:
                     text.append(int(logits.argmax()))
                 assert text == tokens[:end].tolist()
 
-    @pytest.mark.parametrize("rollout", [{}, {"draft": DraftConfig(draft_length="auto"), "engine": EngineConfig(page_size=2, pages=52)}])
-    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(self, rollout: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "rollout",
+        [
+            {},
+            {
+                "draft": DraftConfig(draft_length="auto"),
+                "engine": EngineConfig(page_size=2, pages=52),
+            },
+        ],
+    )
+    def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(
+        self, rollout: dict[str, Any]
+    ) -> None:
         """Whatever lengths and pool are those of the run."""
         job = a_job(rollout=rollout)
         policy = tiny_network(Decoder, job.config.model)
@@ -120,7 +147,12 @@ class TestResponder:
         """Rows whose prompt has a token with an embedding of NaN, which no response may have."""
         job = a_job(rollout={"banned": (SEVEN,)}, rows=8)
         batch = responder(job, poisoned(job))(0)
-        hit = np.array([SEVEN in tokens[:start] for tokens, start in zip(batch.tokens, batch.prompt_lengths, strict=True)])
+        hit = np.array(
+            [
+                SEVEN in tokens[:start]
+                for tokens, start in zip(batch.tokens, batch.prompt_lengths, strict=True)
+            ]
+        )
         assert 0 < hit.sum() < 8
         np.testing.assert_array_equal(batch.lengths == batch.prompt_lengths, hit)
         np.testing.assert_array_equal(answered(batch).mask.any(1), ~hit)
@@ -137,7 +169,10 @@ class TestInUse:
     def test_a_last_batch_is_filled_up_with_what_counts_nowhere(self) -> None:
         rows = in_use([self.ROWS])
         first, second = in_batches(rows, 2)
-        assert (first.tokens.tolist(), first.mask.tolist()) == (rows.tokens[:2].tolist(), rows.mask[:2].tolist())
+        assert (first.tokens.tolist(), first.mask.tolist()) == (
+            rows.tokens[:2].tolist(),
+            rows.mask[:2].tolist(),
+        )
         assert second.tokens[0].tolist() == rows.tokens[2].tolist()
         assert second.mask.tolist() == [rows.mask[2].tolist(), [False] * len(rows.mask[2])]
         assert second.tokens[1].tolist() in rows.tokens.tolist()
@@ -146,14 +181,22 @@ class TestInUse:
 
     def test_where_all_failed_it_is_said_how_many(self) -> None:
         failed = some_rows(([9, 4], []), ([8], []))
-        with pytest.raises(ConfigError, match=r"all 4 responses of the policy failed \(logits that are not finite\).*--model.dtype"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"all 4 responses of the policy failed \(logits that are not"
+                r" finite\).*--model.dtype"
+            ),
+        ):
             in_use([failed, failed])
 
 
 class TestTrainingText:
     def file(self, folder: Path, *lines: Any) -> str:
         path = folder / "corpus.jsonl"
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         return str(path)
 
     def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path: Path) -> None:
@@ -168,23 +211,37 @@ class TestTrainingText:
 
     def test_what_a_file_repeats_or_leaves_empty_is_counted_and_said(self, tmp_path: Path) -> None:
         told: list[str] = []
-        path = self.file(tmp_path, {"text": "1+2=3"}, "", {"text": " "}, {"text": "1+2=3"}, "  ", {"text": "1+2=3"}, {"text": "5"})
+        path = self.file(
+            tmp_path,
+            {"text": "1+2=3"},
+            "",
+            {"text": " "},
+            {"text": "1+2=3"},
+            "  ",
+            {"text": "1+2=3"},
+            {"text": "5"},
+        )
         rows = training_text(a_config(text=path), TOKENIZER, told.append)
         assert rows is not None
         assert len(rows.tokens) == 4
         what = "2 blank lines passed over, 1 empty texts left out, 2 repeated texts (kept)"
         assert told == [f"offline.text {path}: {what}; 4 to train on"]
         told.clear()
-        training_text(a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append)
+        training_text(
+            a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append
+        )
         assert told == []
 
     def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
-        config = Config(data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64))
+        config = Config(
+            data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64)
+        )
         rows = training_text(config, TOKENIZER, print)
         assert rows is not None
         texts = [TOKENIZER.decode(row[mask]) for row, mask in zip(*rows, strict=True)]
         assert len(texts) == 200
-        assert {text[0] == "?" for text in texts} == {True, False}  # pages of the solution book, and other documents
+        # pages of the solution book, and other documents
+        assert {text[0] == "?" for text in texts} == {True, False}
         assert training_text(Config(), TOKENIZER, print) is None
 
     @pytest.mark.parametrize(
@@ -195,22 +252,51 @@ class TestTrainingText:
             ([{"text": ""}, "", {"text": "  "}], ["all 2 texts are empty"]),
             ([{"text": "1"}, "{"], ["line 2", "not JSON", "one JSON object a line"]),
             ([[1]], ["line 1", "a list instead of an object"]),
-            ([{"text": "1"}, "", {"txt": "1"}], ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"]),
-            ([{"message": [], "id": 1}], ["line 1", "'messages' among 'message', 'id'", "rename 'message' to 'messages'"]),
-            ([{f"c\n{i}": i for i in range(9999)}], ["line 1", "among 'c\\n0', ", "and 9994 more; give the row one"]),
-            ([{"question": "1"}], ["line 1", "no column 'text' or 'messages' among 'question'", "give the row one"]),
-            ([{"text": "1"}, {"text": "1", "messages": []}], ["line 2", "columns 'text' and 'messages' both", "keep the one"]),
-            ([{"messages": ["1"]}], ["line 1", "column 'messages' is not a list of objects with a role"]),
-            ([{"messages": [{"role": "user", "content": "1"}]}], ["line 1", "column 'messages' has none of role 'assistant'"]),
-            ([{"messages": [{"role": "assistant", "content": "1"}]}], ["line 1", "built-in: there is no chat template for messages"]),
+            (
+                [{"text": "1"}, "", {"txt": "1"}],
+                ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"],
+            ),
+            (
+                [{"message": [], "id": 1}],
+                ["line 1", "'messages' among 'message', 'id'", "rename 'message' to 'messages'"],
+            ),
+            (
+                [{f"c\n{i}": i for i in range(9999)}],
+                ["line 1", "among 'c\\n0', ", "and 9994 more; give the row one"],
+            ),
+            (
+                [{"question": "1"}],
+                ["line 1", "no column 'text' or 'messages' among 'question'", "give the row one"],
+            ),
+            (
+                [{"text": "1"}, {"text": "1", "messages": []}],
+                ["line 2", "columns 'text' and 'messages' both", "keep the one"],
+            ),
+            (
+                [{"messages": ["1"]}],
+                ["line 1", "column 'messages' is not a list of objects with a role"],
+            ),
+            (
+                [{"messages": [{"role": "user", "content": "1"}]}],
+                ["line 1", "column 'messages' has none of role 'assistant'"],
+            ),
+            (
+                [{"messages": [{"role": "assistant", "content": "1"}]}],
+                ["line 1", "built-in: there is no chat template for messages"],
+            ),
             ([{"text": 12}], ["line 1", "column 'text' holds a int", "quotes"]),
-            ([{"text": "1+1"}, {"text": "1" * 11}], ["line 2", "column 'text' takes 13 tokens", "= 12", "--rollout.max_new_tokens"]),
+            (
+                [{"text": "1+1"}, {"text": "1" * 11}],
+                ["line 2", "column 'text' takes 13 tokens", "= 12", "--rollout.max_new_tokens"],
+            ),
             (['{"text": "1+\\ud800"}'], ["line 1", "cannot encode", "correct the text"]),
             (["[" * 100_000], ["line 1", "not JSON", "nested too deeply"]),
             ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
         ],
     )
-    def test_bad_lines_are_named_with_file_line_column_and_remedy(self, tmp_path: Path, lines, words) -> None:
+    def test_bad_lines_are_named_with_file_line_column_and_remedy(
+        self, tmp_path: Path, lines, words
+    ) -> None:
         path = self.file(tmp_path, *lines)
         with pytest.raises(ConfigError) as error:
             training_text(a_config(text=path), TOKENIZER, print)
@@ -221,16 +307,31 @@ class TestTrainingText:
             training_text(a_config(text="nowhere.jsonl"), TOKENIZER, print)
 
     def test_the_longest_text_that_fits_is_taken(self, tmp_path: Path) -> None:
-        rows = training_text(a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER, print)
+        rows = training_text(
+            a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER, print
+        )
         assert rows is not None
         assert rows.mask.tolist() == [[False] + [True] * 11]
 
     def test_a_chat_is_learnt_where_the_assistant_wrote(self, tmp_path: Path) -> None:
         folder = tmp_path / "tokenizer"
         TOKENIZER.save(str(folder))
-        template = "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }};{% endfor %}"
-        (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}={% endif %}")
-        chat = [{"role": role, "content": text} for role, text in (("user", "1+1"), ("assistant", "2"), ("user", "5"), ("assistant", "6"))]
+        template = (
+            "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }};{%"
+            " endfor %}"
+        )
+        (folder / "chat_template.jinja").write_text(
+            template + "{% if add_generation_prompt %}={% endif %}"
+        )
+        chat = [
+            {"role": role, "content": text}
+            for role, text in (
+                ("user", "1+1"),
+                ("assistant", "2"),
+                ("user", "5"),
+                ("assistant", "6"),
+            )
+        ]
         text = self.file(tmp_path, {"messages": chat}, {"text": "7"})
         config = a_config(text=text, rollout={"max_new_tokens": 9})
         rows = training_text(config, load_tokenizer(str(folder)), print)
@@ -248,21 +349,33 @@ class TestBatchOf:
 
     def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self) -> None:
         rows = self.rows(6)
-        drawn = [batch_of(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]  # six epochs
+        # six epochs
+        drawn = [batch_of(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]
         epochs = np.reshape(drawn, (6, 6))
         assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 3
         assert drawn[5] == batch_of(rows, 5, 4, seed=1).tokens[:, 0].tolist()
-        assert drawn != [batch_of(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)]
+        assert drawn != [
+            batch_of(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)
+        ]
 
     def test_parts_of_a_row_stay_together(self) -> None:
         rows = some_rows(([1], [2]), ([3, 4], [5, 6, 7]), ([8], [9, 9]))
         batch = batch_of(rows, 0, 3, seed=0)
-        by_first = {int(tokens[0]): (tokens.tolist(), mask.tolist()) for tokens, mask in zip(*batch, strict=True)}
-        assert by_first == {int(tokens[0]): (tokens.tolist(), mask.tolist()) for tokens, mask in zip(*rows, strict=True)}
+        by_first = {
+            int(tokens[0]): (tokens.tolist(), mask.tolist())
+            for tokens, mask in zip(*batch, strict=True)
+        }
+        assert by_first == {
+            int(tokens[0]): (tokens.tolist(), mask.tolist())
+            for tokens, mask in zip(*rows, strict=True)
+        }
 
     def test_few_rows_fill_a_batch_by_repeating(self) -> None:
-        assert Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1] == 2
+        assert (
+            Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1]
+            == 2
+        )
 
 
 class TestVocabulary:
@@ -271,7 +384,8 @@ class TestVocabulary:
     @pytest.mark.parametrize(
         ("size", "stops", "expected"),
         [
-            (2, (1,), [1, 3]),  # the end token never occurs, and is in; the prompts' 9 does not count
+            # the end token never occurs, and is in; the prompts' 9 does not count
+            (2, (1,), [1, 3]),
             (4, (1,), [1, 3, 5, 7]),
             (5, (1, 12), [1, 3, 5, 7, 12]),
             (8, (1,), [0, 1, 2, 3, 4, 5, 7, 12]),  # 0, 2 and 4 are the lowest that never occur
@@ -284,19 +398,30 @@ class TestVocabulary:
 
     def test_what_an_ordinary_count_gives(self) -> None:
         random = np.random.default_rng(0)
-        rows = some_rows(*((random.integers(0, 50, 5).tolist(), random.geometric(0.1, 40).clip(2, 49).tolist()) for _ in range(30)))
-        counts = Counter(token for tokens, mask in zip(*rows, strict=True) for token in tokens[mask].tolist())
+        rows = some_rows(
+            *(
+                (random.integers(0, 50, 5).tolist(), random.geometric(0.1, 40).clip(2, 49).tolist())
+                for _ in range(30)
+            )
+        )
+        counts = Counter(
+            token for tokens, mask in zip(*rows, strict=True) for token in tokens[mask].tolist()
+        )
         best = sorted(counts, key=lambda token: (-counts[token], token))[:11]
         ids = vocabulary(rows, 12, 50, (0,))
         assert ids.tolist() == sorted([0, *best])
-        assert coverage(rows, ids) == pytest.approx(sum(counts[token] for token in best) / sum(counts.values()))
+        assert coverage(rows, ids) == pytest.approx(
+            sum(counts[token] for token in best) / sum(counts.values())
+        )
 
     def test_response_tokens_are_those_between_prompt_and_end(self) -> None:
         assert self.ROWS.tokens[self.ROWS.mask].tolist() == [3, 3, 3, 7, 7, 12, 7, 3, 5, 5]
 
 
 def test_joined_batches_keep_all_rows_in_order() -> None:
-    batches = [Rows(np.full((2, 5), value, np.int32), np.full((2, 5), value == 2)) for value in (1, 2)]
+    batches = [
+        Rows(np.full((2, 5), value, np.int32), np.full((2, 5), value == 2)) for value in (1, 2)
+    ]
     whole = joined(batches)
     assert whole.tokens.shape == (4, 5)
     assert whole.tokens[:, 0].tolist() == [1, 1, 2, 2]

@@ -1,4 +1,5 @@
-"""Offline training of the draft: interrupted anywhere it ends in the same weights; what it reports is what the draft reaches."""
+"""Offline training of the draft: interrupted anywhere it ends in the same weights; what it reports
+is what the draft reaches."""
 
 import io
 import json
@@ -31,7 +32,14 @@ from jaxspec.data.problems import PromptStream, load_problems
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import draft_training, round_cost
 from jaxspec.host.draft_data import Rows, answered, training_text
-from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, collect, measure, tokens_kept, train
+from jaxspec.host.draft_training import (
+    ACCEPTANCE,
+    cached_draft,
+    collect,
+    measure,
+    tokens_kept,
+    train,
+)
 from jaxspec.host.job import Job, make_job, sources
 from jaxspec.host.warm_start import policy_key
 from jaxspec.mesh import replicated
@@ -42,7 +50,15 @@ from jaxspec.storage.cache import save_tree
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import Progress
 from jaxspec.train_draft import closing_table, main
-from tests.conftest import eagle3, numpy_decoder, numpy_softmax, small_mesh, tiny_model, tiny_network, with_weights
+from tests.conftest import (
+    eagle3,
+    numpy_decoder,
+    numpy_softmax,
+    small_mesh,
+    tiny_model,
+    tiny_network,
+    with_weights,
+)
 
 ROOT = Path(__file__).parents[2]
 VOCAB = character_tokenizer().size
@@ -70,12 +86,16 @@ class Seen(Progress):
             raise Killed
 
 
-def a_job(kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = None, **parts: Any) -> Job:
+def a_job(
+    kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = None, **parts: Any
+) -> Job:
     """One-digit sums, a random float32 policy, 8 samples in batches of 4, 6 updates."""
     config = Config(
         **{
             "model": tiny_model(vocab=VOCAB, dtype="float32"),
-            "rollout": RolloutConfig(max_new_tokens=6, draft=DraftConfig(kind=kind, draft_length=2, **(draft or {}))),
+            "rollout": RolloutConfig(
+                max_new_tokens=6, draft=DraftConfig(kind=kind, draft_length=2, **(draft or {}))
+            ),
             "data": DataConfig(digits=1, max_prompt_length=6),
             "sft": SftConfig(steps=0),
             "draft_training": DraftTrainingConfig(ttt_steps=2),
@@ -95,7 +115,10 @@ def random_rows(count: int, seed: int = 0) -> Rows:
     """Prompts of 2 to 6 tokens and responses of 0 to 6."""
     random = np.random.default_rng(seed)
     starts = random.integers(2, 7, count).astype(np.int32)
-    tokens, lengths = random.integers(0, VOCAB, (count, 12)).astype(np.int32), (starts + random.integers(0, 7, count)).astype(np.int32)
+    tokens, lengths = (
+        random.integers(0, VOCAB, (count, 12)).astype(np.int32),
+        (starts + random.integers(0, 7, count)).astype(np.int32),
+    )
     return answered(SftBatch(tokens, starts, lengths))
 
 
@@ -106,11 +129,18 @@ def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    return jax.tree.all(jax.tree.map(lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other))
+    return jax.tree.all(
+        jax.tree.map(
+            lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other
+        )
+    )
 
 
 class TestTrain:
-    @pytest.mark.parametrize(("kind", "draft"), [("eagle3", {"vocab": 12}), pytest.param("model", {"ffn": 8}, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        ("kind", "draft"),
+        [("eagle3", {"vocab": 12}), pytest.param("model", {"ffn": 8}, marks=pytest.mark.slow)],
+    )
     def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, draft
     ) -> None:
@@ -122,7 +152,11 @@ class TestTrain:
         always_kept(monkeypatch)
         keeps = iter([True, True, False, False])  # the last steps before the kill are lost
         original = draft_training.save_tree
-        monkeypatch.setattr(draft_training, "save_tree", lambda file, tree: original(file, tree) if next(keeps, True) else None)
+        monkeypatch.setattr(
+            draft_training,
+            "save_tree",
+            lambda file, tree: original(file, tree) if next(keeps, True) else None,
+        )
         with pytest.raises(Killed):
             train(job, policy, rows, tmp_path, Seen(dies_at=4))
         (tmp_path / "learner.npz.tmp").write_bytes(b"half a file")
@@ -149,7 +183,10 @@ class TestTrain:
 class TestKept:
     def layout(self, **arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
         whole = replicated(small_mesh())
-        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole) for name, array in arrays.items()}
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
+            for name, array in arrays.items()
+        }
 
     def test_a_folder_in_its_place_is_discarded(self, tmp_path: Path) -> None:
         file, seen = tmp_path / "learner.npz", Seen()
@@ -158,7 +195,9 @@ class TestKept:
         assert not file.exists()
         assert [str(file) in line and "made anew" in line for line in seen.said] == [True]
 
-    def test_one_that_cannot_be_read_now_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_cannot_be_read_now_is_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         file = tmp_path / "learner.npz"
         save_tree(file, {"a": np.zeros(3)})
 
@@ -173,7 +212,13 @@ class TestKept:
     def test_one_with_other_arrays_is_to_be_removed(self, tmp_path: Path) -> None:
         file = tmp_path / "learner.npz"
         save_tree(file, {"b": np.zeros(3)})
-        with pytest.raises(ConfigError, match=r"another config: a is missing; b is not part of this run. Remove it, and it is made anew$"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"another config: a is missing; b is not part of this run. Remove it, and it is"
+                r" made anew$"
+            ),
+        ):
             draft_training._kept(file, self.layout(a=np.zeros(3)), Seen())
 
 
@@ -201,19 +246,32 @@ class TestCollect:
 class TestMeasure:
     def test_a_small_model_overlaps_the_policy_as_numpy_says(self) -> None:
         job = a_job("model", draft={"layers": 4})
-        policy, network = (tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1))
-        chats = Rows(random_rows(4, seed=4).tokens, np.tile(np.arange(12) % 4 > 1, (4, 1)))  # three turns each
+        policy, network = (
+            tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1)
+        )
+        # three turns each
+        chats = Rows(random_rows(4, seed=4).tokens, np.tile(np.arange(12) % 4 > 1, (4, 1)))
         held_out, overlaps = [random_rows(4, seed=3), chats], []
         for batch in held_out:
             for tokens, mask in zip(*batch, strict=True):
-                target, draft = (numpy_softmax(numpy_decoder(model, tokens)[0]) for model in (policy, network))
-                overlaps += [np.minimum(target[place - 1], draft[place - 1]).sum() for place in np.flatnonzero(mask)]
+                target, draft = (
+                    numpy_softmax(numpy_decoder(model, tokens)[0]) for model in (policy, network)
+                )
+                overlaps += [
+                    np.minimum(target[place - 1], draft[place - 1]).sum()
+                    for place in np.flatnonzero(mask)
+                ]
         assert len(overlaps) > 20
-        np.testing.assert_allclose(measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4)
+        np.testing.assert_allclose(
+            measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4
+        )
 
     def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self) -> None:
         job = a_job("mtp")
-        policy, network = tiny_network(Decoder, job.config.model), tiny_network(Mtp, job.config.model)
+        policy, network = (
+            tiny_network(Decoder, job.config.model),
+            tiny_network(Mtp, job.config.model),
+        )
         acceptance = measure(job, policy, network, [random_rows(4)])
         assert len(acceptance) == draft_training.DEPTHS
         assert all(0 < share < 1 for share in acceptance)
@@ -224,7 +282,14 @@ class TestMeasure:
 
 class TestClosingTable:
     def shown(self, depths: int, **changes: Any) -> str:
-        reached = {"kind": "eagle3", "responses": 128, "vocabulary": None, "coverage": None, "acceptance": [0.9, 0.8, 0.7], **changes}
+        reached = {
+            "kind": "eagle3",
+            "responses": 128,
+            "vocabulary": None,
+            "coverage": None,
+            "acceptance": [0.9, 0.8, 0.7],
+            **changes,
+        }
         text = io.StringIO()
         Console(file=text, width=100).print(closing_table(reached, depths))
         return text.getvalue()
@@ -280,7 +345,9 @@ class TestCachedDraft:
             second = np.load(trained_draft(job, interrupt))
         assert all(np.array_equal(first[name], second[name]) for name in first.files)
 
-    def test_a_text_replaces_the_samples_but_not_those_held_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_text_replaces_the_samples_but_not_those_held_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "corpus.jsonl"
         path.write_text('{"text": "1+1=2"}\n{"text": "#"}\n')
         job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
@@ -291,7 +358,11 @@ class TestCachedDraft:
             return tiny_network(eagle3, job.config.model)
 
         monkeypatch.setattr(draft_training, "train", remember_training)
-        monkeypatch.setattr(draft_training, "measure", lambda job, policy, network, held_out: measured.append(held_out) or [0.5])
+        monkeypatch.setattr(
+            draft_training,
+            "measure",
+            lambda job, policy, network, held_out: measured.append(held_out) or [0.5],
+        )
         with Interrupt() as interrupt:
             trained_draft(job, interrupt)
             trained_draft(a_job(offline=OfflineConfig(samples=12, rows=4, steps=1)), interrupt)
@@ -299,11 +370,19 @@ class TestCachedDraft:
         assert texts == ["1+1=2", "#"]
         assert len(trained[1].tokens) == 8
         assert same_bits(measured[0], measured[1])
-        assert not any(np.array_equal(row, other) for row in measured[0][0].tokens for other in trained[1].tokens)
+        assert not any(
+            np.array_equal(row, other)
+            for row in measured[0][0].tokens
+            for other in trained[1].tokens
+        )
 
-    def test_a_file_where_work_is_kept_on_the_way_is_replaced(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_where_work_is_kept_on_the_way_is_replaced(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=1))
-        monkeypatch.setattr(draft_training, "train", lambda job, *_: tiny_network(eagle3, job.config.model))
+        monkeypatch.setattr(
+            draft_training, "train", lambda job, *_: tiny_network(eagle3, job.config.model)
+        )
         monkeypatch.setattr(draft_training, "measure", lambda *_: [0.5])
         cache.mkdir()
         (cache / f"{draft_training._key(job, None)}.partial").write_text("no folder")
@@ -311,19 +390,35 @@ class TestCachedDraft:
             assert trained_draft(job, interrupt).exists()
         assert not list(cache.glob("*.partial"))
 
-    def test_the_code_that_shapes_what_is_kept_is_found_and_that_of_prompts_is_part_of_it(self) -> None:
+    def test_the_code_that_shapes_what_is_kept_is_found_and_that_of_prompts_is_part_of_it(
+        self,
+    ) -> None:
         job = a_job()
-        assert all([policy_key(job), draft_training._key(job, None), round_cost._key(job.step.generator, 6)])  # every name matches a file
-        assert {"data/problems.py", "data/chat_template.py", "data/template_process.py"} <= set(draft_training.CODE)
+        # every name matches a file
+        assert all(
+            [
+                policy_key(job),
+                draft_training._key(job, None),
+                round_cost._key(job.step.generator, 6),
+            ]
+        )
+        assert {"data/problems.py", "data/chat_template.py", "data/template_process.py"} <= set(
+            draft_training.CODE
+        )
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
             sources("step.py", "nothing*.py")
 
     def test_responses_that_failed_are_neither_trained_on_nor_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Those to prompts with a seven, which no response may have; the policy's embedding of it is NaN."""
+        """Those to prompts with a seven, which no response may have; the policy's embedding of it
+        is NaN."""
         seven = character_tokenizer().encode("7")[0]
-        rollout = RolloutConfig(max_new_tokens=6, draft=DraftConfig(kind="model", layers=4, draft_length=2), banned=(seven,))
+        rollout = RolloutConfig(
+            max_new_tokens=6,
+            draft=DraftConfig(kind="model", layers=4, draft_length=2),
+            banned=(seven,),
+        )
         job = a_job(rollout=rollout, offline=OfflineConfig(samples=24, rows=8, steps=2))
         policy = tiny_network(Decoder, job.config.model)
         policy = with_weights(policy, embedding=policy.embedding[...].at[seven].set(np.nan))
@@ -338,19 +433,25 @@ class TestCachedDraft:
         monkeypatch.setattr(draft_training, "train", remember)
         with Interrupt() as interrupt:
             weights = trained_draft(job, interrupt)
-        assert all(np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index")
+        assert all(
+            np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index"
+        )
         reached, stream = (
             json.loads(weights.with_name(ACCEPTANCE).read_text()),
             PromptStream(load_problems(job.config.data, job.tokenizer)[0], 0),
         )
-        good = np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
+        good = (
+            np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
+        )
         assert (len(trained[0].tokens), reached["responses"]) == (good[:2].sum(), good[2])
         assert 0 < good[2] < 8
         assert f"{24 - good.sum()} of 24 responses failed" in capsys.readouterr().out
         assert not (trained[0].tokens == seven).any()
         assert all(0 < share < 1 for share in reached["acceptance"])
 
-    def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_that_shapes_the_draft_names_its_entry_and_nothing_else_does(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         text = tmp_path / "corpus.jsonl"
 
         def build(job: Job, interrupt: Interrupt, text: Any, partial: Path, folder: Path) -> None:
@@ -359,25 +460,73 @@ class TestCachedDraft:
         monkeypatch.setattr(draft_training, "build", build)
 
         def rollout(draft: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-            return {"rollout": RolloutConfig(max_new_tokens=6, draft=DraftConfig(**{"draft_length": 2, **(draft or {})}), **changes)}
+            return {
+                "rollout": RolloutConfig(
+                    max_new_tokens=6,
+                    draft=DraftConfig(**{"draft_length": 2, **(draft or {})}),
+                    **changes,
+                )
+            }
 
         def offline(**changes: Any) -> dict[str, Any]:
-            return {"offline": OfflineConfig(**{"samples": 8, "rows": 4, "steps": 6, "learning_rate": 1e-2, **changes})}
+            return {
+                "offline": OfflineConfig(
+                    **{"samples": 8, "rows": 4, "steps": 6, "learning_rate": 1e-2, **changes}
+                )
+            }
 
         def training(**changes: Any) -> dict[str, Any]:
             return {"draft_training": DraftTrainingConfig(**{"ttt_steps": 2, **changes})}
 
         shaping = [
-            *({"seed": 1}, {"sft": SftConfig(steps=0, wrong_steps=0.1)}, {"model": tiny_model(vocab=VOCAB, ffn=32, dtype="float32")}),
-            *(rollout({"kind": "mtp"}), rollout({"vocab": 12}), rollout({"ffn": 8}), rollout({"kind": "mtp", "layers": 2})),
-            *(rollout({"kind": "mtp", "embedding_first": False}), rollout(temperature=0.5), rollout(top_k=3), rollout(top_p=0.5)),
-            *(rollout(min_new_tokens=1), rollout(banned=(3,)), {"data": DataConfig(digits=1, max_prompt_length=6, task="subtract")}),
-            *(offline(samples=12), offline(steps=7), offline(rows=2), offline(learning_rate=1e-3), offline(text=str(text))),
-            *(training(loss="lk"), training(ttt_steps=3), training(decay=0.5), training(grad_clip=1.0)),
+            *(
+                {"seed": 1},
+                {"sft": SftConfig(steps=0, wrong_steps=0.1)},
+                {"model": tiny_model(vocab=VOCAB, ffn=32, dtype="float32")},
+            ),
+            *(
+                rollout({"kind": "mtp"}),
+                rollout({"vocab": 12}),
+                rollout({"ffn": 8}),
+                rollout({"kind": "mtp", "layers": 2}),
+            ),
+            *(
+                rollout({"kind": "mtp", "embedding_first": False}),
+                rollout(temperature=0.5),
+                rollout(top_k=3),
+                rollout(top_p=0.5),
+            ),
+            *(
+                rollout(min_new_tokens=1),
+                rollout(banned=(3,)),
+                {"data": DataConfig(digits=1, max_prompt_length=6, task="subtract")},
+            ),
+            *(
+                offline(samples=12),
+                offline(steps=7),
+                offline(rows=2),
+                offline(learning_rate=1e-3),
+                offline(text=str(text)),
+            ),
+            *(
+                training(loss="lk"),
+                training(ttt_steps=3),
+                training(decay=0.5),
+                training(grad_clip=1.0),
+            ),
         ]
         free = [
-            *({"steps": 3}, {"workdir": "elsewhere"}, training(online=False), training(learning_rate=1.0)),
-            *(rollout({"draft_length": 3}), rollout({"sampling": "argmax"}), rollout(verify="token")),
+            *(
+                {"steps": 3},
+                {"workdir": "elsewhere"},
+                training(online=False),
+                training(learning_rate=1.0),
+            ),
+            *(
+                rollout({"draft_length": 3}),
+                rollout({"sampling": "argmax"}),
+                rollout(verify="token"),
+            ),
         ]
         with Interrupt() as interrupt:
 
@@ -394,15 +543,40 @@ class TestCachedDraft:
     @pytest.mark.slow
     def test_one_that_diverges_is_not_cached(self, cache: Path) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=9, learning_rate=1e30))
-        with Interrupt() as interrupt, pytest.raises(Diverged, match=r"draft's .* offline training.*--offline.learning_rate"):
+        with (
+            Interrupt() as interrupt,
+            pytest.raises(Diverged, match=r"draft's .* offline training.*--offline.learning_rate"),
+        ):
             trained_draft(job, interrupt)
         assert not list(cache.glob("*/weights.npz"))
         assert not list(cache.glob("*.partial"))
 
 
 SMALL = [
-    *("--config", "draft_offline.py", "--model.layers", "4", "--model.embed", "16", "--model.ffn", "16", "--model.head_size", "4"),
-    *("--sft.steps", "0", "--data.digits", "1", "--rollout.max_new_tokens", "6", "--offline.samples", "32", "--offline.rows", "16"),
+    *(
+        "--config",
+        "draft_offline.py",
+        "--model.layers",
+        "4",
+        "--model.embed",
+        "16",
+        "--model.ffn",
+        "16",
+        "--model.head_size",
+        "4",
+    ),
+    *(
+        "--sft.steps",
+        "0",
+        "--data.digits",
+        "1",
+        "--rollout.max_new_tokens",
+        "6",
+        "--offline.samples",
+        "32",
+        "--offline.rows",
+        "16",
+    ),
     *("--mesh.data", "1"),
 ]
 
@@ -411,15 +585,31 @@ class TestProgram:
     def command(self, *options: str) -> list[str]:
         return [sys.executable, "-m", "jaxspec.train_draft", *SMALL, *options]
 
-    def test_nothing_to_train_is_said_with_what_would_be(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nothing_to_train_is_said_with_what_would_be(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for job in (a_job("ngram"), a_job(offline=OfflineConfig(steps=0))):
-            with Interrupt() as interrupt, pytest.raises(ConfigError, match=r"nothing to train; set --offline.steps, .*eagle3, mtp, model"):
+            with (
+                Interrupt() as interrupt,
+                pytest.raises(
+                    ConfigError,
+                    match=r"nothing to train; set --offline.steps, .*eagle3, mtp, model",
+                ),
+            ):
                 main(job, interrupt)
 
     @pytest.mark.slow
-    def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(self, tmp_path: Path) -> None:
+    def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(
+        self, tmp_path: Path
+    ) -> None:
         environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-        options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options = {
+            "cwd": ROOT,
+            "env": environment,
+            "text": True,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
         command = self.command("--offline.steps", "6000")
         with subprocess.Popen(command, **options) as process:
             deadline = time.monotonic() + 300
@@ -431,7 +621,9 @@ class TestProgram:
         assert process.returncode == 143
         assert "stopped while training the draft" in told
         assert "goes on from there" in told
-        first, second = (subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2))
+        first, second = (
+            subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2)
+        )
         assert "going on at step" in first
         assert "6000/6000" not in second
         start = "eagle3 on 16 held-out responses"

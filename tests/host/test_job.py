@@ -1,4 +1,5 @@
-"""What a job opens once for all programs: the tokenizer as the config wants it, and a step that knows it."""
+"""What a job opens once for all programs: the tokenizer as the config wants it, and a step that
+knows it."""
 
 import errno
 import logging
@@ -31,15 +32,25 @@ from jaxspec.system.metrics import Progress, Screen, closing_table
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 
-def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(tmp_path: Path) -> None:
+def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
+    tmp_path: Path,
+) -> None:
     """A vocabulary of 32 rows for 21 tokens: the other 11 are never sampled."""
     character_tokenizer().save(str(tmp_path))
-    (tmp_path / "chat_template.jinja").write_text("{{ 1 if enable_thinking else 0 }}{{ messages[0].content }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ 1 if enable_thinking else 0 }}{{ messages[0].content }}"
+    )
     data = DataConfig(tokenizer=str(tmp_path))
-    config = tiny_config(tiny_model(vocab=32), rollout=RolloutConfig(banned=(7,)), data=data, sft=SftConfig(steps=0))
+    config = tiny_config(
+        tiny_model(vocab=32), rollout=RolloutConfig(banned=(7,)), data=data, sft=SftConfig(steps=0)
+    )
     job = make_job(config, small_mesh())
     processing = job.step.generator.settings.processing
-    assert (processing.known, processing.stop_ids, processing.banned) == (character_tokenizer().size, (1,), (7,))
+    assert (processing.known, processing.stop_ids, processing.banned) == (
+        character_tokenizer().size,
+        (1,),
+        (7,),
+    )
     assert job.tokenizer.render("+2") == "1+2"
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
     assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
@@ -69,7 +80,9 @@ def _refused(number: int) -> Callable[[], Any]:
         (_read("x" * 1000), f"{'x' * 100}...{'x' * 100}: File name too long;"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line(work: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(
+    work: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert reported(work) == 2
     assert capsys.readouterr().err == f"error: {said} see to that and run the same command again\n"
 
@@ -96,10 +109,18 @@ def test_too_little_memory_is_one_line_that_says_for_what(
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize(
-    ("told", "lost"), [("FAILED_PRECONDITION: Gloo all-reduce failed: [pair.cc] Connection closed by peer", True), ("INTERNAL: bug", False)]
+    ("told", "lost"),
+    [
+        ("FAILED_PRECONDITION: Gloo all-reduce failed: [pair.cc] Connection closed by peer", True),
+        ("INTERNAL: bug", False),
+    ],
 )
 def test_the_end_of_another_process_is_one_line(
-    joined: bool, told: str, lost: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    joined: bool,
+    told: str,
+    lost: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
 
@@ -128,14 +149,20 @@ def _closed_pipe() -> int:
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("full", [True, False])
-def test_a_program_goes_on_where_its_output_is_not_taken(full: bool, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_goes_on_where_its_output_is_not_taken(
+    full: bool, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After `| head` has ended, or on a disk that is full."""
     for talk in (
-        lambda: make_job(tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0)), small_mesh()).say("a line"),
+        lambda: make_job(
+            tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0)), small_mesh()
+        ).say("a line"),
         lambda: Screen(force_terminal=terminal).print(closing_table([], {})),
         lambda: _progress(terminal),
     ):
-        with os.fdopen(os.open("/dev/full", os.O_WRONLY) if full else _closed_pipe(), "w") as stream:
+        with os.fdopen(
+            os.open("/dev/full", os.O_WRONLY) if full else _closed_pipe(), "w"
+        ) as stream:
             monkeypatch.setattr(sys, "stdout", stream)
             talk()
             assert str(Path(f"/proc/self/fd/{stream.fileno()}").readlink()) == os.devnull
@@ -167,10 +194,16 @@ def test_what_orbax_leaves_to_asyncio_is_not_printed(caplog: pytest.LogCaptureFi
         (range(32), 0, "rollout.banned has all 21 tokens"),
         ([0, *range(2, 21)], 0, "only [] and end tokens are not in rollout.banned"),
         (range(20), 1, "only [20] and end tokens are not in rollout.banned"),
-        ([0, *range(2, 20)], 0, "of the 21 tokens only [20] and end tokens are not in rollout.banned"),
+        (
+            [0, *range(2, 20)],
+            0,
+            "of the 21 tokens only [20] and end tokens are not in rollout.banned",
+        ),
     ],
 )
-def test_bans_that_leave_nothing_to_sample_are_refused(banned: Iterable[int], least: int, words: str) -> None:
+def test_bans_that_leave_nothing_to_sample_are_refused(
+    banned: Iterable[int], least: int, words: str
+) -> None:
     rollout = RolloutConfig(banned=tuple(banned), min_new_tokens=least)
     with pytest.raises(ConfigError, match=re.escape(words)):
         make_job(tiny_config(tiny_model(vocab=32), rollout=rollout), small_mesh())
@@ -179,21 +212,40 @@ def test_bans_that_leave_nothing_to_sample_are_refused(banned: Iterable[int], le
 @pytest.mark.parametrize(("banned", "least"), [(range(19), 1), ([0, *range(2, 19)], 0)])
 def test_bans_that_leave_two_tokens_are_taken(banned: Iterable[int], least: int) -> None:
     rollout = RolloutConfig(banned=tuple(banned), min_new_tokens=least)
-    assert make_job(tiny_config(tiny_model(vocab=32), rollout=rollout), small_mesh()).config.rollout == rollout
+    assert (
+        make_job(tiny_config(tiny_model(vocab=32), rollout=rollout), small_mesh()).config.rollout
+        == rollout
+    )
 
 
 @pytest.mark.parametrize(
     ("draft", "offline", "training", "words"),
     [
-        (DraftConfig(), 0, DraftTrainingConfig(), "the eagle3 draft started from random weights (offline.steps 0, no rollout.draft.path)"),
-        (DraftConfig(kind="mtp"), 0, DraftTrainingConfig(online=False), "the mtp draft started from random weights"),
+        (
+            DraftConfig(),
+            0,
+            DraftTrainingConfig(),
+            "the eagle3 draft started from random weights (offline.steps 0, no rollout.draft.path)",
+        ),
+        (
+            DraftConfig(kind="mtp"),
+            0,
+            DraftTrainingConfig(online=False),
+            "the mtp draft started from random weights",
+        ),
         (DraftConfig(), 300, DraftTrainingConfig(), ""),
         (DraftConfig(path="folder"), 0, DraftTrainingConfig(), ""),
         (DraftConfig(kind="none"), 0, DraftTrainingConfig(), ""),
     ],
 )
-def test_a_random_draft_is_told(draft: DraftConfig, offline: int, training: DraftTrainingConfig, words: str) -> None:
-    config = Config(rollout=RolloutConfig(draft=draft), offline=OfflineConfig(steps=offline), draft_training=training)
+def test_a_random_draft_is_told(
+    draft: DraftConfig, offline: int, training: DraftTrainingConfig, words: str
+) -> None:
+    config = Config(
+        rollout=RolloutConfig(draft=draft),
+        offline=OfflineConfig(steps=offline),
+        draft_training=training,
+    )
     remark = random_draft(config)
     assert bool(remark) == bool(words)
     assert words in remark

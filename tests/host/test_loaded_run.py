@@ -1,4 +1,5 @@
-"""A run's checkpoint on disk, in the rollout layout, and prompts as the run had them; what is refused, and how."""
+"""A run's checkpoint on disk, in the rollout layout, and prompts as the run had them; what is
+refused, and how."""
 
 import dataclasses
 import json
@@ -37,15 +38,23 @@ def draft() -> Decoder:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with checkpoints 3 and 12 of a mesh of eight, in which there is only what answering needs."""
+    """A run's folder with checkpoints 3 and 12 of a mesh of eight, in which there is only what
+    answering needs."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
     step = make_job(CONFIG, small_mesh(8)).step
     state = jax.jit(step.start, out_shardings=step.state_shardings())(policy(), draft())
     assert state.learner.draft is not None, "the config has a draft with weights"
-    best = jnp.asarray(np.arange(len(step.generator.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32)
-    bare = {name: getattr(state.learner, name).replace(optimizer=None) for name in ("policy", "draft")}
-    state = state.replace(learner=state.learner.replace(**bare), generator=state.generator.replace(overlap_by_factor=best))
+    best = jnp.asarray(
+        np.arange(len(step.generator.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32
+    )
+    bare = {
+        name: getattr(state.learner, name).replace(optimizer=None) for name in ("policy", "draft")
+    }
+    state = state.replace(
+        learner=state.learner.replace(**bare),
+        generator=state.generator.replace(overlap_by_factor=best),
+    )
     save = Checkpoints(folder / "checkpoints")
     for number in (3, 12):
         save.save(number, (state, None), {"batch": number})
@@ -55,8 +64,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def restored(run: Path, **changes: Any) -> Ready:
     """Policy and draft for a session whose draft settings differ from the run's."""
-    rollout = dataclasses.replace(CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes))
-    return restore(find_run(str(run)), make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)), 2)
+    rollout = dataclasses.replace(
+        CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes)
+    )
+    return restore(
+        find_run(str(run)),
+        make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)),
+        2,
+    )
 
 
 class TestFindRun:
@@ -88,9 +103,15 @@ class TestFindRun:
     @pytest.mark.parametrize(
         ("damage", "words"),
         [
-            (lambda saved: saved.pop("steps"), ["another version of jaxspec: it lacks steps", "use that version"]),
+            (
+                lambda saved: saved.pop("steps"),
+                ["another version of jaxspec: it lacks steps", "use that version"],
+            ),
             (lambda saved: saved.update(steps="x"), ["steps is 'x'", "a whole number"]),
-            (lambda saved: saved["rollout"]["draft"].update(kind="eagle4"), ["rollout.draft.kind is 'eagle4'", "one of eagle3, mtp"]),
+            (
+                lambda saved: saved["rollout"]["draft"].update(kind="eagle4"),
+                ["rollout.draft.kind is 'eagle4'", "one of eagle3, mtp"],
+            ),
         ],
     )
     def test_a_config_that_cannot_be_used_is_named_with_its_file(
@@ -102,19 +123,31 @@ class TestFindRun:
         (tmp_path / "config.json").write_text(json.dumps(saved))
         with pytest.raises(ConfigError) as caught:
             find_run(str(tmp_path))
-        assert [word for word in (str(tmp_path / "config.json"), *words) if word not in str(caught.value)] == []
+        assert [
+            word
+            for word in (str(tmp_path / "config.json"), *words)
+            if word not in str(caught.value)
+        ] == []
 
 
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
         ready = restored(run)
-        arrangements = make_job(CONFIG, small_mesh(1)).step.generator.with_(prompts=1, group_size=2).arrangements
-        for found, wanted, how in zip((ready.target, ready.drafter.network), (policy(), draft()), arrangements, strict=True):
+        arrangements = (
+            make_job(CONFIG, small_mesh(1))
+            .step.generator.with_(prompts=1, group_size=2)
+            .arrangements
+        )
+        for found, wanted, how in zip(
+            (ready.target, ready.drafter.network), (policy(), draft()), arrangements, strict=True
+        ):
             jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, how))
         assert ready.drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])
-    def test_a_deeper_draft_goes_on_at_factor_1(self, run: Path, length: int, choice: list[int]) -> None:
+    def test_a_deeper_draft_goes_on_at_factor_1(
+        self, run: Path, length: int, choice: list[int]
+    ) -> None:
         assert restored(run, draft_length=length).drafter.choice.tolist() == choice
 
     def test_another_way_to_draw_starts_anew(self, run: Path) -> None:
@@ -127,18 +160,26 @@ class TestRestore:
 
     def test_weights_that_do_not_fit_the_config_are_named_with_a_remedy(self, run: Path) -> None:
         edited = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, ffn=32))
-        with pytest.raises(ConfigError, match=r"/12 was written by another config: .*float32\[4, 24, 16\].*config\.json back") as caught:
+        with pytest.raises(
+            ConfigError,
+            match=r"/12 was written by another config: .*float32\[4, 24, 16\].*config\.json back",
+        ) as caught:
             restore(Run(run, 12, edited), make_job(edited, small_mesh(1)), 2)
         assert "--workdir" not in str(caught.value)
 
 
 class TestReadPrompt:
     def test_as_training_did(self) -> None:
-        assert read_prompt("3+4=", CONFIG, character_tokenizer()).ids == tuple(character_tokenizer().chat("3+4="))
+        assert read_prompt("3+4=", CONFIG, character_tokenizer()).ids == tuple(
+            character_tokenizer().chat("3+4=")
+        )
 
     @pytest.mark.parametrize(
         ("text", "words"),
-        [("12345+67890=", ["13 tokens", "limit is 6", "--max_prompt_length 13"]), ("who?", ["'who'", "27+85="])],
+        [
+            ("12345+67890=", ["13 tokens", "limit is 6", "--max_prompt_length 13"]),
+            ("who?", ["'who'", "27+85="]),
+        ],
     )
     def test_what_does_not_fit(self, text: str, words: list[str]) -> None:
         with pytest.raises(ConfigError) as caught:

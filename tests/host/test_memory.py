@@ -1,4 +1,5 @@
-"""What training keeps on a device, counted before it is there, and the message where it does not fit."""
+"""What training keeps on a device, counted before it is there, and the message where it does not
+fit."""
 
 import dataclasses
 import functools
@@ -42,7 +43,12 @@ def sizes(step: Step, programs: Any = None) -> dict[str, int]:
 def on_one_device(tree) -> int:
     """Bytes of what really lies on the first device."""
     first = jax.devices()[0]
-    return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == first)
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == first
+    )
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
@@ -64,7 +70,8 @@ def test_each_remedy_shrinks_its_part() -> None:
     whole = sizes(step_of(tiny_config(MODEL)))
     few = dataclasses.replace(tiny_config(MODEL).rollout, engine=EngineConfig(slots=2))
     fewer = sizes(step_of(dataclasses.replace(tiny_config(MODEL), rollout=few)))
-    assert fewer["the pool of keys and values"] <= whole["the pool of keys and values"] / 2  # what waiting rows start from stays
+    # what waiting rows start from stays
+    assert fewer["the pool of keys and values"] <= whole["the pool of keys and values"] / 2
     adapters = sizes(step_of(tiny_config(MODEL, lora=LoraConfig(rank=1))))
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
 
@@ -80,7 +87,9 @@ def runner_of(tokens: int) -> Runner:
     """Of learning alone, which is what micro-batches change."""
     step = step_of(plain_config(tokens))
     state, finished, _ = abstract(step, PROMPTS)
-    learn, _ = ahead(step.learn, state, finished, donate_argnums=0, out_shardings=(step.state_shardings(), None))
+    learn, _ = ahead(
+        step.learn, state, finished, donate_argnums=0, out_shardings=(step.state_shardings(), None)
+    )
 
     def never(*_: Any) -> Any:
         pytest.fail("nothing runs here")
@@ -105,14 +114,23 @@ def test_what_programs_take_beside_the_weights_is_their_own_analysis() -> None:
     kept = sum(parts[name] for name in ("policy weights", "the policy's optimizer"))
     found = [program.memory_analysis() for program in programs.values()]
     wanted = max(
-        each.temp_size_in_bytes + max(each.argument_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes - kept, 0)
+        each.temp_size_in_bytes
+        + max(
+            each.argument_size_in_bytes
+            + each.output_size_in_bytes
+            - each.alias_size_in_bytes
+            - kept,
+            0,
+        )
         for each in found
     )
     assert sum(parts.values()) == pytest.approx(kept + wanted, abs=1)
     assert wanted > 200 * 16 * 4 * MODEL.layers, "a micro-batch's activations are in it"
 
 
-def test_the_micro_batch_shrinks_until_it_fits_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     longest = step_of(tiny_config(MODEL)).generator.row_length - 1
     many, fewer, least = (total_of(tokens) for tokens in (400, 200, longest))
     assert many > fewer > least
@@ -123,7 +141,10 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(monkeypatch: pytes
         assert fit.step.learner.tokens == tokens
         assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts, fit.limit)
     monkeypatch.setattr(memory, "device_memory", lambda: least - 1)
-    words = rf"training takes \d.*on each device, which has.*--learner.tokens, now {longest} and at least {longest}.*--lora.rank"
+    words = (
+        rf"training takes \d.*on each device, which has.*--learner.tokens, now {longest} and at"
+        rf" least {longest}.*--lora.rank"
+    )
     with pytest.raises(ConfigError, match=words):
         memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=True))
     monkeypatch.setattr(memory, "device_memory", lambda: many - 1)
@@ -149,7 +170,9 @@ def engine_config(new: int = 56, tokens: int = 0, **engine: Any) -> Config:
     config = plain_config(tokens)
     rollout = dataclasses.replace(config.rollout, max_new_tokens=new, engine=EngineConfig(**engine))
     grpo = GrpoConfig(prompts=GROUPS, group_size=128 // GROUPS)
-    return dataclasses.replace(config, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=8))
+    return dataclasses.replace(
+        config, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=8)
+    )
 
 
 def engine_step(config: Config) -> Step:
@@ -192,14 +215,19 @@ class Program(NamedTuple):
 
 
 class Machine:
-    """What compiled programs would take of an accelerator, without compiling: so much a token of a micro-batch, so much a slot."""
+    """What compiled programs would take of an accelerator, without compiling: so much a token of a
+    micro-batch, so much a slot."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, token: int, slot: int) -> None:
         self.token, self.slot, self.compiled, self.alone = token, slot, [], 0
         monkeypatch.setattr(memory, "generation_alone", self.generation_alone)
 
     def generation(self, step: Step) -> int:
-        pool, weights = (part.size for part in memory.parts(step, GROUPS, {}) if part.name in ("the pool of keys and values", WEIGHTS))
+        pool, weights = (
+            part.size
+            for part in memory.parts(step, GROUPS, {})
+            if part.name in ("the pool of keys and values", WEIGHTS)
+        )
         return pool + weights + self.slot * step.generator.settings.slots
 
     def generation_alone(self, step: Step, prompts: int) -> Program:
@@ -209,7 +237,8 @@ class Machine:
     def __call__(self, step: Step) -> Runner:
         self.compiled.append(step.sizes)
         return Runner(
-            lambda *_: pytest.fail("nothing runs here"), {"step": Program(max(self.generation(step), self.token * step.learner.tokens))}
+            lambda *_: pytest.fail("nothing runs here"),
+            {"step": Program(max(self.generation(step), self.token * step.learner.tokens))},
         )
 
     def fit(self, monkeypatch: pytest.MonkeyPatch, config: Config, limit: int) -> memory.Fitted:
@@ -233,28 +262,43 @@ def sizes_of_engine(step: Step, programs: Any) -> dict[str, int]:
 
 @pytest.mark.usefixtures("accelerator")
 class TestFittingTheEngine:
-    def test_what_fits_has_all_pages_and_says_how_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_fits_has_all_pages_and_says_how_many(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 10)
         fit = machine.fit(monkeypatch, config, machine.total(config))
         assert fit.step.sizes == engine_step(config).sizes._replace(pages=GROUPS * 2 + 128 * 16)
         assert machine.alone == 0
         assert "128 slots, 2056 pages of 4 positions" in memory.told(fit.step, fit.parts, fit.limit)
 
-    def test_the_pool_takes_what_is_left_and_slots_follow_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_pool_takes_what_is_left_and_slots_follow_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 1000)
-        whole, pool = machine.total(config), sizes_of_engine(engine_step(config), {})["the pool of keys and values"]
+        whole, pool = (
+            machine.total(config),
+            sizes_of_engine(engine_step(config), {})["the pool of keys and values"],
+        )
         limit = whole - pool // 4
         machine.compiled.clear()
         fit = machine.fit(monkeypatch, config, limit)
-        assert fit.step.sizes.tokens == engine_step(config).sizes.tokens, "learning takes less than generation"
-        assert fit.step.sizes.slots == 128, "what three quarters of the pages hold halfway through the longest answers is every row"
+        assert fit.step.sizes.tokens == engine_step(config).sizes.tokens, (
+            "learning takes less than generation"
+        )
+        assert fit.step.sizes.slots == 128, (
+            "what three quarters of the pages hold halfway through the longest answers is every row"
+        )
         assert 0.68 * 2056 < fit.step.sizes.pages < 0.75 * 2056
         assert len(machine.compiled) == 2
         fit = machine.fit(monkeypatch, config, whole - 3 * pool // 4)
         pages = fit.step.sizes.pages
-        assert fit.step.sizes.slots == (pages - GROUPS * 2) // (8 + 1) < 128, "7 or 8 pages of the answer's half, and one of the prompt"
+        assert fit.step.sizes.slots == (pages - GROUPS * 2) // (8 + 1) < 128, (
+            "7 or 8 pages of the answer's half, and one of the prompt"
+        )
 
-    def test_micro_batches_shrink_alone_where_learning_takes_most(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_micro_batches_shrink_alone_where_learning_takes_most(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 10_000, 10)
         tokens, whole = engine_step(config).sizes.tokens, machine.total(config)
         machine.compiled.clear()
@@ -284,12 +328,15 @@ class TestFittingTheEngine:
         assert 32 <= fit.step.sizes.slots < 64
         assert fit.step.sizes.page_size == fit.step.sizes.pages == 0
 
-    def test_what_is_asked_for_is_refused_with_what_fits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_asked_for_is_refused_with_what_fits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         machine = Machine(monkeypatch, 10, 1000)
         config = engine_config(page_size=4, pages=2000, slots=100)
         limit = machine.total(config) * 3 // 4
         words = (
-            r"--rollout.engine.pages, now 2000 and at least 24, --rollout.engine.slots, now 100.*; --rollout.engine.pages (\d+) should fit"
+            r"--rollout.engine.pages, now 2000 and at least 24, --rollout.engine.slots, now 100.*;"
+            r" --rollout.engine.pages (\d+) should fit"
         )
         with pytest.raises(ConfigError, match=words) as caught:
             machine.fit(monkeypatch, config, limit)
@@ -321,7 +368,11 @@ class TestFittingTheEngine:
 def test_a_program_that_runs_beside_the_state_counts_all_that_it_gets() -> None:
     step = step_of(plain_config(200))
     given = Program(temp_size_in_bytes=10**6, argument_size_in_bytes=10**7)
-    kept = sum(part.size for part in memory.parts(step, PROMPTS, {}) if part.name in ("policy weights", "the policy's optimizer"))
+    kept = sum(
+        part.size
+        for part in memory.parts(step, PROMPTS, {})
+        if part.name in ("policy weights", "the policy's optimizer")
+    )
     assert sum(sizes(step, {"slice": given}).values()) == kept + 10**6 + 10**7
     assert sum(sizes(step, {"train": given}).values()) == 10**6 + 10**7
 
@@ -333,7 +384,13 @@ def kept() -> list[memory.Part]:
 def test_running_out_names_what_takes_the_memory() -> None:
     with pytest.raises(ConfigError) as caught, memory.explained(kept()):
         jax.block_until_ready(jnp.zeros((2**50,), jnp.int8))
-    for words in ("ran out of memory", "1125899906842624", "policy weights", "pool of keys and values", "--rollout.engine.slots"):
+    for words in (
+        "ran out of memory",
+        "1125899906842624",
+        "policy weights",
+        "pool of keys and values",
+        "--rollout.engine.slots",
+    ):
         assert words in str(caught.value)
 
 

@@ -1,4 +1,5 @@
-"""What draft lengths are chosen by: a cost table of this machine, kept for the next run, and the draft's acceptance."""
+"""What draft lengths are chosen by: a cost table of this machine, kept for the next run, and the
+draft's acceptance."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import DataConfig, DraftConfig, EngineConfig, GrpoConfig, ModelConfig, RolloutConfig
+from jaxspec.config.settings import (
+    DataConfig,
+    DraftConfig,
+    EngineConfig,
+    GrpoConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 from jaxspec.host.round_cost import _keep, _kept, measured_pace
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Pace
@@ -35,10 +43,14 @@ def pace_of(draft: DraftConfig) -> Pace:
         draft_model=MODEL if draft.kind == "model" else ModelConfig(),
     )
     generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab).generator
-    network = tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
+    network = (
+        tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
+    )
     load = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))
     ready = load(tiny_network(Decoder, MODEL, 1), network)
-    return jax.tree.map(np.asarray, measured_pace(generator, ready, tiny_prompts(8, 5, MODEL.vocab)))
+    return jax.tree.map(
+        np.asarray, measured_pace(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
+    )
 
 
 COST = np.asarray([[1.25, 2.5], [3.0, 4.75]], np.float32)
@@ -70,7 +82,10 @@ def _instead(make: Callable[[Path], Any]) -> Callable[[Path], None]:
         (lambda file: file.write_text("[" * 100_000), "is damaged"),
         (lambda file: file.write_text("{}"), "is damaged"),
         (_instead(lambda file: file.mkdir()), "cannot be read (Is a directory)"),
-        (_instead(lambda file: file.symlink_to(file)), "cannot be read (Too many levels of symbolic links)"),
+        (
+            _instead(lambda file: file.symlink_to(file)),
+            "cannot be read (Too many levels of symbolic links)",
+        ),
     ],
 )
 def test_a_table_that_is_not_what_was_written_is_told_and_measured_anew(
@@ -84,7 +99,9 @@ def test_a_table_that_is_not_what_was_written_is_told_and_measured_anew(
 
 
 @pytest.mark.parametrize("place", ["costs", "costs/key.json"])
-def test_a_table_that_cannot_be_written_is_no_reason_to_stop(folder: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+def test_a_table_that_cannot_be_written_is_no_reason_to_stop(
+    folder: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
     file = folder / "key.json"
     if place == "costs":
         folder.write_text("no folder")
@@ -103,11 +120,14 @@ def test_costs_are_measured_once_and_kept_for_the_machine_model_and_shape(folder
     (file,) = folder.iterdir()
     assert first.cost.shape == (4, 3, 1)
     assert (first.cost > 0).all()
-    np.testing.assert_array_equal(first.cost, np.asarray(json.loads(file.read_text())["cost"], np.float32))
+    np.testing.assert_array_equal(
+        first.cost, np.asarray(json.loads(file.read_text())["cost"], np.float32)
+    )
     doubled = (np.asarray(first.cost) * 2).tolist()
     file.write_text(json.dumps({"cost": doubled, "digest": content_key(doubled)}))
     np.testing.assert_array_equal(pace_of(auto).cost, first.cost * 2)  # what is kept is what counts
-    file.write_text(json.dumps({"cost": [[1.0]], "digest": content_key([[1.0]])}))  # of another shape
+    # of another shape
+    file.write_text(json.dumps({"cost": [[1.0]], "digest": content_key([[1.0]])}))
     assert pace_of(auto).cost.shape == (4, 3, 1)
     pace_of(DraftConfig(kind="model", draft_length="auto"))
     assert len(list(folder.iterdir())) == 2

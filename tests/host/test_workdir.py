@@ -1,4 +1,5 @@
-"""The folder of a run: held by one process, refused where something would be lost or mean something else, and telling how it was made."""
+"""The folder of a run: held by one process, refused where something would be lost or mean something
+else, and telling how it was made."""
 
 import dataclasses
 import json
@@ -23,7 +24,8 @@ HOLDER = """
 import fcntl, json, os, sys
 file = open(sys.argv[1], "a+")
 fcntl.flock(file, fcntl.LOCK_EX)
-file.write(json.dumps({"pid": os.getpid(), "host": "elsewhere", "since": "2026-01-02T03:04:05+00:00"}))
+holder = {"pid": os.getpid(), "host": "elsewhere", "since": "2026-01-02T03:04:05+00:00"}
+file.write(json.dumps(holder))
 file.flush()
 print("held", flush=True)
 sys.stdin.read()
@@ -54,8 +56,11 @@ def job_of(job: Job, folder: Path, **changes: Any) -> Listening:
     return Listening(config=config, tokenizer=job.tokenizer, mesh=job.mesh, step=job.step, told=[])
 
 
-def begun(folder: Path, config: Config | None, batches: int = 0, checkpoints: tuple[int, ...] | None = ()) -> None:
-    """What a run leaves: config.json, metrics and samples of some batches, folders of checkpoints."""
+def begun(
+    folder: Path, config: Config | None, batches: int = 0, checkpoints: tuple[int, ...] | None = ()
+) -> None:
+    """What a run leaves: config.json, metrics and samples of some batches, folders of
+    checkpoints."""
     folder.mkdir(exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(to_json(config)))
@@ -68,7 +73,11 @@ def begun(folder: Path, config: Config | None, batches: int = 0, checkpoints: tu
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "lock"}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "lock"
+    }
 
 
 def refusal(job: Job) -> str:
@@ -86,7 +95,9 @@ def test_prepare_workdir(tmp_path: Path) -> None:
     assert folder.is_absolute()
     assert list(folder.iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"):
+    with pytest.raises(
+        ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"
+    ):
         workdir.prepare_workdir(tmp_path / "file" / "run")
 
 
@@ -94,16 +105,23 @@ class TestLock:
     @pytest.fixture
     def holder(self, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         command = [sys.executable, "-S", "-c", HOLDER, str(tmp_path / "lock")]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout
             assert process.stdout.readline() == "held\n"
             yield process
             process.kill()
 
-    def test_a_second_run_is_told_who_has_the_folder(self, job: Job, tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    def test_a_second_run_is_told_who_has_the_folder(
+        self, job: Job, tmp_path: Path, holder: subprocess.Popen[str]
+    ) -> None:
         begun(tmp_path, None)
         told = refusal(job_of(job, tmp_path))
-        assert f"{tmp_path} is in use by another run: process {holder.pid} on elsewhere, since 2026-01-02T03:04:05+00:00" in told
+        assert (
+            f"{tmp_path} is in use by another run: process {holder.pid} on elsewhere, since"
+            " 2026-01-02T03:04:05+00:00" in told
+        )
         assert "another --workdir" in told
         holder.kill()
         holder.wait()
@@ -118,18 +136,28 @@ class TestLock:
             assert subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0
         assert subprocess.run(probe).returncode == 0
 
-    def test_the_folder_is_had_without_the_file_of_the_lock_as_well(self, job: Job, tmp_path: Path) -> None:
+    def test_the_folder_is_had_without_the_file_of_the_lock_as_well(
+        self, job: Job, tmp_path: Path
+    ) -> None:
         with workdir.held(job_of(job, tmp_path)):
             (tmp_path / "lock").unlink()
-            with pytest.raises(ConfigError, match="is in use by another run"), workdir.held(job_of(job, tmp_path)):
+            with (
+                pytest.raises(ConfigError, match="is in use by another run"),
+                workdir.held(job_of(job, tmp_path)),
+            ):
                 pass
 
     def test_a_lock_that_cannot_be_opened_is_refused(self, job: Job, tmp_path: Path) -> None:
         (tmp_path / "lock").mkdir()
-        with pytest.raises(ConfigError, match=r"lock cannot be locked \(Is a directory\)"), workdir.held(job_of(job, tmp_path)):
+        with (
+            pytest.raises(ConfigError, match=r"lock cannot be locked \(Is a directory\)"),
+            workdir.held(job_of(job, tmp_path)),
+        ):
             pass
 
-    def test_a_file_system_without_locks_is_told(self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_system_without_locks_is_told(
+        self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(path: Path, *, wait: bool) -> None:
             raise OSError(37, "No locks available")
 
@@ -140,7 +168,8 @@ class TestLock:
 
 
 class TestNothingIsErased:
-    """Metrics and samples of a run are cut back to its newest checkpoint: without one, all of them."""
+    """Metrics and samples of a run are cut back to its newest checkpoint: without one, all of
+    them."""
 
     def test_missing_checkpoints(self, job: Job, tmp_path: Path) -> None:
         here = job_of(job, tmp_path)
@@ -171,7 +200,9 @@ class TestNothingIsErased:
         assert "the checkpoints that were saved" in told
 
     @pytest.mark.parametrize("name", ["13", "0013", "\u0661\u0663", "\u00b2"])
-    def test_what_is_called_like_a_checkpoint_and_is_none(self, job: Job, tmp_path: Path, name: str) -> None:
+    def test_what_is_called_like_a_checkpoint_and_is_none(
+        self, job: Job, tmp_path: Path, name: str
+    ) -> None:
         """A file; or a folder whose name is no number as checkpoints have them."""
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=6)
@@ -185,7 +216,9 @@ class TestNothingIsErased:
             workdir.require_no_checkpoints(tmp_path)
 
     @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/12", "checkpoints/12/more"])
-    def test_a_folder_among_the_checkpoints_of_a_run(self, job: Job, tmp_path: Path, inside: str) -> None:
+    def test_a_folder_among_the_checkpoints_of_a_run(
+        self, job: Job, tmp_path: Path, inside: str
+    ) -> None:
         """That run would remove it."""
         begun(tmp_path, job.config)
         with pytest.raises(ConfigError, match="lies among the checkpoints of the run"):
@@ -195,16 +228,27 @@ class TestNothingIsErased:
         begun(tmp_path, None, batches=8, checkpoints=(4,))
         assert "holds checkpoints but no config.json" in refusal(job_of(job, tmp_path))
 
-    def test_a_run_that_was_killed_before_its_first_save_starts_over_with_a_word(self, job: Job, tmp_path: Path) -> None:
+    def test_a_run_that_was_killed_before_its_first_save_starts_over_with_a_word(
+        self, job: Job, tmp_path: Path
+    ) -> None:
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=9)
         with workdir.held(here):
-            assert ["starting over" in line and "metrics of 9 batches" in line for line in here.told] == [True]
+            assert [
+                "starting over" in line and "metrics of 9 batches" in line for line in here.told
+            ] == [True]
 
-    def test_nothing_is_said_of_a_new_folder_and_of_one_to_resume(self, job: Job, tmp_path: Path) -> None:
+    def test_nothing_is_said_of_a_new_folder_and_of_one_to_resume(
+        self, job: Job, tmp_path: Path
+    ) -> None:
         for checkpoints in (None, (4,)):
             here = job_of(job, tmp_path)
-            begun(tmp_path, here.config, batches=0 if checkpoints is None else 5, checkpoints=checkpoints)
+            begun(
+                tmp_path,
+                here.config,
+                batches=0 if checkpoints is None else 5,
+                checkpoints=checkpoints,
+            )
             with workdir.held(here):
                 assert here.told == []
 
@@ -217,19 +261,45 @@ DAMAGES: list[tuple[str, Callable[[str], str], str]] = [
     ("config.json", lambda text: text.replace('"seed": 0', '"seed": 8'), "seed: 8 -> 0"),
     ("starts.jsonl", lambda text: text[:15], "starts.jsonl, line 1 is not JSON"),
     ("starts.jsonl", lambda text: "[]\n", "starts.jsonl, line 1 is no JSON object"),
-    ("metrics.jsonl", lambda text: text.replace('"step": 1', '"step": x'), "metrics.jsonl, line 2 is not JSON"),
+    (
+        "metrics.jsonl",
+        lambda text: text.replace('"step": 1', '"step": x'),
+        "metrics.jsonl, line 2 is not JSON",
+    ),
     ("metrics.jsonl", lambda text: "7\n", "metrics.jsonl, line 1 has no `step`"),
-    ("metrics.jsonl", lambda text: '{"step": 0, "reward/mean": NaN}\n', "metrics.jsonl, line 1 is not JSON (NaN is no number)"),
-    ("metrics.jsonl", lambda text: '{"step": 0, "reward/mean": "0.5"}\n', "line 1 has 'reward/mean' that is no number"),
-    ("metrics.jsonl", lambda text: '{"step": 0, "status/failed": [1]}\n', "line 1 has 'status/failed' that is no number"),
-    ("samples.jsonl", lambda text: '{"step": 0, "response": "\\ud800"}\n', "samples.jsonl, line 1 is not JSON"),
-    ("samples.jsonl", lambda text: text.replace("step", "stop"), "samples.jsonl, line 1 has no `step`"),
+    (
+        "metrics.jsonl",
+        lambda text: '{"step": 0, "reward/mean": NaN}\n',
+        "metrics.jsonl, line 1 is not JSON (NaN is no number)",
+    ),
+    (
+        "metrics.jsonl",
+        lambda text: '{"step": 0, "reward/mean": "0.5"}\n',
+        "line 1 has 'reward/mean' that is no number",
+    ),
+    (
+        "metrics.jsonl",
+        lambda text: '{"step": 0, "status/failed": [1]}\n',
+        "line 1 has 'status/failed' that is no number",
+    ),
+    (
+        "samples.jsonl",
+        lambda text: '{"step": 0, "response": "\\ud800"}\n',
+        "samples.jsonl, line 1 is not JSON",
+    ),
+    (
+        "samples.jsonl",
+        lambda text: text.replace("step", "stop"),
+        "samples.jsonl, line 1 has no `step`",
+    ),
 ]
 
 
 def started_on(folder: Path, backend: str) -> None:
     """Writes what a start says of its devices."""
-    (folder / "starts.jsonl").write_text(json.dumps({"time": "then", "data": {}, "machine": {"backend": backend}}) + "\n")
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"time": "then", "data": {}, "machine": {"backend": backend}}) + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +314,13 @@ def started_on(folder: Path, backend: str) -> None:
     ],
 )
 def test_the_micro_batch_that_a_run_chose_is_taken_again(
-    job: Job, tmp_path: Path, saved: Any, asked: int, checkpoints: tuple[int, ...], found: int | None, backend: str
+    job: Job,
+    tmp_path: Path,
+    saved: Any,
+    asked: int,
+    checkpoints: tuple[int, ...],
+    found: int | None,
+    backend: str,
 ) -> None:
     learner = dataclasses.replace(job.config.learner, tokens=asked)
     resumed = job_of(job, tmp_path, learner=learner)
@@ -293,7 +369,9 @@ def test_the_engine_that_a_run_chose_is_taken_again(
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)
-def test_damaged_files_are_named(job: Job, tmp_path: Path, name: str, damage: Callable[[str], str], words: str) -> None:
+def test_damaged_files_are_named(
+    job: Job, tmp_path: Path, name: str, damage: Callable[[str], str], words: str
+) -> None:
     here = job_of(job, tmp_path)
     begun(tmp_path, here.config, batches=3, checkpoints=(2,))
     (tmp_path / "starts.jsonl").write_text(json.dumps({"time": "then", "data": {}}) + "\n")
@@ -306,9 +384,13 @@ class TestWhatItBeganWith:
     def data(self, tmp_path: Path) -> DataConfig:
         """A file to train on, one to evaluate on, and a tokenizer."""
         for name in ("train", "eval"):
-            (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9)))
+            (tmp_path / f"{name}.jsonl").write_text(
+                "".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9))
+            )
         character_tokenizer().save(str(tmp_path / "tokenizer"))
-        path, other, folder = (str(tmp_path / name) for name in ("train.jsonl", "eval.jsonl", "tokenizer"))
+        path, other, folder = (
+            str(tmp_path / name) for name in ("train.jsonl", "eval.jsonl", "tokenizer")
+        )
         return DataConfig(path=path, eval_path=other, tokenizer=folder, answer_style="hash")
 
     def started(self, here: Listening, saved: bool = True) -> list[str]:
@@ -319,11 +401,17 @@ class TestWhatItBeganWith:
                 (folder / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
         return here.told
 
-    def test_other_data_is_refused_by_name(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+    def test_other_data_is_refused_by_name(
+        self, job: Job, data: DataConfig, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "run"
         self.started(job_of(job, folder, data=data))
         assert not any("warning" in line for line in self.started(job_of(job, folder, data=data)))
-        files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.tokenizer": f"{data.tokenizer}/tokenizer_config.json"}
+        files = {
+            "data.path": data.path,
+            "data.eval_path": data.eval_path,
+            "data.tokenizer": f"{data.tokenizer}/tokenizer_config.json",
+        }
         for setting, name in files.items():
             before = Path(name).read_text()
             Path(name).write_text(before.replace("\n", " \n", 1))
@@ -334,16 +422,26 @@ class TestWhatItBeganWith:
         Path(data.tokenizer, "chat_template.jinja").write_text("{{ messages[0].content }}")
         assert "chat_template.jinja holds other data" in refusal(job_of(job, folder, data=data))
 
-    def test_what_was_not_recorded_is_said(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+    def test_what_was_not_recorded_is_said(
+        self, job: Job, data: DataConfig, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "run"
         self.started(job_of(job, folder, data=data))
         start = json.loads((folder / "starts.jsonl").read_text())
-        start["data"] = {name: value for name, value in start["data"].items() if not name.startswith("data.eval_path")}
+        start["data"] = {
+            name: value
+            for name, value in start["data"].items()
+            if not name.startswith("data.eval_path")
+        }
         (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
-        (told,) = [line for line in self.started(job_of(job, folder, data=data)) if "warning" in line]
+        (told,) = [
+            line for line in self.started(job_of(job, folder, data=data)) if "warning" in line
+        ]
         assert f"no record of data.eval_path {data.eval_path} as the run began with" in told
 
-    def test_a_run_that_saved_nothing_may_have_other_data(self, job: Job, data: DataConfig, tmp_path: Path) -> None:
+    def test_a_run_that_saved_nothing_may_have_other_data(
+        self, job: Job, data: DataConfig, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "run"
         self.started(job_of(job, folder, data=data), saved=False)
         Path(data.path).write_text(Path(data.eval_path).read_text() + "\n")
@@ -357,11 +455,20 @@ class TestWhatItBeganWith:
             (line,) = self.started(job_of(job, tmp_path))
             for word in ("jaxspec", "jax ", "jaxlib", "python", "cpu"):
                 assert word in line
-            starts = [json.loads(text) for text in (tmp_path / "starts.jsonl").read_text().splitlines()]
+            starts = [
+                json.loads(text) for text in (tmp_path / "starts.jsonl").read_text().splitlines()
+            ]
             assert len(starts) == number
         assert starts[0]["versions"].keys() == {"jaxspec", "jax", "jaxlib", "python"}
         assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", starts[0]["time"])
-        assert starts[0]["machine"].keys() >= {"host", "platform", "backend", "device", "mesh", "processes"}
+        assert starts[0]["machine"].keys() >= {
+            "host",
+            "platform",
+            "backend",
+            "device",
+            "mesh",
+            "processes",
+        }
 
     def test_other_versions_and_checkpoints_are_said(self, job: Job, tmp_path: Path) -> None:
         weights = tmp_path / "head"
@@ -377,5 +484,8 @@ class TestWhatItBeganWith:
         (weights / "model.safetensors").write_bytes(bytes(9998) + b"x")
         _, version, checkpoint = self.started(job_of(job, folder, **changes))
         assert "warning: since the run's last start, jax is another: 0.0.1 -> " in version
-        assert f"rollout.draft.path {weights} is another; the run goes on with the weights that it has saved" in checkpoint
+        assert (
+            f"rollout.draft.path {weights} is another; the run goes on with the weights that it has"
+            " saved" in checkpoint
+        )
         assert len(self.started(job_of(job, folder, **changes))) == 1, "once is enough"

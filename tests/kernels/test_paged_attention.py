@@ -1,4 +1,5 @@
-"""The kernel against its plain twin, interpreted on a CPU; and what becomes of it when programs are lowered for GPUs that are not there."""
+"""The kernel against its plain twin, interpreted on a CPU; and what becomes of it when programs are
+lowered for GPUs that are not there."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -40,7 +41,9 @@ class Case(NamedTuple):
 
     @property
     def sight(self) -> Sight:
-        own = jnp.asarray(self.lengths, jnp.int32)[:, None] + jnp.arange(self.block, dtype=jnp.int32)
+        own = jnp.asarray(self.lengths, jnp.int32)[:, None] + jnp.arange(
+            self.block, dtype=jnp.int32
+        )
         return Sight(self.first, own - self.drafted, own, self.period)
 
 
@@ -54,7 +57,8 @@ CASES = [
 
 
 def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
-    """Random keys and values as far as each row goes, in pages all over the pool; what nobody has written is not a number."""
+    """Random keys and values as far as each row goes, in pages all over the pool; what nobody has
+    written is not a number."""
     random, rows = np.random.default_rng(0), len(case.lengths)
     longest = max(case.lengths) + case.block
     stretches = -(-longest // case.page) + 1
@@ -63,11 +67,15 @@ def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
     cache = cache.replace(keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys))
     table = random.permutation(pages)[: rows * stretches].reshape(rows, stretches)
     held = -(-(np.array(case.lengths) + case.block) // case.page)
-    table = np.where(np.arange(stretches) < held[:, None], table, pages)  # no page where none is needed
+    # no page where none is needed
+    table = np.where(np.arange(stretches) < held[:, None], table, pages)
     cache = cache.replace(table=jnp.asarray(table, jnp.int32))
     slots = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), (rows, longest))
     slots = jnp.where(slots < jnp.asarray(case.lengths)[:, None] + case.block, slots, 2**30)
-    keys, values = (jnp.asarray(random.normal(size=(rows, longest, KV_HEADS, case.size)), dtype) for _ in range(2))
+    keys, values = (
+        jnp.asarray(random.normal(size=(rows, longest, KV_HEADS, case.size)), dtype)
+        for _ in range(2)
+    )
     for layer in range(LAYERS):
         cache = extend(cache, layer, slots, keys * (layer + 1), values - layer)
     return cache
@@ -81,23 +89,37 @@ def query_of(case: Case) -> jax.Array:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernel is taken, and runs on this machine."""
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")  # there is no public name for it yet
+    # there is no public name for it yet
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     taken, parts = [], paged_attention.paged_parts
     monkeypatch.setattr(paged_attention, "runs_here", lambda: True)
-    monkeypatch.setattr(paged_attention, "paged_parts", lambda *arrays: taken.append(1) or parts(*arrays))
+    monkeypatch.setattr(
+        paged_attention, "paged_parts", lambda *arrays: taken.append(1) or parts(*arrays)
+    )
     yield params.force_gpu_interpret_mode
     assert taken
 
 
-@pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])],
+    ids=str,
+)
 def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> None:
     """Up to the rounding of weights to bfloat16, which both do."""
     cache, query = cache_of(case), query_of(case)
     layer = 1 if isinstance(cache.keys, tuple) else jnp.int32(1)
-    wide = cache.replace(**{name: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), getattr(cache, name)) for name in ("keys", "values")})
+    wide = cache.replace(
+        **{
+            name: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), getattr(cache, name))
+            for name in ("keys", "values")
+        }
+    )
     wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.sight)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.sight))(query, cache)
+        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.sight))(
+            query, cache
+        )
     assert found.dtype == jnp.bfloat16
     assert np.isfinite(np.asarray(wanted)).all()
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0.02, atol=0.03)
@@ -107,10 +129,13 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
     case = CASES[0]
     cache, query = cache_of(case), query_of(case)
     spoiled = jnp.full((3, 1, KV_HEADS, case.size), jnp.nan, jnp.bfloat16)
-    at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)  # the third position of the second row's block
+    # the third position of the second row's block
+    at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)
     cache = extend(cache, 0, at, spoiled, spoiled)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.sight))(query, cache)
+        found = jax.jit(lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.sight))(
+            query, cache
+        )
     finite = np.isfinite(np.asarray(found, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(finite, [[True] * 4, [True, True, False, False], [True] * 4])
 
@@ -122,12 +147,24 @@ def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
     cache = jax.eval_shape(lambda: cache_of(case, dtype))
     rows = jax.ShapeDtypeStruct((2 * len(case.lengths), *query_of(case).shape[1:]), dtype)
     positions = jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32)
-    pools = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0], 2 * leaf.shape[1], *leaf.shape[2:]), leaf.dtype), cache.keys)
-    values = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0], 2 * leaf.shape[1], *leaf.shape[2:]), leaf.dtype), cache.values)
+    pools = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (leaf.shape[0], 2 * leaf.shape[1], *leaf.shape[2:]), leaf.dtype
+        ),
+        cache.keys,
+    )
+    values = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (leaf.shape[0], 2 * leaf.shape[1], *leaf.shape[2:]), leaf.dtype
+        ),
+        cache.values,
+    )
     assert cache.table is not None
     table = jax.ShapeDtypeStruct((2 * cache.table.shape[0], cache.table.shape[1]), jnp.int32)
 
-    def shard(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+    def shard(
+        query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array
+    ) -> jax.Array:
         held = KVCache(keys=keys, values=values, table=table)
         return attend_cache(query, held, jnp.int32(1), causal(positions))
 
@@ -140,7 +177,12 @@ def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
         axis_names={DATA},
         check_vma=False,
     )
-    return jax.jit(program).trace(rows, pools, values, table, positions).lower(lowering_platforms=("cuda",)).as_text()
+    return (
+        jax.jit(program)
+        .trace(rows, pools, values, table, positions)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -159,5 +201,7 @@ def test_it_is_lowered_for_hopper(case: Case, tensor: int) -> None:
         ("NVIDIA H100 80GB HBM3", {}, jnp.dtype(jnp.float32)),
     ],
 )
-def test_what_it_is_not_for_is_left_to_the_twin(kind: str, changes: dict[str, Any], dtype: Any) -> None:
+def test_what_it_is_not_for_is_left_to_the_twin(
+    kind: str, changes: dict[str, Any], dtype: Any
+) -> None:
     assert "mosaic_gpu" not in lowered(CASES[0]._replace(**changes), kind, 1, dtype)

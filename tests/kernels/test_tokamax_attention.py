@@ -1,4 +1,5 @@
-"""The GPU kernels' mask and gradients against the plain twins, where they run; and for which devices and arrays they are taken."""
+"""The GPU kernels' mask and gradients against the plain twins, where they run; and for which
+devices and arrays they are taken."""
 
 import sys
 from collections.abc import Callable
@@ -22,10 +23,16 @@ STARTS = (0, 30, 31, 95)
 
 
 def inputs(length: int, size: int = 16, dtype: Any = np.float32, rows: int = 2) -> list[jax.Array]:
-    """Query, key, value, a cotangent of the output, and the first position that each query sees: other texts in every row."""
+    """Query, key, value, a cotangent of the output, and the first position that each query sees:
+    other texts in every row."""
     random = np.random.default_rng(0)
-    made = [jnp.asarray(random.normal(size=(rows, length, heads, size)), dtype) for heads in (4, 2, 2, 4)]
-    starts = [np.unique(np.minimum(np.array(STARTS) * (row + 1), length - 1)) for row in range(rows)]
+    made = [
+        jnp.asarray(random.normal(size=(rows, length, heads, size)), dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+    starts = [
+        np.unique(np.minimum(np.array(STARTS) * (row + 1), length - 1)) for row in range(rows)
+    ]
     first = [row[np.searchsorted(row, np.arange(length), side="right") - 1] for row in starts]
     return [*made, jnp.asarray(np.stack(first), jnp.int32)]
 
@@ -65,14 +72,22 @@ def assert_near(found: list[Any], wanted: list[Any], bound: float) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_tokamaxs_mask_is_that_of_packed_texts(tensor: int) -> None:
-    """By its implementation in plain JAX, which reads the same mask; heads apart where they are split over `tensor`."""
+    """By its implementation in plain JAX, which reads the same mask; heads apart where they are
+    split over `tensor`."""
     pytest.importorskip("tokamax")
     arrays = inputs(130)
 
     def attend(*leaves: Any) -> Any:
         return attend_causal(*leaves, implementation="xla")
 
-    run = jax.shard_map(attend, mesh=make_mesh(2, tensor), in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA}, check_vma=False)
+    run = jax.shard_map(
+        attend,
+        mesh=make_mesh(2, tensor),
+        in_specs=P(DATA),
+        out_specs=P(DATA),
+        axis_names={DATA},
+        check_vma=False,
+    )
     with jax.numpy_dtype_promotion("standard"):
         found = differentiated(run)(*arrays)
     assert_near(found, differentiated(twin)(*arrays), 1e-5)
@@ -96,7 +111,14 @@ def test_kernels_give_the_values_and_gradients_of_the_plain_twins(length: int, s
         chosen.append(available(*leaves[:2]))
         return attend_segments(*leaves)
 
-    run = jax.shard_map(attend, mesh=make_mesh(1, 1), in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA}, check_vma=False)
+    run = jax.shard_map(
+        attend,
+        mesh=make_mesh(1, 1),
+        in_specs=P(DATA),
+        out_specs=P(DATA),
+        axis_names={DATA},
+        check_vma=False,
+    )
     with jax.numpy_dtype_promotion("standard"):
         found = differentiated(run)(*arrays)
     if chosen[0] is None:
@@ -131,11 +153,26 @@ class Asked(NamedTuple):
 
 def choice(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str | None:
     device = jax.sharding.AbstractDevice(device_kind=asked.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((4 // asked.tensor, asked.tensor), (DATA, TENSOR), (AxisType.Auto,) * 2, abstract_device=device)
-    monkeypatch.setattr(tokamax_attention.backend, "get_default_device", lambda: Device(asked.default, asked.capability))
-    tokamax = tokamax_attention._Tokamax(dict.fromkeys(asked.installed), None) if asked.installed else None
+    mesh = AbstractMesh(
+        (4 // asked.tensor, asked.tensor),
+        (DATA, TENSOR),
+        (AxisType.Auto,) * 2,
+        abstract_device=device,
+    )
+    monkeypatch.setattr(
+        tokamax_attention.backend,
+        "get_default_device",
+        lambda: Device(asked.default, asked.capability),
+    )
+    tokamax = (
+        tokamax_attention._Tokamax(dict.fromkeys(asked.installed), None)
+        if asked.installed
+        else None
+    )
     monkeypatch.setattr(tokamax_attention, "_tokamax", lambda: tokamax)
-    query, key = (jax.ShapeDtypeStruct((4, asked.length, heads, asked.size), asked.dtype) for heads in (8, 2))
+    query, key = (
+        jax.ShapeDtypeStruct((4, asked.length, heads, asked.size), asked.dtype) for heads in (8, 2)
+    )
     chosen = []
 
     def look(query: Any, key: Any) -> Any:
@@ -143,7 +180,14 @@ def choice(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str | None:
         return query
 
     by_row = P(DATA) if DATA in asked.manual else P()
-    run = jax.shard_map(look, mesh=mesh, in_specs=by_row, out_specs=by_row, axis_names=set(asked.manual), check_vma=False)
+    run = jax.shard_map(
+        look,
+        mesh=mesh,
+        in_specs=by_row,
+        out_specs=by_row,
+        axis_names=set(asked.manual),
+        check_vma=False,
+    )
     jax.jit(run).trace(query, key)
     return chosen[0]
 
@@ -154,12 +198,23 @@ def choice(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str | None:
         (Asked(), MOSAIC),
         (Asked(kind="NVIDIA GB200", default="NVIDIA GB200", capability="10.0"), MOSAIC),
         (Asked(kind="NVIDIA GB300", default="NVIDIA GB300", capability="10.3", tensor=2), MOSAIC),
-        (Asked(kind="NVIDIA A100-SXM4-80GB", default="NVIDIA A100-SXM4-80GB", capability="8.0"), TRITON),
+        (
+            Asked(kind="NVIDIA A100-SXM4-80GB", default="NVIDIA A100-SXM4-80GB", capability="8.0"),
+            TRITON,
+        ),
         (Asked(kind="NVIDIA L40S", default="NVIDIA L40S", capability="8.9"), TRITON),
-        (Asked(kind="NVIDIA GeForce RTX 5090", default="NVIDIA GeForce RTX 5090", capability="12.0"), TRITON),
+        (
+            Asked(
+                kind="NVIDIA GeForce RTX 5090", default="NVIDIA GeForce RTX 5090", capability="12.0"
+            ),
+            TRITON,
+        ),
         (Asked(kind="NVIDIA L40S", default="NVIDIA L40S", capability="8.9", length=32768), None),
         (Asked(kind="NVIDIA T4", default="NVIDIA T4", capability="7.5"), None),
-        (Asked(kind="AMD Instinct MI300X", default="AMD Instinct MI300X", capability="gfx942"), None),
+        (
+            Asked(kind="AMD Instinct MI300X", default="AMD Instinct MI300X", capability="gfx942"),
+            None,
+        ),
         (Asked(default="cpu"), None),
         (Asked(default="NVIDIA H100 80GB HBM3"), None),
         (Asked(dtype=jnp.float32), None),
@@ -171,7 +226,9 @@ def choice(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str | None:
     ],
     ids=str,
 )
-def test_kernels_are_taken_for_what_they_are_written_for(asked: Asked, kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_taken_for_what_they_are_written_for(
+    asked: Asked, kernels: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert choice(asked, monkeypatch) == kernels
 
 
@@ -179,7 +236,14 @@ def test_elsewhere_it_is_the_blocked_twin(monkeypatch: pytest.MonkeyPatch) -> No
     """On a CPU, and where no mesh is in scope."""
     arrays = inputs(130)
     monkeypatch.delattr(tokamax_attention, "attend_causal")
-    run = jax.shard_map(attend_segments, mesh=make_mesh(2, 1), in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA}, check_vma=False)
+    run = jax.shard_map(
+        attend_segments,
+        mesh=make_mesh(2, 1),
+        in_specs=P(DATA),
+        out_specs=P(DATA),
+        axis_names={DATA},
+        check_vma=False,
+    )
     wanted = differentiated(twin)(*arrays)
     for attend in (attend_segments, run):
         assert_near(differentiated(attend)(*arrays), wanted, 1e-6)

@@ -1,4 +1,5 @@
-"""However a network's weights are arranged for generation, its products are those of the network as it was."""
+"""However a network's weights are arranged for generation, its products are those of the network as
+it was."""
 
 import dataclasses
 import functools
@@ -12,7 +13,14 @@ import pytest
 from flax import nnx
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import DataConfig, DraftConfig, DraftKind, FamilyConfig, GrpoConfig, RolloutConfig
+from jaxspec.config.settings import (
+    DataConfig,
+    DraftConfig,
+    DraftKind,
+    FamilyConfig,
+    GrpoConfig,
+    RolloutConfig,
+)
 from jaxspec.models import arrangement, layers
 from jaxspec.models.arrangement import Arrangement, arranged, best
 from jaxspec.models.decoder import Decoder, Layers
@@ -33,11 +41,15 @@ ARRANGEMENTS = {
     "joined, apart, transposed": Arrangement(joined=True, apart=True, transposed=EVERY),
     "joined, transposed": Arrangement(joined=True, transposed=EVERY),
     "joined, apart, in blocks": Arrangement(joined=True, apart=True, blocked=EVERY),
-    "joined, in blocks, one transposed": Arrangement(joined=True, transposed=("heads",), blocked=EVERY[1:]),
+    "joined, in blocks, one transposed": Arrangement(
+        joined=True, transposed=("heads",), blocked=EVERY[1:]
+    ),
     "joined, apart, in parts": Arrangement(joined=True, apart=True, split=EVERY),
 }
 LLAMA = FamilyConfig(model_type="llama", query_key_norm=False)
-BIASES = FamilyConfig(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
+BIASES = FamilyConfig(
+    model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True
+)
 EXPERTS = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
 DECODERS = {
     "norms": {},
@@ -49,9 +61,16 @@ DECODERS = {
 HEADS = {
     "one layer": eagle3,
     "two layers, a vocabulary and an embedding of its own": functools.partial(
-        eagle3, vocab=6, ffn=10, sizes={"layers": 2, "embed": 8}, own_embedding=True, norm_before_residual=True
+        eagle3,
+        vocab=6,
+        ffn=10,
+        sizes={"layers": 2, "embed": 8},
+        own_embedding=True,
+        norm_before_residual=True,
     ),
-    "norms and biases": functools.partial(eagle3, sizes={"family": FamilyConfig(attention_bias=True, output_bias=True)}),
+    "norms and biases": functools.partial(
+        eagle3, sizes={"family": FamilyConfig(attention_bias=True, output_bias=True)}
+    ),
 }
 LAYERS = {
     "two layers": functools.partial(Mtp, layers=2),
@@ -63,7 +82,8 @@ FAMILIES = {"biases": BIASES, "experts": EXPERTS}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks and parts, the last block not full; nine rows and more are no longer few, and ten are many."""
+    """Several blocks and parts, the last block not full; nine rows and more are no longer few, and
+    ten are many."""
     monkeypatch.setattr(arrangement, "BLOCK", 8)
     monkeypatch.setattr(arrangement, "PART", 4)
     monkeypatch.setattr(layers, "FEW", 9)
@@ -73,11 +93,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs() -> tuple[jax.Array, jax.Array]:
     """Tokens and positions."""
     tokens = np.random.default_rng(0).integers(0, 11, (ROWS, WIDTH))
-    return jnp.asarray(tokens, jnp.int32), jnp.broadcast_to(jnp.arange(WIDTH, dtype=jnp.int32), (ROWS, WIDTH))
+    return jnp.asarray(tokens, jnp.int32), jnp.broadcast_to(
+        jnp.arange(WIDTH, dtype=jnp.int32), (ROWS, WIDTH)
+    )
 
 
 def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[Arrangement, Any]]:
-    """Runs the network as it was and in every arrangement, and gives the latter; neither run nor arrangement changes what it was."""
+    """Runs the network as it was and in every arrangement, and gives the latter; neither run nor
+    arrangement changes what it was."""
     before, wanted = numpy_weights(network), jax.tree.leaves(jax.jit(run)(network))
     for name, chosen in ARRANGEMENTS.items():
         other = arranged(network, chosen)
@@ -95,7 +118,10 @@ def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[Arrangement,
 FAST = ("experts", "norms and biases, tied")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in DECODERS])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in DECODERS],
+)
 def test_decoders_give_what_they_gave(kind: str) -> None:
     """In one pass, and in two blocks with a cache, stacked or apart; taps too."""
     policy = tiny_network(Decoder, tiny_model(layers=3, **DECODERS[kind]), 1, 1.5)
@@ -103,42 +129,70 @@ def test_decoders_give_what_they_gave(kind: str) -> None:
     def run(policy: Decoder) -> Any:
         tokens, positions = inputs()
         whole = policy(tokens, positions, taps=(1, 3))
-        first = policy(tokens[:, :FIRST], positions[:, :FIRST], policy.empty_cache(ROWS, WIDTH), taps=(0, 2))
+        first = policy(
+            tokens[:, :FIRST], positions[:, :FIRST], policy.empty_cache(ROWS, WIDTH), taps=(0, 2)
+        )
         second = policy(tokens[:, FIRST:], positions[:, FIRST:], first.cache)
         assert second.cache is not None
-        parts = [jnp.stack(leaves) if isinstance(leaves, tuple) else leaves for leaves in (second.cache.keys, second.cache.values)]
+        parts = [
+            jnp.stack(leaves) if isinstance(leaves, tuple) else leaves
+            for leaves in (second.cache.keys, second.cache.values)
+        ]
         single = policy(tokens[:1, :1], positions[:1, :1])
-        return whole[:2], first[:2], second.hidden, parts, [policy.logits(read.hidden) for read in (whole, second, single)]
+        return (
+            whole[:2],
+            first[:2],
+            second.hidden,
+            parts,
+            [policy.logits(read.hidden) for read in (whole, second, single)],
+        )
 
     for chosen, other in same(run, policy):
         assert isinstance(other.layers, Layers) != chosen.apart
         last = other.layers[2] if chosen.apart else other.layers
         assert last.query is None
         weights = {part: getattr(last, part, None) for part in EVERY[:4]} | {"head": other.head}
-        missing = {"gate_up", "down"} if kind == "experts" else {"head"} if policy.config.tied else set()
+        missing = (
+            {"gate_up", "down"} if kind == "experts" else {"head"} if policy.config.tied else set()
+        )
         assert {part for part, weight in weights.items() if weight is None} == missing
         turned = {part for part, weight in weights.items() if isinstance(weight, Transposed)}
         assert turned == set(chosen.transposed) - missing
-        assert {part for part, weight in weights.items() if isinstance(weight, Blocked)} == set(chosen.blocked) - missing
-        assert {part for part, weight in weights.items() if isinstance(weight, Split)} == set(chosen.split) - missing
+        assert {part for part, weight in weights.items() if isinstance(weight, Blocked)} == set(
+            chosen.blocked
+        ) - missing
+        assert {part for part, weight in weights.items() if isinstance(weight, Split)} == set(
+            chosen.split
+        ) - missing
 
 
 def read(network: Any, target: Decoder) -> list[jax.Array]:
     """What all layers of a draft give for a block that attends to itself, and its logits."""
     tokens, positions = inputs()
     random = np.random.default_rng(1)
-    wide = network.fuse.shape[0] if getattr(network, "fuse", None) is not None else network.config.embed
+    wide = (
+        network.fuse.shape[0]
+        if getattr(network, "fuse", None) is not None
+        else network.config.embed
+    )
     hidden, given = network.read(jnp.asarray(random.normal(size=(ROWS, WIDTH, wide)))), []
     for layer in range(network.depth * network.stack):
         heads = network.heads(layer, hidden, network.embed(target, tokens), positions)
-        hidden = network.finish(layer, heads.residual, attend(heads.query, heads.key, heads.value, up_to_position(positions, WIDTH)))
+        hidden = network.finish(
+            layer,
+            heads.residual,
+            attend(heads.query, heads.key, heads.value, up_to_position(positions, WIDTH)),
+        )
         given += [*heads, hidden]
     return [*given, network.draft_logits(target, hidden), network.logits(target, hidden)]
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
-    target, head = tiny_network(Decoder, tiny_model(), 1), tiny_network(HEADS[kind], tiny_model(), 2, 1.5)
+    target, head = (
+        tiny_network(Decoder, tiny_model(), 1),
+        tiny_network(HEADS[kind], tiny_model(), 2, 1.5),
+    )
     for chosen, other in same(lambda head: read(head, target), head):
         for part in (other.first, *([] if head.layers is None else [other.layers])):
             assert part.heads is not None
@@ -147,7 +201,9 @@ def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_mtp_layers_give_what_they_gave(kind: str) -> None:
-    network = tiny_network(LAYERS[kind], tiny_model(family=FAMILIES.get(kind, FamilyConfig())), 2, 1.5)
+    network = tiny_network(
+        LAYERS[kind], tiny_model(family=FAMILIES.get(kind, FamilyConfig())), 2, 1.5
+    )
     target = tiny_network(Decoder, tiny_model(), 1)
     for chosen, other in same(lambda network: read(network, target), network):
         assert other.layers.heads is not None
@@ -156,9 +212,14 @@ def test_mtp_layers_give_what_they_gave(kind: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_lent_however_it_lies(tied: bool) -> None:
-    target, network = tiny_network(Decoder, tiny_model(tied=tied), 1), tiny_network(Mtp, tiny_model(), 2)
+    target, network = (
+        tiny_network(Decoder, tiny_model(tied=tied), 1),
+        tiny_network(Mtp, tiny_model(), 2),
+    )
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH, 16)))
-    for _, other in same(lambda target: [target.logits(hidden), network.logits(target, hidden)], target):
+    for _, other in same(
+        lambda target: [target.logits(hidden), network.logits(target, hidden)], target
+    ):
         assert (other.head is None) == tied
 
 
@@ -176,7 +237,13 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
         (4, 0, 512, (8,), Arrangement()),  # two key heads for four devices
         (1, 1, 128, (8,), Arrangement(joined=True, apart=True)),
         (1, 1, 256, (1,), Arrangement(joined=True, apart=True, transposed=("down",))),
-        (1, 2, 512, (1,), Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head"))),
+        (
+            1,
+            2,
+            512,
+            (1,),
+            Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head")),
+        ),
         (1, 2, 256, (4, 1), Arrangement(joined=True, apart=True, transposed=("down",))),
         (1, 2, 256, (4, 2), Arrangement(joined=True, apart=True, transposed=EVERY)),
         (1, 1, 256, (2,), Arrangement(joined=True, apart=True, blocked=EVERY)),
@@ -194,7 +261,12 @@ def step_of(rows: int, kind: DraftKind, length: int) -> Step:
     """Rollouts of a width that is arranged."""
     model = tiny_model(embed=256)
     rollout = RolloutConfig(max_new_tokens=4, draft=DraftConfig(kind=kind, draft_length=length))
-    config = tiny_config(model, rollout=rollout, grpo=GrpoConfig(prompts=1, group_size=2), data=DataConfig(max_prompt_length=4))
+    config = tiny_config(
+        model,
+        rollout=rollout,
+        grpo=GrpoConfig(prompts=1, group_size=2),
+        data=DataConfig(max_prompt_length=4),
+    )
     step = build_step(config, small_mesh(1), (1,), model.vocab)
     return dataclasses.replace(step, generator=step.generator.with_(prompts=1, group_size=rows))
 
@@ -211,7 +283,13 @@ def step_of(rows: int, kind: DraftKind, length: int) -> Step:
     ],
 )
 def test_policy_and_draft_are_arranged_for_their_own_passes(
-    monkeypatch: pytest.MonkeyPatch, rows: int, kind: DraftKind, length: int, threads: int, policy: type, draft: type | None
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    kind: DraftKind,
+    length: int,
+    threads: int,
+    policy: type,
+    draft: type | None,
 ) -> None:
     monkeypatch.setenv("NPROC", str(threads))
     step = step_of(rows, kind, length)
@@ -227,8 +305,12 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
 
 
 @pytest.mark.parametrize(("tensor", "transposed"), [(1, EVERY), (2, ())])
-def test_weights_are_turned_where_a_device_has_a_shard_alone(monkeypatch: pytest.MonkeyPatch, tensor: int, transposed: tuple) -> None:
+def test_weights_are_turned_where_a_device_has_a_shard_alone(
+    monkeypatch: pytest.MonkeyPatch, tensor: int, transposed: tuple
+) -> None:
     monkeypatch.setenv("NPROC", "2")
-    generator = dataclasses.replace(step_of(3, "eagle3", 2).generator, mesh=meshes.make_mesh(1, tensor))
+    generator = dataclasses.replace(
+        step_of(3, "eagle3", 2).generator, mesh=meshes.make_mesh(1, tensor)
+    )
     assert [how.transposed for how in generator.arrangements] == [transposed, transposed]
     assert all(how.apart for how in generator.arrangements)

@@ -1,4 +1,5 @@
-"""Attention to a cache is attention to the slots that a query may see: in stretches or at once, in whole rows or in pages."""
+"""Attention to a cache is attention to the slots that a query may see: in stretches or at once, in
+whole rows or in pages."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +45,9 @@ class Seen(NamedTuple):
             last = self.last[row, query]
             for slot in range(SLOTS):
                 true = self.first <= slot <= last
-                seen[row, query, slot] = true or (last < slot <= own and (own - slot) % self.period == 0)
+                seen[row, query, slot] = true or (
+                    last < slot <= own and (own - slot) % self.period == 0
+                )
         return seen
 
 
@@ -53,25 +56,41 @@ SIGHTS = [
     Seen("second turn of four reads", 1, POSITIONS - 1, POSITIONS, 4),
     Seen("last turn of four reads", 3, POSITIONS - 3, POSITIONS, 4),
     Seen("one turn drafts", 0, np.broadcast_to(FIRST[:, None], POSITIONS.shape), POSITIONS),
-    Seen("second turn of two drafts", 1, np.broadcast_to(FIRST[:, None], POSITIONS.shape), POSITIONS + 1, 2),
+    Seen(
+        "second turn of two drafts",
+        1,
+        np.broadcast_to(FIRST[:, None], POSITIONS.shape),
+        POSITIONS + 1,
+        2,
+    ),
 ]
 """The draft's slots are past the true ones by 1 to 3 steps, of which its turn has drafted some."""
 
 
-def cache_of(keys: np.ndarray, values: np.ndarray, page: int, stacked: bool, written: int = SLOTS, junk: float = 99.0) -> KVCache:
+def cache_of(
+    keys: np.ndarray,
+    values: np.ndarray,
+    page: int,
+    stacked: bool,
+    written: int = SLOTS,
+    junk: float = 99.0,
+) -> KVCache:
     """The first slots of each row in the middle one of three layers; elsewhere keys are NaN.
 
     Pages of `page` slots; 0: whole rows, which are `-page` chunks where it is less.
     """
     pages = ROWS * -(-SLOTS // page) + 2 if page > 0 else ROWS
-    cache = empty_cache(3, pages, page if page > 0 else SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked)
+    cache = empty_cache(
+        3, pages, page if page > 0 else SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked
+    )
     if page < 0:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(kv, "CHUNKED", 0)
             cache = kv.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
         assert cache.unit == SLOTS // -page
     cache = cache.replace(
-        keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys), values=jax.tree.map(lambda leaf: leaf + junk, cache.values)
+        keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys),
+        values=jax.tree.map(lambda leaf: leaf + junk, cache.values),
     )
     if page > 0:
         order = np.random.default_rng(1).permutation(pages)[: ROWS * -(-SLOTS // page)]
@@ -90,11 +109,18 @@ def made(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
 @pytest.mark.parametrize(
-    "page", [-3, 0, 1, 3, 5], ids=lambda page: f"pages of {page}" if page > 0 else f"{-page} chunks" if page else "whole rows"
+    "page",
+    [-3, 0, 1, 3, 5],
+    ids=lambda page: (
+        f"pages of {page}" if page > 0 else f"{-page} chunks" if page else "whole rows"
+    ),
 )
 @pytest.mark.parametrize("together", [1, 5, 23, 512])
-def test_a_cache_is_attended_to_like_a_text(together: int, page: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 1 to 23 positions, through stretches that do and do not divide the cache or the page."""
+def test_a_cache_is_attended_to_like_a_text(
+    together: int, page: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 1 to 23 positions, through stretches that do and do not divide the cache or the
+    page."""
     monkeypatch.setattr(attention, "STRETCH", together)
     query, keys, values = made()
     cache = cache_of(keys, values, page, stacked)
@@ -106,19 +132,26 @@ def test_a_cache_is_attended_to_like_a_text(together: int, page: int, stacked: b
     for seen, found in zip(SIGHTS, run(jnp.asarray(query), cache, jnp.int32(1)), strict=True):
         mask = seen.mask()
         assert mask.any(axis=-1).all()
-        wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(mask))
+        wanted = attend(
+            jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(mask)
+        )
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
 
 
 def test_causal_sight_is_that_of_a_text() -> None:
     sight = causal(jnp.asarray(POSITIONS))
-    np.testing.assert_array_equal(sight.sees(jnp.arange(SLOTS, dtype=jnp.int32)), up_to_position(jnp.asarray(POSITIONS), SLOTS))
+    np.testing.assert_array_equal(
+        sight.sees(jnp.arange(SLOTS, dtype=jnp.int32)),
+        up_to_position(jnp.asarray(POSITIONS), SLOTS),
+    )
     np.testing.assert_array_equal(SIGHTS[0].mask(), up_to_position(jnp.asarray(POSITIONS), SLOTS))
 
 
 @pytest.mark.parametrize("page", [-2, 0, 3], ids=["chunks", "whole rows", "pages"])
 @pytest.mark.parametrize("together", [4, 512])
-def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(together: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(
+    together: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "STRETCH", together)
     query, keys, values = made()
     spoilt, spoilt_values = keys.copy(), values.copy()
@@ -136,45 +169,63 @@ def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(together: int, page: 
 
 
 @pytest.mark.parametrize("page", [-6, 0, 2], ids=["chunks", "whole rows", "pages"])
-def test_stretches_beyond_the_longest_row_are_not_read(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_beyond_the_longest_row_are_not_read(
+    page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They hold NaNs, also in their values, which even a weight of 0 would let through."""
     monkeypatch.setattr(attention, "STRETCH", 4)
     query, keys, values = made()
-    positions = jnp.minimum(jnp.asarray(POSITIONS), 11)  # the last query's stretch ends with slot 11
+    # the last query's stretch ends with slot 11
+    positions = jnp.minimum(jnp.asarray(POSITIONS), 11)
     cache = cache_of(keys, values, page, True, 12, np.nan)
     assert all(jnp.isnan(leaf[1]).any() for leaf in (cache.keys, cache.values))
     found = attend_cache(jnp.asarray(query), cache, jnp.int32(1), causal(positions))
-    wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), up_to_position(positions, SLOTS))
+    wanted = attend(
+        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), up_to_position(positions, SLOTS)
+    )
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("together", [4, 512])
-def test_narrow_types_are_summed_in_float32(dtype: Any, tolerance: float, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_types_are_summed_in_float32(
+    dtype: Any, tolerance: float, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "STRETCH", together)
     query, keys, values = (np.asarray(jnp.asarray(part, dtype)) for part in made())
-    found = attend_cache(jnp.asarray(query), cache_of(keys, values, 0, False), 1, causal(jnp.asarray(POSITIONS)))
+    found = attend_cache(
+        jnp.asarray(query), cache_of(keys, values, 0, False), 1, causal(jnp.asarray(POSITIONS))
+    )
     assert found.dtype == dtype
     query, keys, values = (jnp.asarray(part.astype(np.float64)) for part in (query, keys, values))
     wanted = attend(query, keys, values, jnp.asarray(SIGHTS[0].mask()))
-    np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), wanted, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(found.astype(jnp.float32)), wanted, rtol=0, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("page", [-3, 0, 5], ids=["chunks", "whole rows", "pages"])
 @pytest.mark.parametrize("together", [5, 512])
 @pytest.mark.parametrize("queries", [1, 2])
-def test_a_long_block_is_attended_to_in_pieces(queries: int, together: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees as if it were whole, and a slot that is not finite harms the queries that see it alone."""
+def test_a_long_block_is_attended_to_in_pieces(
+    queries: int, together: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees as if it were whole, and a slot that is not finite harms the queries that see it
+    alone."""
     for name, size in (("STRETCH", together), ("TOGETHER", 1), ("FEWEST", queries)):
         monkeypatch.setattr(attention, name, size)
     query, keys, values = made()
     cache = cache_of(keys, values, page, False)
     for seen in SIGHTS:
         found = attend_cache(jnp.asarray(query), cache, 1, seen.sight)
-        wanted = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(seen.mask()))
+        wanted = attend(
+            jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(seen.mask())
+        )
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
     keys[1, 4] = np.nan
-    found = attend_cache(jnp.asarray(query), cache_of(keys, values, page, False), 1, causal(jnp.asarray(POSITIONS)))
+    found = attend_cache(
+        jnp.asarray(query), cache_of(keys, values, page, False), 1, causal(jnp.asarray(POSITIONS))
+    )
     harmed = np.zeros((ROWS, BLOCK), bool)
     harmed[1, 1:] = True
     np.testing.assert_array_equal(np.isnan(found).any(axis=(2, 3)), harmed)

@@ -1,4 +1,5 @@
-"""The decoder against loops in plain numpy; in blocks with a cache as in one pass; and what its taps are."""
+"""The decoder against loops in plain numpy; in blocks with a cache as in one pass; and what its
+taps are."""
 
 from typing import Any
 
@@ -40,20 +41,36 @@ def test_matches_plain_numpy(tied: bool, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "boundaries"), [(36, (2, 18, 33)), (28, (2, 14, 25)), (64, (2, 32, 61)), (8, (2, 4, 5)), (12, (2, 6, 9)), (4, (1, 2, 3))]
+    ("layers", "boundaries"),
+    [
+        (36, (2, 18, 33)),
+        (28, (2, 14, 25)),
+        (64, (2, 32, 61)),
+        (8, (2, 4, 5)),
+        (12, (2, 6, 9)),
+        (4, (1, 2, 3)),
+    ],
 )
-def test_tap_boundaries_are_those_of_published_heads(layers: int, boundaries: tuple[int, int, int]) -> None:
+def test_tap_boundaries_are_those_of_published_heads(
+    layers: int, boundaries: tuple[int, int, int]
+) -> None:
     assert tap_boundaries(layers) == boundaries
 
 
-@pytest.mark.parametrize(("layers", "boundaries"), [(8, (2, 4, 5)), (11, (2, 5, 8)), (4, (0, 1, 2, 3, 4)), (4, (4,))])
-def test_taps_are_the_residual_stream_at_the_boundaries(layers: int, boundaries: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "boundaries"), [(8, (2, 4, 5)), (11, (2, 5, 8)), (4, (0, 1, 2, 3, 4)), (4, (4,))]
+)
+def test_taps_are_the_residual_stream_at_the_boundaries(
+    layers: int, boundaries: tuple[int, ...]
+) -> None:
     policy = tiny_network(Decoder, tiny_model(layers=layers), 5)
     tokens = tokens_of(SEQUENCE)
     forward = policy(tokens, from_zero(tokens), taps=boundaries)
     stream = numpy_decoder(policy, SEQUENCE)[2]
     assert forward.taps is not None
-    np.testing.assert_allclose(forward.taps[0], np.concatenate([stream[b] for b in boundaries], -1), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        forward.taps[0], np.concatenate([stream[b] for b in boundaries], -1), rtol=0, atol=1e-12
+    )
     np.testing.assert_array_equal(forward.hidden, policy(tokens, from_zero(tokens)).hidden)
 
 
@@ -69,7 +86,9 @@ def test_blocks_with_a_cache_equal_one_pass(widths: list[int]) -> None:
     policy = tiny_network(Decoder, tiny_model(), 2, 1.5)
     tokens = tokens_of(SEQUENCE, SEQUENCE[::-1])
     whole = policy(tokens, from_zero(tokens), taps=(1, 2, 3))
-    call = jax.jit(lambda tokens, positions, cache: policy(tokens, positions, cache, taps=(1, 2, 3)))
+    call = jax.jit(
+        lambda tokens, positions, cache: policy(tokens, positions, cache, taps=(1, 2, 3))
+    )
     cache, start, parts = cache_for(policy, 2, 10), 0, []
     for width in widths:
         block = slice(start, start + width)
@@ -77,11 +96,17 @@ def test_blocks_with_a_cache_equal_one_pass(widths: list[int]) -> None:
         parts.append(forward)
         cache, start = forward.cache, start + width
     for name in ("hidden", "taps"):
-        np.testing.assert_allclose(np.concatenate([getattr(part, name) for part in parts], 1), getattr(whole, name), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            np.concatenate([getattr(part, name) for part in parts], 1),
+            getattr(whole, name),
+            rtol=0,
+            atol=1e-12,
+        )
 
 
 def test_rows_at_different_positions_with_rejected_blocks_equal_one_pass() -> None:
-    """Each row has committed its own number of tokens; blocks of 4 hold junk after the first few, and the next block starts over them."""
+    """Each row has committed its own number of tokens; blocks of 4 hold junk after the first few,
+    and the next block starts over them."""
     policy = tiny_network(Decoder, tiny_model(), 3, 1.5)
     random = np.random.default_rng(0)
     tokens = random.integers(0, 11, (3, 12)).astype(np.int32)
@@ -97,7 +122,12 @@ def test_rows_at_different_positions_with_rejected_blocks_equal_one_pass() -> No
         forward = call(block, positions, cache)
         cache = forward.cache
         for row in range(3):
-            np.testing.assert_allclose(forward.hidden[row, : keep[row]], whole[row][done[row] : done[row] + keep[row]], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(
+                forward.hidden[row, : keep[row]],
+                whole[row][done[row] : done[row] + keep[row]],
+                rtol=0,
+                atol=1e-12,
+            )
         done = done + keep
 
 
@@ -105,9 +135,16 @@ def test_padding_on_the_right_does_not_matter() -> None:
     policy = tiny_network(Decoder, tiny_model(), 4, 1.5)
     padded = [tokens_of([*SEQUENCE[:5], *junk]) for junk in ([0, 0, 0], [9, 1, 6])]
     for cached in (False, True):
-        outputs = [policy(tokens, from_zero(tokens), cache_for(policy, 1, 8) if cached else None).hidden[0, :5] for tokens in padded]
+        outputs = [
+            policy(tokens, from_zero(tokens), cache_for(policy, 1, 8) if cached else None).hidden[
+                0, :5
+            ]
+            for tokens in padded
+        ]
         np.testing.assert_array_equal(*outputs)
-        np.testing.assert_allclose(outputs[0], numpy_decoder(policy, SEQUENCE[:5])[1], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            outputs[0], numpy_decoder(policy, SEQUENCE[:5])[1], rtol=0, atol=1e-12
+        )
 
 
 def test_recomputing_layers_changes_nothing() -> None:
@@ -117,17 +154,22 @@ def test_recomputing_layers_changes_nothing() -> None:
     def total(policy: Decoder) -> Any:
         return jnp.sum(policy.logits(policy(tokens, from_zero(tokens)).hidden) ** 2)
 
-    values, slopes = zip(*(jax.jit(jax.value_and_grad(total))(policy) for policy in policies), strict=True)
+    values, slopes = zip(
+        *(jax.jit(jax.value_and_grad(total))(policy) for policy in policies), strict=True
+    )
     np.testing.assert_allclose(values[0], values[1], rtol=1e-13)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max()),
         numpy_weights(slopes[0]),
         numpy_weights(slopes[1]),
     )
-    assert all(slope.any() for slope in numpy_weights(slopes[0]).values())  # every weight takes part
+    # every weight takes part
+    assert all(slope.any() for slope in numpy_weights(slopes[0]).values())
 
 
-@pytest.mark.parametrize(("dtype", "master", "tolerance"), [("float32", "float32", 1e-4), ("bfloat16", "float32", 0.2)])
+@pytest.mark.parametrize(
+    ("dtype", "master", "tolerance"), [("float32", "float32", 1e-4), ("bfloat16", "float32", 0.2)]
+)
 def test_narrow_types(dtype: Any, master: str, tolerance: float) -> None:
     """Master weights stay wide; a pass in a narrow type gives logits in float32 that are close."""
     policy = tiny_network(Decoder, tiny_model(dtype=dtype), 7)

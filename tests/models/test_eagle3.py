@@ -1,4 +1,5 @@
-"""The EAGLE-3 head against loops in plain numpy (drafters.md 1.1), and against the mistakes that others made."""
+"""The EAGLE-3 head against loops in plain numpy (drafters.md 1.1), and against the mistakes that
+others made."""
 
 import functools
 from typing import Any
@@ -21,7 +22,9 @@ IDS = np.array([0, 2, 3, 7, 8, 10])
 
 
 def network(kv_heads: int = 2, vocab: int = 0) -> Eagle3:
-    return tiny_network(functools.partial(eagle3, vocab=vocab), tiny_model(kv_heads=kv_heads), 3, 1.5)
+    return tiny_network(
+        functools.partial(eagle3, vocab=vocab), tiny_model(kv_heads=kv_heads), 3, 1.5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +37,17 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(1, LENGTH, 3 * 16)), random.normal(size=(1, LENGTH, 16))
 
 
-def run(target: Decoder, head: Eagle3, taps: np.ndarray, embedded: np.ndarray, first: int = 0) -> tuple[jax.Array, jax.Array]:
+def run(
+    target: Decoder, head: Eagle3, taps: np.ndarray, embedded: np.ndarray, first: int = 0
+) -> tuple[jax.Array, jax.Array]:
     """Pre-norm outputs and logits of a block that attends causally to itself."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None] + first
     heads = head.heads(0, head.read(jnp.asarray(taps)), jnp.asarray(embedded), positions)
-    outputs = head.finish(0, heads.residual, attend(heads.query, heads.key, heads.value, up_to_position(positions - first, LENGTH)))
+    outputs = head.finish(
+        0,
+        heads.residual,
+        attend(heads.query, heads.key, heads.value, up_to_position(positions - first, LENGTH)),
+    )
     return outputs, head.logits(target, outputs)
 
 
@@ -58,26 +67,44 @@ def test_matches_plain_numpy(target: Decoder, kv_heads: int) -> None:
 def test_only_differences_of_positions_matter(target: Decoder) -> None:
     """drafters.md 1.1: a uniform shift is invisible under rotary positions."""
     taps, embedded = inputs()
-    np.testing.assert_allclose(run(target, network(), taps, embedded, 40)[1], run(target, network(), taps, embedded)[1], rtol=0, atol=1e-11)
+    np.testing.assert_allclose(
+        run(target, network(), taps, embedded, 40)[1],
+        run(target, network(), taps, embedded)[1],
+        rtol=0,
+        atol=1e-11,
+    )
 
 
 def test_shapes_are_those_of_a_llama_layer_over_twice_the_width() -> None:
-    """Embedding and hidden state side by side; no norms of queries and keys even under a Qwen3 target; a head of its own."""
+    """Embedding and hidden state side by side; no norms of queries and keys even under a Qwen3
+    target; a head of its own."""
     shapes = {name: weight.shape for name, weight in numpy_weights(network()).items()}
     assert shapes == {
         "fuse": (48, 16), "norm": (16,), "head": (16, 11),
         "first.embedding_norm": (1, 16), "first.hidden_norm": (1, 16),
-        "first.query": (1, 32, 4, 4), "first.key": (1, 32, 2, 4), "first.value": (1, 32, 2, 4), "first.output": (1, 4, 4, 16),
-        "first.ffn_norm": (1, 16), "first.gate": (1, 16, 24), "first.up": (1, 16, 24), "first.down": (1, 24, 16),
+        "first.query": (1, 32, 4, 4), "first.key": (1, 32, 2, 4), "first.value": (1, 32, 2, 4),
+        "first.output": (1, 4, 4, 16), "first.ffn_norm": (1, 16), "first.gate": (1, 16, 24),
+        "first.up": (1, 16, 24), "first.down": (1, 24, 16),
     }  # fmt: skip
 
 
 def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
     head = eagle3(tiny_model(embed=64, heads=8), jax.random.key(0))
     weights = {name.removeprefix("first."): value for name, value in numpy_weights(head).items()}
-    for name, fan_in in {"fuse": 192, "query": 128, "key": 128, "value": 128, "output": 32, "gate": 64, "down": 24, "head": 64}.items():
+    for name, fan_in in {
+        "fuse": 192,
+        "query": 128,
+        "key": 128,
+        "value": 128,
+        "output": 32,
+        "gate": 64,
+        "down": 24,
+        "head": 64,
+    }.items():
         assert weights[name].std() == pytest.approx(fan_in**-0.5, rel=0.1), name
-    assert all((weights[name] == 1).all() for name in ("embedding_norm", "hidden_norm", "ffn_norm", "norm"))
+    assert all(
+        (weights[name] == 1).all() for name in ("embedding_norm", "hidden_norm", "ffn_norm", "norm")
+    )
 
 
 def test_a_vocabulary_of_its_own_is_scattered_to_the_targets(target: Decoder) -> None:
@@ -99,7 +126,11 @@ def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:
     assert isinstance(made.vocabulary, VocabularyMap)
     assert made.vocabulary[...].dtype == jnp.int32
     assert made.vocabulary[...].tolist() == [0, 1, 2, 3]
-    assert (made.head.shape, made.first.gate.shape, made.first.down.shape) == ((16, 4), (1, 16, 40), (1, 40, 16))
+    assert (made.head.shape, made.first.gate.shape, made.first.down.shape) == (
+        (16, 4),
+        (1, 16, 40),
+        (1, 40, 16),
+    )
     assert eagle3(tiny_model(), jax.random.key(0)).vocabulary is None
     mapped = with_vocabulary(network(vocab=len(IDS)), IDS)
     found = jax.jit(lambda head: jax.tree.map(lambda leaf: leaf, head), donate_argnums=0)(mapped)
@@ -112,7 +143,9 @@ def test_an_embedding_of_its_own_is_looked_up_and_never_trained(target: Decoder)
     head = tiny_network(functools.partial(eagle3, own_embedding=True), tiny_model(), 3)
     tokens = np.array([[3, 7]], np.int32)
     for made, owner in ((head, head), (network(), target)):
-        np.testing.assert_array_equal(made.embed(target, jnp.asarray(tokens)), numpy_weights(owner)["embedding"][tokens])
+        np.testing.assert_array_equal(
+            made.embed(target, jnp.asarray(tokens)), numpy_weights(owner)["embedding"][tokens]
+        )
     assert optimizers.parameters(head).embedding is None
     assert optimizers.with_parameters(head, optimizers.parameters(head)).embedding is not None
 

@@ -1,4 +1,5 @@
-"""The cache against plain numpy: blocks land on their own slots, rows and pages move as wholes, and nothing lands anywhere else."""
+"""The cache against plain numpy: blocks land on their own slots, rows and pages move as wholes, and
+nothing lands anywhere else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +20,21 @@ STACKED = pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apa
 
 
 class Twin:
-    """Keys [L P s M H] and values of the same order in numpy: however a cache lies, an entry has one place here."""
+    """Keys [L P s M H] and values of the same order in numpy: however a cache lies, an entry has
+    one place here."""
 
     def __init__(self, cache: KVCache):
-        keys, values = (np.stack(pools) if isinstance(pools, tuple) else np.asarray(pools) for pools in (cache.keys, cache.values))
-        chunks = keys.reshape(*keys.shape[:2], HEADS, -1, *keys.shape[3:]).transpose(0, 1, 3, 5, 2, 4)
-        self.keys, self.values = chunks.reshape(*chunks.shape[:2], -1, HEADS, SIZE).copy(), values.transpose(0, 1, 3, 2, 4).copy()
+        keys, values = (
+            np.stack(pools) if isinstance(pools, tuple) else np.asarray(pools)
+            for pools in (cache.keys, cache.values)
+        )
+        chunks = keys.reshape(*keys.shape[:2], HEADS, -1, *keys.shape[3:]).transpose(
+            0, 1, 3, 5, 2, 4
+        )
+        self.keys, self.values = (
+            chunks.reshape(*chunks.shape[:2], -1, HEADS, SIZE).copy(),
+            values.transpose(0, 1, 3, 2, 4).copy(),
+        )
 
     def both(self) -> tuple[np.ndarray, np.ndarray]:
         return self.keys, self.values
@@ -36,29 +46,53 @@ class Twin:
         return self
 
 
-def random_cache(stacked: bool, pages: int = ROWS, page_size: int = SLOTS, table: np.ndarray | None = None, seed: int = 0) -> KVCache:
+def random_cache(
+    stacked: bool,
+    pages: int = ROWS,
+    page_size: int = SLOTS,
+    table: np.ndarray | None = None,
+    seed: int = 0,
+) -> KVCache:
     """A cache that is full of different numbers."""
-    return full(empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked), table, seed)
+    return full(
+        empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked),
+        table,
+        seed,
+    )
 
 
 def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0) -> KVCache:
     """The same in chunks of two slots."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kv, "CHUNKED", 0)
-        made = full(kv.empty_rows(empty_cache(LAYERS, 1, 1, HEADS, SIZE, jnp.dtype("float32"), stacked), rows, slots, 2), seed=seed)
+        made = full(
+            kv.empty_rows(
+                empty_cache(LAYERS, 1, 1, HEADS, SIZE, jnp.dtype("float32"), stacked),
+                rows,
+                slots,
+                2,
+            ),
+            seed=seed,
+        )
     assert made.unit == 2
     return made
 
 
 def full(empty: KVCache, table: np.ndarray | None = None, seed: int = 0) -> KVCache:
     random = np.random.default_rng(seed)
-    filled = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty)
+    filled = jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty
+    )
     return filled if table is None else filled.replace(table=jnp.asarray(table))
 
 
 def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
     """The entries wanted, laid out like those of `like`."""
-    assert isinstance(cache.keys, tuple) == isinstance(cache.values, tuple) == isinstance(like.keys, tuple)
+    assert (
+        isinstance(cache.keys, tuple)
+        == isinstance(cache.values, tuple)
+        == isinstance(like.keys, tuple)
+    )
     for found, entries in zip(Twin(cache).both(), wanted.both(), strict=True):
         np.testing.assert_array_equal(found, entries)
 
@@ -66,7 +100,11 @@ def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
 def cache_with(stacked: bool, table: np.ndarray | str | None, seed: int = 0) -> KVCache:
     if isinstance(table, str):
         return in_chunks(stacked, seed=seed)
-    return random_cache(stacked, seed=seed) if table is None else random_cache(stacked, PAGES, PAGE, table, seed)
+    return (
+        random_cache(stacked, seed=seed)
+        if table is None
+        else random_cache(stacked, PAGES, PAGE, table, seed)
+    )
 
 
 def place(table: np.ndarray | str | None, row: int, slot: int) -> tuple[int, int] | None:
@@ -78,7 +116,9 @@ def place(table: np.ndarray | str | None, row: int, slot: int) -> tuple[int, int
     return (int(page), slot % PAGE) if page < PAGES else None
 
 
-TABLES = pytest.mark.parametrize("table", [None, "chunks", TABLE], ids=["whole rows", "chunks", "pages"])
+TABLES = pytest.mark.parametrize(
+    "table", [None, "chunks", TABLE], ids=["whole rows", "chunks", "pages"]
+)
 POSITIONS = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
 
 
@@ -86,8 +126,11 @@ POSITIONS = np.array([[0, 1, 2], [3, 4, 5], [4, 5, 6], [6, 7, 8]], np.int32)
 @STACKED
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("jitted", [True, False])
-def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, stacked: bool, table: np.ndarray | str | None) -> None:
-    """Positions beyond the cache are dropped: they neither wrap round nor pile up on the last slot."""
+def test_extend_writes_each_rows_block_at_its_slots(
+    layer: int, jitted: bool, stacked: bool, table: np.ndarray | str | None
+) -> None:
+    """Positions beyond the cache are dropped: they neither wrap round nor pile up on the last
+    slot."""
     random = np.random.default_rng(layer)
     before = cache_with(stacked, table, layer)
     fresh = random.normal(size=(2, ROWS, 3, HEADS, SIZE)).astype(np.float32)
@@ -101,15 +144,23 @@ def test_extend_writes_each_rows_block_at_its_slots(layer: int, jitted: bool, st
                     pool[layer, *where] = entries[row, offset]
     assert written == (6 if isinstance(table, np.ndarray) else 8)
     write = jax.jit(extend, static_argnums=() if stacked else 1) if jitted else extend
-    found = write(before, jnp.int32(layer) if stacked else layer, jnp.asarray(POSITIONS), *(jnp.asarray(part) for part in fresh))
+    found = write(
+        before,
+        jnp.int32(layer) if stacked else layer,
+        jnp.asarray(POSITIONS),
+        *(jnp.asarray(part) for part in fresh),
+    )
     assert_is(found, wanted, before)
     assert (found.table is None) != isinstance(table, np.ndarray)
 
 
 @TABLES
 @STACKED
-def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacked: bool, table: np.ndarray | str | None) -> None:
-    """A key says so for its value, which is 0: in a sum over slots that are not seen it would be 0 x NaN."""
+def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(
+    stacked: bool, table: np.ndarray | str | None
+) -> None:
+    """A key says so for its value, which is 0: in a sum over slots that are not seen it would be 0
+    x NaN."""
     random = np.random.default_rng(7)
     before, layer = cache_with(stacked, table), 1
     keys, values = random.normal(size=(2, ROWS, 2, HEADS, SIZE)).astype(np.float32)
@@ -123,7 +174,9 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacke
                 key, value = (float(part[row, offset][index]) for part in (keys, values))
                 where = place(table, row, int(slot))
                 assert where is not None
-                wanted.keys[(layer, *where, *index)] = key if np.isfinite(key) and np.isfinite(value) else np.nan
+                wanted.keys[(layer, *where, *index)] = (
+                    key if np.isfinite(key) and np.isfinite(value) else np.nan
+                )
                 wanted.values[(layer, *where, *index)] = value if np.isfinite(value) else 0
     assert np.isnan(wanted.keys).sum() == 2 + HEADS * SIZE + 1 + HEADS * SIZE
     found = extend(before, layer, jnp.asarray(slots), jnp.asarray(keys), jnp.asarray(values))
@@ -133,37 +186,69 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(stacke
 
 @STACKED
 @pytest.mark.parametrize(
-    "table", [None, "chunks", np.array([[3, 9, 0, 2], [12, 1, 7, 6], [5, 11, PAGES, PAGES], [13, 4, 8, 10]], np.int32)]
+    "table",
+    [
+        None,
+        "chunks",
+        np.array([[3, 9, 0, 2], [12, 1, 7, 6], [5, 11, PAGES, PAGES], [13, 4, 8, 10]], np.int32),
+    ],
 )
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_stretches_hold_the_slots_that_they_say(stacked: bool, table: np.ndarray | str | None, count: int) -> None:
-    """At the end of a row slots come along that were seen already; every slot is in one of the stretches, in the order of their numbers."""
+def test_stretches_hold_the_slots_that_they_say(
+    stacked: bool, table: np.ndarray | str | None, count: int
+) -> None:
+    """At the end of a row slots come along that were seen already; every slot is in one of the
+    stretches, in the order of their numbers."""
     if isinstance(table, str):
         cache = in_chunks(stacked, slots=8)
     else:
-        cache = random_cache(stacked, page_size=8) if table is None else random_cache(stacked, PAGES, PAGE, table)
+        cache = (
+            random_cache(stacked, page_size=8)
+            if table is None
+            else random_cache(stacked, PAGES, PAGE, table)
+        )
     twin, whole, seen = Twin(cache), 8, set()
     for first in range(0, whole, count):
         for layer in range(LAYERS):
             where = jnp.int32(layer) if stacked else layer
-            keys, values, slots = kv.stretch(cache, where, first if count == whole else jnp.int32(first), count)
-            assert slots.tolist() == list(range(min(first, whole - count), min(first, whole - count) + count))
+            keys, values, slots = kv.stretch(
+                cache, where, first if count == whole else jnp.int32(first), count
+            )
+            assert slots.tolist() == list(
+                range(min(first, whole - count), min(first, whole - count) + count)
+            )
             seen |= set(slots.tolist())
-            assert keys.shape == (ROWS, HEADS, *((1, SIZE, count) if table is None else (count // PAGE, SIZE, PAGE)))
+            assert keys.shape == (
+                ROWS,
+                HEADS,
+                *((1, SIZE, count) if table is None else (count // PAGE, SIZE, PAGE)),
+            )
             parts = (np.asarray(keys).swapaxes(1, 2), 4), (np.asarray(values), 3)
-            flat = [np.moveaxis(part, axis, 2).reshape(ROWS, count, HEADS, SIZE) for part, axis in parts]
+            flat = [
+                np.moveaxis(part, axis, 2).reshape(ROWS, count, HEADS, SIZE) for part, axis in parts
+            ]
             for row in range(ROWS):
                 for index, slot in enumerate(slots.tolist()):
-                    page, at = (int(table[row, slot // PAGE]), slot % PAGE) if isinstance(table, np.ndarray) else (row, slot)
+                    page, at = (
+                        (int(table[row, slot // PAGE]), slot % PAGE)
+                        if isinstance(table, np.ndarray)
+                        else (row, slot)
+                    )
                     for entries, pool in zip(flat, twin.both(), strict=True):
                         if page < PAGES:  # else nobody looks
-                            np.testing.assert_array_equal(entries[row, index], pool[layer, page, at])
+                            np.testing.assert_array_equal(
+                                entries[row, index], pool[layer, page, at]
+                            )
     assert seen == set(range(whole))
 
 
 @STACKED
-@pytest.mark.parametrize("chunk", [0, 4, 8], ids=["one chunk", "prompts of two chunks", "of less than one"])
-def test_rows_of_keeps_groups_together(stacked: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "chunk", [0, 4, 8], ids=["one chunk", "prompts of two chunks", "of less than one"]
+)
+def test_rows_of_keeps_groups_together(
+    stacked: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of at least the length that is asked for."""
     monkeypatch.setattr(kv, "CHUNKED", 0)
     prompts, slots = random_cache(stacked, 2), 16
@@ -175,14 +260,25 @@ def test_rows_of_keeps_groups_together(stacked: bool, chunk: int, monkeypatch: p
         for ours, theirs in zip(found.both(), twin.both(), strict=True):
             np.testing.assert_array_equal(ours[:, row, :SLOTS], theirs[:, row // 3])
             assert not ours[:, row, SLOTS:].any()
-    assert isinstance(rows.keys, tuple) == isinstance(rows.values, tuple) == isinstance(prompts.keys, tuple)
+    assert (
+        isinstance(rows.keys, tuple)
+        == isinstance(rows.values, tuple)
+        == isinstance(prompts.keys, tuple)
+    )
 
 
 @STACKED
 def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
     cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"), stacked)
-    pool, rows = kv.empty_pages(random_cache(stacked), 9, 7), kv.empty_rows(random_cache(stacked), 9, 13, 4)
-    for made, pages, size, dtype in ((cache, ROWS, SLOTS, jnp.bfloat16), (pool, 9, 7, jnp.float32), (rows, 9, 16, jnp.float32)):
+    pool, rows = (
+        kv.empty_pages(random_cache(stacked), 9, 7),
+        kv.empty_rows(random_cache(stacked), 9, 13, 4),
+    )
+    for made, pages, size, dtype in (
+        (cache, ROWS, SLOTS, jnp.bfloat16),
+        (pool, 9, 7, jnp.float32),
+        (rows, 9, 16, jnp.float32),
+    ):
         assert made.table is None
         assert isinstance(made.keys, tuple) != stacked
         for pools, page in ((made.keys, (SIZE, size)), (made.values, (size, SIZE))):
@@ -195,10 +291,18 @@ def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
 
 
 @STACKED
-@pytest.mark.parametrize(("chunks", "slots"), [(False, SLOTS - 2), (True, SLOTS - 2), (True, 1), (True, 3)])
-def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool, chunks: bool, slots: int) -> None:
-    """What stands behind it in the row is left, but for keys in its last chunk, and so are the other rows."""
-    cache, prompts = (in_chunks if chunks else random_cache)(stacked), random_cache(stacked, 3, slots, seed=1)
+@pytest.mark.parametrize(
+    ("chunks", "slots"), [(False, SLOTS - 2), (True, SLOTS - 2), (True, 1), (True, 3)]
+)
+def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(
+    stacked: bool, chunks: bool, slots: int
+) -> None:
+    """What stands behind it in the row is left, but for keys in its last chunk, and so are the
+    other rows."""
+    cache, prompts = (
+        (in_chunks if chunks else random_cache)(stacked),
+        random_cache(stacked, 3, slots, seed=1),
+    )
 
     def put(row: int, prompt: int, ours: np.ndarray, theirs: np.ndarray) -> None:
         ours[:, row, :slots] = theirs[:, prompt]
@@ -213,7 +317,9 @@ def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(stacked: bool, chunks
 
 @STACKED
 @pytest.mark.parametrize("make", [random_cache, in_chunks])
-def test_rows_that_are_taken_and_put_back_leave_the_others(make: Callable[..., KVCache], stacked: bool) -> None:
+def test_rows_that_are_taken_and_put_back_leave_the_others(
+    make: Callable[..., KVCache], stacked: bool
+) -> None:
     cache, rows = make(stacked), np.array([2, 0, 3], np.int32)
     some = kv.take_rows(cache, jnp.asarray(rows))
     for found, whole in zip(Twin(some).both(), Twin(cache).both(), strict=True):
@@ -223,14 +329,20 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(make: Callable[..., K
         ours[:, rows] = theirs
 
     fresh = make(stacked, 3, seed=1)
-    assert_is(kv.put_rows(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some)
+    assert_is(
+        kv.put_rows(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some
+    )
     assert_is(kv.put_rows(cache, jnp.asarray(rows), some), Twin(cache), cache)
 
 
 @STACKED
 def test_put_prompts_fills_the_pages_of_each(stacked: bool) -> None:
-    """The last page of a prompt is filled with zeros, and where a prompt has no page its entries are dropped."""
-    cache, prompts = random_cache(stacked, PAGES, PAGE), random_cache(stacked, 3, 2 * PAGE + 1, seed=1)
+    """The last page of a prompt is filled with zeros, and where a prompt has no page its entries
+    are dropped."""
+    cache, prompts = (
+        random_cache(stacked, PAGES, PAGE),
+        random_cache(stacked, 3, 2 * PAGE + 1, seed=1),
+    )
     pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
 
     def put(ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -239,7 +351,11 @@ def test_put_prompts_fills_the_pages_of_each(stacked: bool) -> None:
             for place, slot in enumerate(slots if page < PAGES else ()):
                 ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
 
-    assert_is(kv.put_prompts(cache, jnp.asarray(pages), prompts), Twin(cache).change(put, Twin(prompts)), cache)
+    assert_is(
+        kv.put_prompts(cache, jnp.asarray(pages), prompts),
+        Twin(cache).change(put, Twin(prompts)),
+        cache,
+    )
 
 
 @STACKED
@@ -250,4 +366,6 @@ def test_copy_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool) -> 
     def copy(ours: np.ndarray) -> None:
         ours[:, 5], ours[:, 1] = ours[:, 3].copy(), ours[:, 5].copy()
 
-    assert_is(kv.copy_pages(cache, jnp.asarray(to), jnp.asarray(source)), Twin(cache).change(copy), cache)
+    assert_is(
+        kv.copy_pages(cache, jnp.asarray(to), jnp.asarray(source)), Twin(cache).change(copy), cache
+    )

@@ -1,4 +1,5 @@
-"""Adapters beside a frozen decoder: what an update changes, and the same numbers as PEFT, in both directions."""
+"""Adapters beside a frozen decoder: what an update changes, and the same numbers as PEFT, in both
+directions."""
 
 import json
 from pathlib import Path
@@ -18,11 +19,29 @@ from jaxspec.host.runner import abstract
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, adapter_config, adapter_tensors, applied, merge_adapters, merged
+from jaxspec.models.lora import (
+    ADAPTER_AXES,
+    TARGETS,
+    Adapted,
+    adapter_config,
+    adapter_tensors,
+    applied,
+    merge_adapters,
+    merged,
+)
 from jaxspec.rl import optimizers
 from jaxspec.state import TrainState
 from jaxspec.step import build_step
-from tests.conftest import numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network, trimmed, value_and_grad, weight_name
+from tests.conftest import (
+    numpy_weights,
+    small_mesh,
+    tiny_config,
+    tiny_model,
+    tiny_network,
+    trimmed,
+    value_and_grad,
+    weight_name,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -32,13 +51,26 @@ PLACES = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (2, 6))
 WEIGHTS = [target.weight for target in TARGETS.values()]
 
 
-def adapted(rank: int = 3, alpha: float = 4.0, targets: tuple[str, ...] = (), noise: float = 0.3, model: ModelConfig = MODEL) -> Adapted:
+def adapted(
+    rank: int = 3,
+    alpha: float = 4.0,
+    targets: tuple[str, ...] = (),
+    noise: float = 0.3,
+    model: ModelConfig = MODEL,
+) -> Adapted:
     """A random decoder with adapters that already change it, unless `noise` is 0."""
     base = tiny_network(Decoder, model, 1)
-    network, random = Adapted(base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0)), np.random.default_rng(5)
+    network, random = (
+        Adapted(base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0)),
+        np.random.default_rng(5),
+    )
     for name in network.names if noise else ():
         old = getattr(network.adapters, f"{name}_b")
-        setattr(network.adapters, f"{name}_b", nnx.Param(jnp.asarray(noise * random.normal(size=old.shape), old.dtype)))
+        setattr(
+            network.adapters,
+            f"{name}_b",
+            nnx.Param(jnp.asarray(noise * random.normal(size=old.shape), old.dtype)),
+        )
     return network
 
 
@@ -47,7 +79,11 @@ def logits(decoder: Decoder) -> jax.Array:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    return jax.tree.all(jax.tree.map(lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other))
+    return jax.tree.all(
+        jax.tree.map(
+            lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other
+        )
+    )
 
 
 def test_fresh_adapters_change_nothing_and_start_as_peft_does() -> None:
@@ -71,26 +107,39 @@ def test_the_merged_decoder_is_the_sum_in_numpy() -> None:
     network = adapted(targets=("o_proj", "gate_proj"))
     wide, after = numpy_weights(network), numpy_weights(merged(network))
     changed = {
-        "layers.output": np.einsum("lnhr,lrd->lnhd", wide["adapters.o_proj_a"], wide["adapters.o_proj_b"]),
-        "layers.gate": np.einsum("ldr,lrf->ldf", wide["adapters.gate_proj_a"], wide["adapters.gate_proj_b"]),
+        "layers.output": np.einsum(
+            "lnhr,lrd->lnhd", wide["adapters.o_proj_a"], wide["adapters.o_proj_b"]
+        ),
+        "layers.gate": np.einsum(
+            "ldr,lrf->ldf", wide["adapters.gate_proj_a"], wide["adapters.gate_proj_b"]
+        ),
     }
     for name, weight in after.items():
         change = 4.0 / 3 * changed[name] if name in changed else 0
-        np.testing.assert_allclose(weight, wide[f"base.{name}"] + change, rtol=0, atol=1e-14, err_msg=name)
-    assert {name for name in wide if name.startswith("adapters")} == {f"adapters.{name}_{part}" for name in network.names for part in "ab"}
+        np.testing.assert_allclose(
+            weight, wide[f"base.{name}"] + change, rtol=0, atol=1e-14, err_msg=name
+        )
+    assert {name for name in wide if name.startswith("adapters")} == {
+        f"adapters.{name}_{part}" for name in network.names for part in "ab"
+    }
 
 
 @pytest.mark.parametrize("targets", [(), ("o_proj", "gate_proj")])
-def test_adapters_beside_the_weights_give_what_the_merged_decoder_gives(targets: tuple[str, ...]) -> None:
+def test_adapters_beside_the_weights_give_what_the_merged_decoder_gives(
+    targets: tuple[str, ...],
+) -> None:
     network = adapted(targets=targets)
-    np.testing.assert_allclose(logits(applied(network)), logits(merged(network)), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        logits(applied(network)), logits(merged(network)), rtol=0, atol=1e-12
+    )
     assert np.abs(logits(applied(network)) - logits(network.base)).max() > 0.1
     base = tiny_network(Decoder, MODEL, 1)
     assert applied(base) is base
 
 
 def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else() -> None:
-    """Of a loss of the merged weights: dL/da = scale dL/dW b', dL/db = scale a' dL/dW; every bit of the base stays."""
+    """Of a loss of the merged weights: dL/da = scale dL/dW b', dL/db = scale a' dL/dW; every bit of
+    the base stays."""
     network, optimizer = adapted(), optax.sgd(0.1)
     aim = jnp.asarray(np.random.default_rng(2).normal(size=(2, 6, MODEL.vocab)))
 
@@ -101,30 +150,50 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
     def both(network: Adapted) -> Any:
         learner = optimizers.start(network, optimizer)
         loss, gradients = value_and_grad(lambda trained: plain(merged(trained)), network)
-        return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(merged(network))
+        return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(
+            merged(network)
+        )
 
     learner, slopes = both(network)
     assert same_bits(learner.network.base, network.base)
-    slope, before, after = (numpy_weights(tree) for tree in (slopes, network.adapters, learner.network.adapters))
+    slope, before, after = (
+        numpy_weights(tree) for tree in (slopes, network.adapters, learner.network.adapters)
+    )
     for name, target in TARGETS.items():
         a, b = before[f"{name}_a"], before[f"{name}_b"]
         whole = slope[f"layers.{target.weight}"].reshape(4, a[0, ..., 0].size, -1)
         flat_a, flat_b = a.reshape(4, -1, 3), b.reshape(4, 3, -1)
         wanted_a = flat_a - 0.1 * 4 / 3 * whole @ flat_b.transpose(0, 2, 1)
         wanted_b = flat_b - 0.1 * 4 / 3 * flat_a.transpose(0, 2, 1) @ whole
-        np.testing.assert_allclose(after[f"{name}_a"].reshape(flat_a.shape), wanted_a, rtol=0, atol=1e-11)
-        np.testing.assert_allclose(after[f"{name}_b"].reshape(flat_b.shape), wanted_b, rtol=0, atol=1e-11)
+        np.testing.assert_allclose(
+            after[f"{name}_a"].reshape(flat_a.shape), wanted_a, rtol=0, atol=1e-11
+        )
+        np.testing.assert_allclose(
+            after[f"{name}_b"].reshape(flat_b.shape), wanted_b, rtol=0, atol=1e-11
+        )
         assert np.abs(wanted_a - flat_a).max() > 1e-3
 
 
 def test_the_optimizer_holds_adapters_only_and_they_lie_where_their_weights_do() -> None:
-    step = build_step(tiny_config(MODEL, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj"))), small_mesh(4, 2), (1,), MODEL.vocab)
+    step = build_step(
+        tiny_config(MODEL, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj"))),
+        small_mesh(4, 2),
+        (1,),
+        MODEL.vocab,
+    )
     state = jax.eval_shape(step.fresh)
     moments = jax.tree.leaves(state.learner.policy.optimizer)
     adapters = jax.tree.leaves(state.learner.policy.network.adapters)
-    assert sorted(leaf.shape for leaf in moments if leaf.ndim) == sorted(2 * [leaf.shape for leaf in adapters])
-    layout = shardings(small_mesh(4, 2), state.learner.policy.network, LOGICAL_AXES | ADAPTER_AXES, TRAIN_RULES)
-    specs = {weight_name(path): trimmed(leaf.spec) for path, leaf in jax.tree_util.tree_flatten_with_path(layout)[0]}
+    assert sorted(leaf.shape for leaf in moments if leaf.ndim) == sorted(
+        2 * [leaf.shape for leaf in adapters]
+    )
+    layout = shardings(
+        small_mesh(4, 2), state.learner.policy.network, LOGICAL_AXES | ADAPTER_AXES, TRAIN_RULES
+    )
+    specs = {
+        weight_name(path): trimmed(leaf.spec)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(layout)[0]
+    }
     assert {name: spec for name, spec in specs.items() if name in ADAPTER_AXES} == {
         "q_proj_a": (None, "data"),
         "q_proj_b": (None, None, "tensor"),
@@ -135,30 +204,42 @@ def test_the_optimizer_holds_adapters_only_and_they_lie_where_their_weights_do()
 
 
 def test_every_phase_of_a_step_takes_adapters() -> None:
-    """Traced only: from a state with adapters to one of the same shapes, with a rollout that a plain decoder made."""
+    """Traced only: from a state with adapters to one of the same shapes, with a rollout that a
+    plain decoder made."""
     step = build_step(tiny_config(lora=LoraConfig(rank=2)), small_mesh(), (1,), 11)
     state, finished, prompts = abstract(step, 8)
     after: TrainState = jax.eval_shape(step.train_step, state, finished, prompts)[0]
     assert isinstance(after.learner.policy.network, Adapted)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert [leaf.shape for leaf in jax.tree.leaves(after)] == [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert [leaf.shape for leaf in jax.tree.leaves(after)] == [
+        leaf.shape for leaf in jax.tree.leaves(state)
+    ]
     assert isinstance(jax.eval_shape(step.load, state).target, Decoder)
 
 
 def test_exported_adapters_merge_to_the_same_bits() -> None:
     """Into the base that they were trained beside; a layer that PEFT left out stays as it is."""
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
-    tensors, config = adapter_tensors(network), adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
-    assert tensors["base_model.model.model.layers.3.self_attn.k_proj.lora_B.weight"].shape == (12, 3)
+    tensors, config = (
+        adapter_tensors(network),
+        adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
+    )
+    assert tensors["base_model.model.model.layers.3.self_attn.k_proj.lora_B.weight"].shape == (
+        12,
+        3,
+    )
     assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (3, 20)
     assert same_bits(merge_adapters(base, tensors, json.loads(json.dumps(config))), merged(network))
-    assert same_bits(base, tiny_network(Decoder, MODEL, 1)), "the network that is given stays as it is"
+    assert same_bits(base, tiny_network(Decoder, MODEL, 1)), (
+        "the network that is given stays as it is"
+    )
     some = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
     partly = numpy_weights(merge_adapters(base, some, {**config, "layers_to_transform": [2]}))
     for name in WEIGHTS:
         before, whole = (numpy_weights(tree)[f"layers.{name}"] for tree in (base, merged(network)))
         np.testing.assert_array_equal(
-            partly[f"layers.{name}"], np.where((np.arange(4) == 2).reshape(-1, *[1] * (whole.ndim - 1)), whole, before)
+            partly[f"layers.{name}"],
+            np.where((np.arange(4) == 2).reshape(-1, *[1] * (whole.ndim - 1)), whole, before),
         )
 
 
@@ -171,14 +252,25 @@ def test_exported_adapters_merge_to_the_same_bits() -> None:
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save is \["lm_head"\]'),
         ({"lora_bias": True}, "lora_bias is True"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'.*alters the checkpoint's own weights"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "init_lora_weights is 'pissa_niter_4'.*alters the checkpoint's own weights",
+        ),
         ({"something_new": {"a": 1}}, "something_new is"),
         ({"r": 8}, r"r is 8 for model.layers.0.self_attn.q_proj, whose lora_A has rank 3"),
-        ({"rank_pattern": {"layers.2.mlp.up_proj": 5}}, r"r is 5 for model.layers.2.mlp.up_proj, whose lora_A has rank 3"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"target_modules has 'embed_tokens'; choose from q_proj"),
+        (
+            {"rank_pattern": {"layers.2.mlp.up_proj": 5}},
+            r"r is 5 for model.layers.2.mlp.up_proj, whose lora_A has rank 3",
+        ),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"target_modules has 'embed_tokens'; choose from q_proj",
+        ),
     ],
 )
-def test_configs_that_cannot_be_followed_are_refused_by_key(changes: dict[str, Any], words: str) -> None:
+def test_configs_that_cannot_be_followed_are_refused_by_key(
+    changes: dict[str, Any], words: str
+) -> None:
     network = adapted()
     config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base") | changes
     with pytest.raises(ConfigError, match=words):
@@ -191,28 +283,55 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        ("base_model.model.lm_head.lora_A.weight", (3, 16), "tensor base_model.model.lm_head.lora_A.weight: not a LoRA matrix"),
+        (
+            "base_model.model.lm_head.lora_A.weight",
+            (3, 16),
+            "tensor base_model.model.lm_head.lora_A.weight: not a LoRA matrix",
+        ),
         (Q.replace("q_proj", "router"), (3, 16), r"q_proj|router.*choose from q_proj"),
         (Q.replace("self_attn", "mlp"), (3, 16), "q_proj is in self_attn, not in mlp"),
         (Q.replace("layers.1.", "layers.4."), (3, 16), "layers.4.*the model has 4 layers"),
         (Q, (3, 18), rf"{Q} has shape \[3, 18\], and the model needs \[r, 16\]"),
-        (Q, (2, 16), r"layers.1.self_attn.q_proj: lora_A and lora_B must both be there, of one rank.*'A': 2"),
+        (
+            Q,
+            (2, 16),
+            r"layers.1.self_attn.q_proj: lora_A and lora_B must both be there, of one rank.*'A': 2",
+        ),
         (Q.replace("lora_A", "lora_magnitude_vector"), (36,), "not a LoRA matrix"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int, ...], words: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    name: str, shape: tuple[int, ...], words: str
+) -> None:
     tensors = adapter_tensors(adapted()) | {name: np.zeros(shape)}
     with pytest.raises(ConfigError, match=words):
-        merge_adapters(tiny_network(Decoder, MODEL, 1), tensors, adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"))
+        merge_adapters(
+            tiny_network(Decoder, MODEL, 1),
+            tensors,
+            adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
+        )
 
 
 def test_missing_matrices_are_named() -> None:
-    tensors, config = adapter_tensors(adapted()), adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
+    tensors, config = (
+        adapter_tensors(adapted()),
+        adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
+    )
     half = {name: tensor for name, tensor in tensors.items() if name != Q}
-    with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.q_proj: lora_A and lora_B must both be there"):
+    with pytest.raises(
+        ConfigError, match=r"model.layers.1.self_attn.q_proj: lora_A and lora_B must both be there"
+    ):
         merge_adapters(tiny_network(Decoder, MODEL, 1), half, config)
-    neither = {name: tensor for name, tensor in half.items() if name != Q.replace("lora_A", "lora_B")}
-    with pytest.raises(ConfigError, match=r"target_modules has 'q_proj', but the adapter file lacks model.layers.1.self_attn.q_proj"):
+    neither = {
+        name: tensor for name, tensor in half.items() if name != Q.replace("lora_A", "lora_B")
+    }
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"target_modules has 'q_proj', but the adapter file lacks"
+            r" model.layers.1.self_attn.q_proj"
+        ),
+    ):
         merge_adapters(tiny_network(Decoder, MODEL, 1), neither, config)
 
 
@@ -221,10 +340,19 @@ def test_targets_that_the_policy_lacks_are_refused_by_name() -> None:
         adapted(targets=("q_proj", "head"))
     experts = tiny_model(family=FamilyConfig(experts=8, experts_per_token=2))
     with pytest.raises(
-        ConfigError, match=r"lora.targets has 'up_proj' \(a decoder with 8 experts .*; choose from q_proj, k_proj, v_proj, o_proj$"
+        ConfigError,
+        match=(
+            r"lora.targets has 'up_proj' \(a decoder with 8 experts .*; choose from q_proj, k_proj,"
+            r" v_proj, o_proj$"
+        ),
     ):
         adapter_config(LoraConfig(rank=2, targets=("up_proj",)), experts, "base")
-    assert adapter_config(LoraConfig(rank=2), experts, "base")["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert adapter_config(LoraConfig(rank=2), experts, "base")["target_modules"] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    ]
 
 
 # ---- PEFT itself
@@ -233,21 +361,41 @@ def test_targets_that_the_policy_lacks_are_refused_by_name() -> None:
 def torch_state(network: Decoder) -> dict[str, np.ndarray]:
     """Its weights as Hugging Face has them."""
     config, weights = network.config, numpy_weights(network)
-    state = {"model.embed_tokens.weight": weights["embedding"], "lm_head.weight": weights["head"].T, "model.norm.weight": weights["norm"]}
+    state = {
+        "model.embed_tokens.weight": weights["embedding"],
+        "lm_head.weight": weights["head"].T,
+        "model.norm.weight": weights["norm"],
+    }
     for layer in range(config.layers):
-        part = {name.removeprefix("layers."): value[layer] for name, value in weights.items() if name.startswith("layers.")}
-        attention, prefix = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}, f"model.layers.{layer}"
-        state |= {f"{prefix}.self_attn.{name}.weight": part[ours].reshape(config.embed, -1).T for name, ours in attention.items()}
+        part = {
+            name.removeprefix("layers."): value[layer]
+            for name, value in weights.items()
+            if name.startswith("layers.")
+        }
+        attention, prefix = (
+            {"q_proj": "query", "k_proj": "key", "v_proj": "value"},
+            f"model.layers.{layer}",
+        )
+        state |= {
+            f"{prefix}.self_attn.{name}.weight": part[ours].reshape(config.embed, -1).T
+            for name, ours in attention.items()
+        }
         state[f"{prefix}.self_attn.o_proj.weight"] = part["output"].reshape(-1, config.embed).T
-        state |= {f"{prefix}.mlp.{name}_proj.weight": part[name].T for name in ("gate", "up", "down")}
-        state |= {f"{prefix}.self_attn.{name[0]}_norm.weight": part[f"{name}_norm"] for name in ("query", "key")}
+        state |= {
+            f"{prefix}.mlp.{name}_proj.weight": part[name].T for name in ("gate", "up", "down")
+        }
+        state |= {
+            f"{prefix}.self_attn.{name[0]}_norm.weight": part[f"{name}_norm"]
+            for name in ("query", "key")
+        }
         state[f"{prefix}.input_layernorm.weight"] = part["attention_norm"]
         state[f"{prefix}.post_attention_layernorm.weight"] = part["ffn_norm"]
     return state
 
 
 def hugging_face(network: Decoder) -> Any:
-    """The same decoder in transformers, in float64 but for its norms and softmax, which it computes in float32."""
+    """The same decoder in transformers, in float64 but for its norms and softmax, which it computes
+    in float32."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = network.config
     model = transformers.Qwen3ForCausalLM(
@@ -265,7 +413,9 @@ def hugging_face(network: Decoder) -> Any:
             attn_implementation="eager",
         )
     ).double()
-    model.load_state_dict({name: torch.tensor(value) for name, value in torch_state(network).items()})
+    model.load_state_dict(
+        {name: torch.tensor(value) for name, value in torch_state(network).items()}
+    )
     return model.eval()
 
 
@@ -278,7 +428,9 @@ def assert_the_same_as_peft(ours: Decoder, theirs: Any) -> None:
     assert np.abs(logits(tiny_network(Decoder, MODEL, 1)) - found).max() > 0.1
     merged_by_peft = theirs.merge_and_unload().state_dict()
     for name, weight in torch_state(ours).items():
-        np.testing.assert_allclose(weight, merged_by_peft[name].numpy(), rtol=0, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(
+            weight, merged_by_peft[name].numpy(), rtol=0, atol=1e-14, err_msg=name
+        )
 
 
 @pytest.mark.slow
@@ -287,8 +439,12 @@ def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> No
     peft = pytest.importorskip("peft")
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
     save_file(adapter_tensors(network), tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")))
-    theirs = peft.PeftModel.from_pretrained(hugging_face(base), str(tmp_path), autocast_adapter_dtype=False)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"))
+    )
+    theirs = peft.PeftModel.from_pretrained(
+        hugging_face(base), str(tmp_path), autocast_adapter_dtype=False
+    )
     assert_the_same_as_peft(merged(network), theirs)
 
 
@@ -316,4 +472,7 @@ def test_adapters_of_peft_are_merged_as_it_applies_them(tmp_path: Path, rslora: 
             torch.nn.init.normal_(parameter, std=0.3)
     theirs.save_pretrained(str(tmp_path))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert_the_same_as_peft(merge_adapters(base, tensors, json.loads((tmp_path / "adapter_config.json").read_text())), theirs)
+    assert_the_same_as_peft(
+        merge_adapters(base, tensors, json.loads((tmp_path / "adapter_config.json").read_text())),
+        theirs,
+    )

@@ -8,10 +8,17 @@ from jaxspec.models.presets import QWEN3_0_6B, QWEN3_1_7B, QWEN3_4B, QWEN3_8B
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
-    [(QWEN3_0_6B, 596_049_920), (QWEN3_1_7B, 1_720_574_976), (QWEN3_4B, 4_022_468_096), (QWEN3_8B, 8_190_735_360)],
+    [
+        (QWEN3_0_6B, 596_049_920),
+        (QWEN3_1_7B, 1_720_574_976),
+        (QWEN3_4B, 4_022_468_096),
+        (QWEN3_8B, 8_190_735_360),
+    ],
 )
 def test_published_parameter_counts(model: ModelConfig, parameters: int) -> None:
-    attention = 2 * model.embed * (model.heads + model.kv_heads) * model.head_size + 2 * model.head_size
+    attention = (
+        2 * model.embed * (model.heads + model.kv_heads) * model.head_size + 2 * model.head_size
+    )
     layer = attention + 3 * model.embed * model.ffn + 2 * model.embed
     tables = model.vocab * model.embed * (1 if model.tied else 2)
     assert tables + model.layers * layer + model.embed == parameters

@@ -9,7 +9,12 @@ from jaxspec.rewards.exact import Outcome, score
 def test_rewards_and_outcomes_by_row():
     scores = score(["#112", "#113", "112", "#0112.0"], ["112", "112", "112", "112"], "hash")
     np.testing.assert_array_equal(scores.rewards, np.array([1, 0, 0, 1], np.float32))
-    assert scores.outcomes.tolist() == [Outcome.CORRECT, Outcome.WRONG, Outcome.NO_ANSWER, Outcome.CORRECT]
+    assert scores.outcomes.tolist() == [
+        Outcome.CORRECT,
+        Outcome.WRONG,
+        Outcome.NO_ANSWER,
+        Outcome.CORRECT,
+    ]
     assert scores.rewards.dtype == np.float32
     assert scores.outcomes.dtype == np.int8
 

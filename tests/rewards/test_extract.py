@@ -1,4 +1,5 @@
-"""Final answers out of text: each style, nothing where none is stated, and no text that breaks it."""
+"""Final answers out of text: each style, nothing where none is stated, and no text that breaks
+it."""
 
 import re
 import sys
@@ -87,7 +88,8 @@ def test_integers_are_their_own_normal_form(number):
 
 
 def work(text: str, style: str) -> int:
-    """Lines of `extract`'s module that run, and characters that its functions get from one another, while an answer is looked for.
+    """Lines of `extract`'s module that run, and characters that its functions get from one another,
+    while an answer is looked for.
 
     A count, not seconds: it is the same on a machine that is busy.
     """
@@ -112,9 +114,12 @@ def work(text: str, style: str) -> int:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("piece", ["#", "{", r"\boxed{", "answer: ", "answer" + "*" * 50, "$" * 9, "</think>"])
+@pytest.mark.parametrize(
+    "piece", ["#", "{", r"\boxed{", "answer: ", "answer" + "*" * 50, "$" * 9, "</think>"]
+)
 def test_work_does_not_grow_with_the_text(style, piece):
-    """And is no more than some steps for each character of the window, however the text is built."""
+    """And is no more than some steps for each character of the window, however the text is
+    built."""
     long = work(piece * WINDOW, style)
     assert work(piece * 4 * WINDOW, style) == long
     assert 0 < long <= 10 * WINDOW
@@ -133,12 +138,17 @@ def endless(parts: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("pattern", "repeats"), [(_BRACES, 0), (_ANSWER_LINE, 1), (re.compile("(a|b*c)?d+?"), 2)])
+@pytest.mark.parametrize(
+    ("pattern", "repeats"), [(_BRACES, 0), (_ANSWER_LINE, 1), (re.compile("(a|b*c)?d+?"), 2)]
+)
 def test_a_search_steps_back_over_few_characters(pattern, repeats):
-    """What the count above does not see: `re` tries a repetition without an end again from every place where it may begin."""
+    """What the count above does not see: `re` tries a repetition without an end again from every
+    place where it may begin."""
     assert len(endless(_parser.parse(pattern.pattern))) == repeats
     if pattern is _ANSWER_LINE:
-        assert pattern.pattern.endswith("[^\\n]*)"), "the rest of the line, which nothing follows, may be of any length"
+        assert pattern.pattern.endswith("[^\\n]*)"), (
+            "the rest of the line, which nothing follows, may be of any length"
+        )
 
 
 def test_answers_before_the_window_do_not_count():

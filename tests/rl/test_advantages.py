@@ -15,10 +15,13 @@ def advantages(rewards: list[float], valid: list[bool] | None = None, group: int
 
 
 def test_worked_numbers_by_group() -> None:
-    """(1, 0, 0, 0): mean 1/4, deviation sqrt(3)/4. (1, 2, 3, 4): mean 5/2, deviation sqrt(5)/2. Groups do not mix."""
+    """(1, 0, 0, 0): mean 1/4, deviation sqrt(3)/4. (1, 2, 3, 4): mean 5/2, deviation sqrt(5)/2.
+    Groups do not mix."""
     found = advantages([1, 0, 0, 0, 1, 2, 3, 4])
     root3, root5 = np.sqrt(3), np.sqrt(5)
-    np.testing.assert_allclose(found, [root3, *[-1 / root3] * 3, -3 / root5, -1 / root5, 1 / root5, 3 / root5], rtol=1e-5)
+    np.testing.assert_allclose(
+        found, [root3, *[-1 / root3] * 3, -3 / root5, -1 / root5, 1 / root5, 3 / root5], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.3])
@@ -27,11 +30,16 @@ def test_a_group_that_agrees_teaches_nothing(reward: float) -> None:
 
 
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1 / 3, 1e-8, 12345.678])
-def test_a_group_that_agrees_teaches_exactly_nothing_where_float32_cannot_hold_its_mean(reward: float) -> None:
+def test_a_group_that_agrees_teaches_exactly_nothing_where_float32_cannot_hold_its_mean(
+    reward: float,
+) -> None:
     rewards, valid = np.full((3, 12), reward, np.float32), np.ones((3, 12), bool)
-    rewards[1, [0, 7]], valid[1, [0, 7]] = [np.nan, 5], False  # whatever stands where there is no reward
+    # whatever stands where there is no reward
+    rewards[1, [0, 7]], valid[1, [0, 7]] = [np.nan, 5], False
     rewards[2, 11] = 0  # one that differs is learnt from, and so are those that it differs from
-    found = np.asarray(group_advantages(jnp.asarray(rewards.ravel()), jnp.asarray(valid.ravel()), 12)).reshape(3, 12)
+    found = np.asarray(
+        group_advantages(jnp.asarray(rewards.ravel()), jnp.asarray(valid.ravel()), 12)
+    ).reshape(3, 12)
     np.testing.assert_array_equal(found[:2], 0)
     assert (found[2, :11] > 0).all()
     assert found[2, 11] < 0

@@ -1,4 +1,5 @@
-"""The training-time-test unroll against inference run slot by slot, for each kind of network; and every loss against worked numbers."""
+"""The training-time-test unroll against inference run slot by slot, for each kind of network; and
+every loss against worked numbers."""
 
 import functools
 from typing import Any
@@ -41,10 +42,19 @@ TEXTS = whole_rows(jnp.asarray(TOKENS), jnp.asarray(MASK))
 compiled = jax.jit(draft_loss, static_argnums=4)
 
 
-def networks(kv_heads: int = 2, tied: bool = False, vocab: int = 0, layers: int = 1) -> tuple[Eagle3, Decoder]:
+def networks(
+    kv_heads: int = 2, tied: bool = False, vocab: int = 0, layers: int = 1
+) -> tuple[Eagle3, Decoder]:
     model = tiny_model(kv_heads=kv_heads, tied=tied)
-    network = tiny_network(functools.partial(eagle3, vocab=vocab, sizes={"layers": layers}, own_embedding=layers > 1), model, 2, 1.5)
-    return with_vocabulary(network, IDS[:vocab]) if vocab else network, tiny_network(Decoder, model, 1, 1.5)
+    network = tiny_network(
+        functools.partial(eagle3, vocab=vocab, sizes={"layers": layers}, own_embedding=layers > 1),
+        model,
+        2,
+        1.5,
+    )
+    return with_vocabulary(network, IDS[:vocab]) if vocab else network, tiny_network(
+        Decoder, model, 1, 1.5
+    )
 
 
 @jax.jit
@@ -52,7 +62,9 @@ def forward_of(target: Decoder) -> Forward:
     return target(TEXTS.tokens, TEXTS.positions, taps=(1, 2, 3))
 
 
-def objective(loss: str = "ce", steps: int = 3, decay: float = 0.8, temperature: float = 1.0) -> Objective:
+def objective(
+    loss: str = "ce", steps: int = 3, decay: float = 0.8, temperature: float = 1.0
+) -> Objective:
     return Objective(LOSSES[loss], steps, decay, temperature)
 
 
@@ -69,14 +81,22 @@ def slot(network: Any, target: Decoder, layer: int, *inputs: Any) -> tuple[np.nd
     return hidden, hidden @ (weights["embedding"].T if target.config.tied else weights["head"])
 
 
-def drafted_logits(network: Any, target: Decoder, row: int, steps: int) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Target logits [T V], and what a draft that knows the tokens up to t+1 says at each depth on true tokens: (t, depth) -> logits.
+def drafted_logits(
+    network: Any, target: Decoder, row: int, steps: int
+) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
+    """Target logits [T V], and what a draft that knows the tokens up to t+1 says at each depth on
+    true tokens: (t, depth) -> logits.
 
-    Each layer has a list of keys and values. Its true slots are those that earlier drafts reached with the tokens that turned out true.
+    Each layer has a list of keys and values. Its true slots are those that earlier drafts reached
+    with the tokens that turned out true.
     """
     embedding = numpy_weights(network).get("embedding", numpy_weights(target)["embedding"])
     logits, final, stream = numpy_decoder(target, TOKENS[row])
-    features = numpy_taps(stream) @ numpy_weights(network)["fuse"] if isinstance(network, Eagle3) else final
+    features = (
+        numpy_taps(stream) @ numpy_weights(network)["fuse"]
+        if isinstance(network, Eagle3)
+        else final
+    )
     layers = network.depth
     true: list[list[Any]] = [[] for _ in range(layers)]  # by layer and entry
     waiting: dict[tuple[int, int], Any] = {}  # (layer, entry) -> what becomes true later
@@ -92,7 +112,9 @@ def drafted_logits(network: Any, target: Decoder, row: int, steps: int) -> tuple
                 break
             layer = depth % layers
             token = TOKENS[row, t + 1 + depth]
-            hidden, said[t, depth] = slot(network, target, layer, hidden, embedding[token], t + depth, caches[layer])
+            hidden, said[t, depth] = slot(
+                network, target, layer, hidden, embedding[token], t + depth, caches[layer]
+            )
             if depth == 0:
                 true[0].append(caches[0][-1])
             elif depth < layers:
@@ -100,9 +122,11 @@ def drafted_logits(network: Any, target: Decoder, row: int, steps: int) -> tuple
     return logits, said
 
 
-def run_as_inference_does(network: Any, target: Decoder, steps: int, temperature: float, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean cross-entropy and mean overlap by depth, over the predicted tokens in the mask; where the draft cannot say the likeliest, the
-    cross-entropy counts as 0."""
+def run_as_inference_does(
+    network: Any, target: Decoder, steps: int, temperature: float, ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean cross-entropy and mean overlap by depth, over the predicted tokens in the mask; where
+    the draft cannot say the likeliest, the cross-entropy counts as 0."""
     losses: list[list[float]] = [[] for _ in range(steps)]
     overlaps: list[list[float]] = [[] for _ in range(steps)]
     for row in range(ROWS):
@@ -116,47 +140,85 @@ def run_as_inference_does(network: Any, target: Decoder, steps: int, temperature
             overlaps[depth].append(np.minimum(law[ids], drafted).sum())
             cross_entropy = -(law[ids] / law[ids].sum() * np.log(drafted)).sum()
             losses[depth].append(cross_entropy if law.argmax() in ids else 0.0)
-    return np.array([np.mean(part) for part in losses]), np.array([np.mean(part) for part in overlaps])
+    return np.array([np.mean(part) for part in losses]), np.array(
+        [np.mean(part) for part in overlaps]
+    )
 
 
-def assert_as_inference(network: Any, target: Decoder, temperature: float, decay: float, depths: tuple[int, ...], ids: np.ndarray) -> None:
+def assert_as_inference(
+    network: Any,
+    target: Decoder,
+    temperature: float,
+    decay: float,
+    depths: tuple[int, ...],
+    ids: np.ndarray,
+) -> None:
     losses, overlaps = run_as_inference_does(network, target, max(depths), temperature, ids)
     for steps in depths:
         weights = decay ** np.arange(steps)
-        found = loss_of(network, target, forward_of(target), objective("ce", steps, decay, temperature))
-        assert float(found.loss) == pytest.approx((weights * losses[:steps]).sum() / weights.sum(), abs=1e-11)
+        found = loss_of(
+            network, target, forward_of(target), objective("ce", steps, decay, temperature)
+        )
+        assert float(found.loss) == pytest.approx(
+            (weights * losses[:steps]).sum() / weights.sum(), abs=1e-11
+        )
         np.testing.assert_allclose(found.acceptance, overlaps[:steps], rtol=0, atol=1e-11)
     assert ((overlaps > 0.05) & (overlaps < 0.95)).all()
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "tied", "temperature", "decay", "vocab", "layers"),
-    [pytest.param(4, False, 1.0, 0.8, 0, 1, marks=pytest.mark.slow), (1, True, 0.7, 1.0, 0, 1), (2, False, 1.3, 0.5, 7, 2)],
+    [
+        pytest.param(4, False, 1.0, 0.8, 0, 1, marks=pytest.mark.slow),
+        (1, True, 0.7, 1.0, 0, 1),
+        (2, False, 1.3, 0.5, 7, 2),
+    ],
 )
-def test_eagle3_unroll_equals_inference(kv_heads: int, tied: bool, temperature: float, decay: float, vocab: int, layers: int) -> None:
+def test_eagle3_unroll_equals_inference(
+    kv_heads: int, tied: bool, temperature: float, decay: float, vocab: int, layers: int
+) -> None:
     """Also of two layers, each with true slots and own ones, over an embedding of its own."""
     network, target = networks(kv_heads, tied, vocab, layers)
-    assert_as_inference(network, target, temperature, decay, (4,) if vocab else (1, 3), IDS if vocab else np.arange(11))
+    assert_as_inference(
+        network,
+        target,
+        temperature,
+        decay,
+        (4,) if vocab else (1, 3),
+        IDS if vocab else np.arange(11),
+    )
 
 
 @pytest.mark.parametrize(
     ("layers", "embedding_first", "tied", "depths"),
-    [(1, False, True, (3,)), (2, True, False, (3,)), pytest.param(3, False, False, (5,), marks=pytest.mark.slow)],
+    [
+        (1, False, True, (3,)),
+        (2, True, False, (3,)),
+        pytest.param(3, False, False, (5,), marks=pytest.mark.slow),
+    ],
 )
-def test_mtp_unroll_equals_inference(layers: int, embedding_first: bool, tied: bool, depths: tuple[int, ...]) -> None:
-    """With more layers than one, each has true slots of its own, one later than the layer before."""
+def test_mtp_unroll_equals_inference(
+    layers: int, embedding_first: bool, tied: bool, depths: tuple[int, ...]
+) -> None:
+    """With more layers than one, each has true slots of its own, one later than the layer
+    before."""
     kind = functools.partial(Mtp, layers=layers, embedding_first=embedding_first)
     target = tiny_network(Decoder, tiny_model(tied=tied), 1, 1.5)
-    assert_as_inference(tiny_network(kind, tiny_model(), 2, 1.5), target, 0.9, 0.7, depths, np.arange(11))
+    assert_as_inference(
+        tiny_network(kind, tiny_model(), 2, 1.5), target, 0.9, 0.7, depths, np.arange(11)
+    )
 
 
 def test_an_external_model_is_compared_at_each_position() -> None:
-    """Its own forward pass, unshifted: position t predicts token t+1; steps and decay change nothing."""
+    """Its own forward pass, unshifted: position t predicts token t+1; steps and decay change
+    nothing."""
     target = tiny_network(Decoder, tiny_model(), 1, 1.5)
     small = tiny_network(Decoder, tiny_model(embed=8, heads=2, kv_heads=1, tied=True), 2, 1.5)
     divergences, overlaps = [], []
     for row in range(ROWS):
-        law, drafted = (numpy_softmax(numpy_decoder(model, TOKENS[row])[0] / 0.8) for model in (target, small))
+        law, drafted = (
+            numpy_softmax(numpy_decoder(model, TOKENS[row])[0] / 0.8) for model in (target, small)
+        )
         for t in range(LENGTH - 1):
             if MASK[row, t + 1]:
                 divergences.append((law[t] * np.log(law[t] / drafted[t])).sum())
@@ -173,7 +235,9 @@ def test_the_target_gets_no_gradient_and_every_weight_of_the_draft_does() -> Non
     forward = forward_of(target)
 
     def value(weights: Any, target: Decoder, forward: Forward) -> jax.Array:
-        return loss_of(optimizers.with_parameters(network, weights), target, forward, objective()).loss
+        return loss_of(
+            optimizers.with_parameters(network, weights), target, forward, objective()
+        ).loss
 
     slopes = jax.jit(jax.grad(value, (0, 1, 2)))(optimizers.parameters(network), target, forward)
     for name, slope in numpy_weights(slopes[0]).items():
@@ -190,18 +254,29 @@ def test_gradient_matches_finite_differences(layers: int) -> None:
     if layers:
         network = tiny_network(functools.partial(Mtp, layers=layers), tiny_model(), 2, 1.5)
     forward = forward_of(target)
-    both = jax.jit(jax.value_and_grad(lambda network: loss_of(network, target, forward, objective()).loss))
+    both = jax.jit(
+        jax.value_and_grad(lambda network: loss_of(network, target, forward, objective()).loss)
+    )
     slope = both(network)[1]
     random = np.random.default_rng(3)
     for _ in range(3):
         direction = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), network)
-        up, down = (both(jax.tree.map(lambda leaf, move, sign=sign: leaf + sign * 1e-5 * move, network, direction))[0] for sign in (1, -1))
+        up, down = (
+            both(
+                jax.tree.map(
+                    lambda leaf, move, sign=sign: leaf + sign * 1e-5 * move, network, direction
+                )
+            )[0]
+            for sign in (1, -1)
+        )
         along = sum(jax.tree.leaves(jax.tree.map(lambda s, d: jnp.sum(s * d), slope, direction)))
         assert float(up - down) / 2e-5 == pytest.approx(float(along), rel=1e-5)
 
 
 @pytest.mark.parametrize(("positions_per_chunk", "vocab"), [(1, 0), (4, 7)])
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int, vocab: int) -> None:
+def test_chunks_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int, vocab: int
+) -> None:
     network, target = networks(vocab=vocab)
     forward = forward_of(target)
 
@@ -212,7 +287,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_ch
             return found.loss, found
 
         both = jax.jit(jax.value_and_grad(value, has_aux=True))
-        return *both(network.head[...]), str(jax.make_jaxpr(value)(network.head[...])).count("scan[")
+        return *both(network.head[...]), str(jax.make_jaxpr(value)(network.head[...])).count(
+            "scan["
+        )
 
     wanted, slope, loops = run()
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", ROWS * 11 * 3 * positions_per_chunk)
@@ -224,20 +301,24 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, positions_per_ch
 
 
 def test_a_draft_that_equals_the_target_is_accepted_for_certain() -> None:
-    """Both heads zero: uniform laws, overlap 1, cross-entropy log V; an empty mask gives 0 and no NaN."""
+    """Both heads zero: uniform laws, overlap 1, cross-entropy log V; an empty mask gives 0 and no
+    NaN."""
     network, target = networks()
     network, target = (with_weights(flat, head=np.zeros((16, 11))) for flat in (network, target))
     forward = forward_of(target)
     found = loss_of(network, target, forward, objective())
     np.testing.assert_allclose(found.acceptance, 1, atol=1e-12)
     assert float(found.loss) == pytest.approx(np.log(11))
-    nothing = compiled(network, target, forward, TEXTS._replace(chosen=jnp.zeros(TOKENS.shape, bool)), objective())
+    nothing = compiled(
+        network, target, forward, TEXTS._replace(chosen=jnp.zeros(TOKENS.shape, bool)), objective()
+    )
     assert float(nothing.loss) == 0
     np.testing.assert_array_equal(nothing.acceptance, 0)
 
 
 def test_a_draft_vocabulary_caps_the_acceptance_at_its_coverage() -> None:
-    """Uniform laws over 11 and 7 tokens: 7/11 is covered and all of it accepted; greedy rollouts train at temperature 1."""
+    """Uniform laws over 11 and 7 tokens: 7/11 is covered and all of it accepted; greedy rollouts
+    train at temperature 1."""
     network, target = networks(vocab=7)
     network = with_weights(network, head=np.zeros((16, 7)))
     target = with_weights(target, head=np.zeros((16, 11)))
@@ -276,7 +357,9 @@ def test_least_where_the_laws_are_equal(name: str) -> None:
     """No slope there, and every step away costs; away from it, the slope moves the loss down."""
     random = np.random.default_rng(0)
     law = numpy_softmax(random.normal(size=6))
-    logits = jnp.asarray(np.log(law) + np.concatenate([np.zeros((1, 6)), random.normal(size=(20, 6))]))
+    logits = jnp.asarray(
+        np.log(law) + np.concatenate([np.zeros((1, 6)), random.normal(size=(20, 6))])
+    )
     both = jax.jit(jax.vmap(jax.value_and_grad(of_logits(name, law))))
     values, slopes = both(logits)
     np.testing.assert_allclose(slopes[0], 0, atol=1e-12)
@@ -285,7 +368,8 @@ def test_least_where_the_laws_are_equal(name: str) -> None:
 
 
 def test_gradients_by_hand() -> None:
-    """tv: minus the acceptance's, which counts what the draft underrates; lk: that over the acceptance; lambda: its weight is fixed."""
+    """tv: minus the acceptance's, which counts what the draft underrates; lk: that over the
+    acceptance; lambda: its weight is fixed."""
     logits = jnp.log(jnp.asarray(DRAFTED))
     law = np.array([0.6, 0.3, 0.1])
     underrated = law > DRAFTED
@@ -297,19 +381,24 @@ def test_gradients_by_hand() -> None:
     np.testing.assert_allclose(slopes["kl"], DRAFTED - law, atol=1e-12)
     np.testing.assert_allclose(slopes["ce"], DRAFTED - law, atol=1e-12)
     weight = np.exp(-KL_DECAY * kept)
-    np.testing.assert_allclose(slopes["lambda"], weight * (DRAFTED - law) - (1 - weight) * of_acceptance, atol=1e-12)
+    np.testing.assert_allclose(
+        slopes["lambda"], weight * (DRAFTED - law) - (1 - weight) * of_acceptance, atol=1e-12
+    )
 
 
 def test_lk_stays_finite_where_the_target_is_far_outside_the_draft_vocabulary() -> None:
     """Log-probabilities of -2000 underflow as probabilities; the loss and its slope must not."""
-    found, slope = jax.value_and_grad(lambda logits: LOSSES["lk"](jnp.array([-2000.0, -2001.0]), jax.nn.log_softmax(logits)))(jnp.zeros(2))
+    found, slope = jax.value_and_grad(
+        lambda logits: LOSSES["lk"](jnp.array([-2000.0, -2001.0]), jax.nn.log_softmax(logits))
+    )(jnp.zeros(2))
     assert float(found) == pytest.approx(2000 - np.log1p(np.exp(-1)))
     assert np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_is_at_least_float32(name: str) -> None:
-    """Networks in bfloat16, as a run casts them; nothing is promoted on the way without saying so."""
+    """Networks in bfloat16, as a run casts them; nothing is promoted on the way without saying
+    so."""
     model = tiny_model(dtype="bfloat16")
 
     def value() -> DraftLoss:
@@ -318,4 +407,8 @@ def test_the_loss_is_at_least_float32(name: str) -> None:
         return draft_loss(network, target, forward_of(target), TEXTS, objective(name))
 
     found = jax.eval_shape(value)
-    assert (found.loss.dtype, found.acceptance.dtype, found.acceptance.shape) == (jnp.float32, jnp.float32, (3,))
+    assert (found.loss.dtype, found.acceptance.dtype, found.acceptance.shape) == (
+        jnp.float32,
+        jnp.float32,
+        (3,),
+    )

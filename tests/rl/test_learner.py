@@ -1,4 +1,5 @@
-"""The learner: what a device holds and says to others, and gradients that no packing, mesh or number of micro-batches changes."""
+"""The learner: what a device holds and says to others, and gradients that no packing, mesh or
+number of micro-batches changes."""
 
 import dataclasses
 import functools
@@ -45,11 +46,15 @@ ROWS, SIZE = PROMPTS * GROUP, WIDTH + NEW
 MODEL = tiny_model(vocab=40, heads=8, kv_heads=4, embed=32, ffn=72)
 
 
-def config_of(model: Any = MODEL, draft: DraftConfig | None = None, tokens: int = 0, **parts: Any) -> Config:
+def config_of(
+    model: Any = MODEL, draft: DraftConfig | None = None, tokens: int = 0, **parts: Any
+) -> Config:
     drafted = draft or DraftConfig(draft_length=2)
     return tiny_config(
         model,
-        rollout=RolloutConfig(max_new_tokens=NEW, verify="coupled", draft=drafted, engine=EngineConfig(tail=False)),
+        rollout=RolloutConfig(
+            max_new_tokens=NEW, verify="coupled", draft=drafted, engine=EngineConfig(tail=False)
+        ),
         grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
         data=DataConfig(max_prompt_length=WIDTH),
         learner=LearnerConfig(tokens=tokens),
@@ -76,15 +81,24 @@ MESHES = [(8, 1), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(
 def test_no_array_of_the_learner_has_all_rows(data: int, tensor: int) -> None:
     text = compiled(data, tensor).as_text()
     sizes = {ROWS, ROWS * SIZE, ROWS * (SIZE - 1)}
-    shapes = {shape for shape in re.findall(r"\w\d+\[([\d,]+)\]", text) if sizes & {int(size) for size in shape.split(",")}}
+    shapes = {
+        shape
+        for shape in re.findall(r"\w\d+\[([\d,]+)\]", text)
+        if sizes & {int(size) for size in shape.split(",")}
+    }
     assert not shapes, f"arrays of all {ROWS} rows: {sorted(shapes)}"
 
 
 def collectives(text: str, tensor: int) -> Counter[str]:
-    """Collectives over `data`, by kind and shape; those between `tensor` peers alone are left out."""
+    """Collectives over `data`, by kind and shape; those between `tensor` peers alone are left
+    out."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
-        said = re.search(r"= (\(?[^=]*?\)?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
+        said = re.search(
+            r"= (\(?[^=]*?\)?)"
+            r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(",
+            line,
+        )
         peers = tensor > 1 and re.search(r"replica_groups=(\[\d+,\d+\]<=\[8\],|mesh\[)", line)
         if said and not peers:
             found[f"{said[2]} {re.sub(r'{[^}]*}', '', said[1])}"] += 1
@@ -92,32 +106,46 @@ def collectives(text: str, tensor: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("data", "tensor"), MESHES)
-def test_a_layer_is_gathered_once_a_pass_and_its_gradient_scattered_once(data: int, tensor: int) -> None:
-    """Weights [in, out] are split along their inputs over `data`; loops over layers and micro-batches have one body each.
+def test_a_layer_is_gathered_once_a_pass_and_its_gradient_scattered_once(
+    data: int, tensor: int
+) -> None:
+    """Weights [in, out] are split along their inputs over `data`; loops over layers and
+    micro-batches have one body each.
 
-    Two all-gathers a layer's weight (forward and backward), one for what stands outside the layers or in the draft, a reduce-scatter for
-    each gradient. Beside them there are sums of numbers, and the rows that change shards; all counted in the text of the program, where a
-    loop's body stands once.
+    Two all-gathers a layer's weight (forward and backward), one for what stands outside the layers
+    or in the draft, a reduce-scatter for each gradient. Beside them there are sums of numbers, and
+    the rows that change shards; all counted in the text of the program, where a loop's body stands
+    once.
     """
     found = collectives(compiled(data, tensor).as_text(), tensor)
     kinds: Counter[str] = Counter()
     for name, count in found.items():
         kinds[name.split()[0]] += count
-    layer, outside, draft = 7, 2, 9  # query, key, value, output, gate, up, down; embedding and head; a layer's, `fuse` and the head
+    # query, key, value, output, gate, up, down; embedding and head; a layer's, `fuse` and the head
+    layer, outside, draft = 7, 2, 9
     assert kinds["all-gather"] == 2 * layer + outside + draft, found
     assert kinds["reduce-scatter"] == layer + outside + draft, found
-    numbers = [name for name in found if name.startswith("all-reduce") and re.search(r"\[\d+,", name)]
+    numbers = [
+        name for name in found if name.startswith("all-reduce") and re.search(r"\[\d+,", name)
+    ]
     assert not numbers, f"sums of more than numbers: {numbers}"
     assert kinds["all-to-all"] == 0
-    assert kinds["collective-permute"] <= 5, "tokens, logprobs, mask, advantages and version go round once"
+    assert kinds["collective-permute"] <= 5, (
+        "tokens, logprobs, mask, advantages and version go round once"
+    )
 
 
 @pytest.mark.parametrize(("data", "tensor"), MESHES[1:])
-def test_between_tensor_peers_activations_are_summed_and_never_gathered(data: int, tensor: int) -> None:
-    """What peers gather is a number a position and peer, for the likeliest of tokens that are split between them."""
+def test_between_tensor_peers_activations_are_summed_and_never_gathered(
+    data: int, tensor: int
+) -> None:
+    """What peers gather is a number a position and peer, for the likeliest of tokens that are split
+    between them."""
     tokens, gathers = 100, []
     for line in compiled(data, tensor).as_text().splitlines():
-        found = re.search(r"= \w\d+\[([\d,]+)\]\S* (all-gather|all-to-all|collective-permute)(-start)?\(", line)
+        found = re.search(
+            r"= \w\d+\[([\d,]+)\]\S* (all-gather|all-to-all|collective-permute)(-start)?\(", line
+        )
         if found and re.search(r"replica_groups=(\[\d+,\d+\]<=\[8\],|mesh\[)", line):
             gathers.append(math.prod(int(size) for size in found[1].split(",")))
     assert gathers, "the draft's comparison has some"
@@ -126,9 +154,11 @@ def test_between_tensor_peers_activations_are_summed_and_never_gathered(data: in
 
 @pytest.mark.slow
 def test_temporaries_follow_the_positions_of_a_micro_batch() -> None:
-    """Twice the positions take about twice the memory, and what does not follow them (a layer, gradients) comes on top; the number of
-    micro-batches is no part of the program."""
-    sizes = [compiled(8, 1, tokens).memory_analysis().temp_size_in_bytes for tokens in (256, 512, 1024)]
+    """Twice the positions take about twice the memory, and what does not follow them (a layer,
+    gradients) comes on top; the number of micro-batches is no part of the program."""
+    sizes = [
+        compiled(8, 1, tokens).memory_analysis().temp_size_in_bytes for tokens in (256, 512, 1024)
+    ]
     assert (sizes[2] - sizes[1]) == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.1)
 
 
@@ -142,19 +172,31 @@ KINDS = {
 }
 
 
-def step_of(kind: str, tokens: int, data: int = 1, tensor: int = 1, dtype: Any = "float64", **parts: Any) -> Step:
+def step_of(
+    kind: str, tokens: int, data: int = 1, tensor: int = 1, dtype: Any = "float64", **parts: Any
+) -> Step:
     """Plain gradient descent at rate 1: what weights lose is the gradient."""
     model = dataclasses.replace(MODEL, remat=tokens % 2 == 0, dtype=dtype)
-    step = build_step(config_of(model, KINDS[kind][0], tokens, **parts), small_mesh(data, tensor), (1,), MODEL.vocab)
+    step = build_step(
+        config_of(model, KINDS[kind][0], tokens, **parts),
+        small_mesh(data, tensor),
+        (1,),
+        MODEL.vocab,
+    )
     descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
-    return dataclasses.replace(step, learner=dataclasses.replace(step.learner, policy_loss=negative_log_likelihood, **descent))
+    return dataclasses.replace(
+        step,
+        learner=dataclasses.replace(step.learner, policy_loss=negative_log_likelihood, **descent),
+    )
 
 
 def texts() -> tuple[np.ndarray, np.ndarray]:
     """Rows of different lengths, some tokens of which are to be learnt; one row has none."""
     random = np.random.default_rng(4)
     tokens = random.integers(2, MODEL.vocab, (16, SIZE)).astype(np.int32)
-    chosen = (random.random(tokens.shape) < 0.6) & (np.arange(SIZE) < random.integers(4, SIZE + 1, 16)[:, None])
+    chosen = (random.random(tokens.shape) < 0.6) & (
+        np.arange(SIZE) < random.integers(4, SIZE + 1, 16)[:, None]
+    )
     chosen[3] = False
     return tokens, chosen
 
@@ -165,8 +207,11 @@ def networks(kind: str) -> tuple[Decoder, Any]:
     return tiny_network(Decoder, MODEL, 1), tiny_network(build, model, 2)
 
 
-def learnt(step: Step, kind: str, rows: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[Any, dict[str, float]]:
-    """The gradients of policy and draft, and the metrics; of other rows than `texts`, where they are given."""
+def learnt(
+    step: Step, kind: str, rows: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[Any, dict[str, float]]:
+    """The gradients of policy and draft, and the metrics; of other rows than `texts`, where they
+    are given."""
     learner = step.learner
     masters = "float64" if learner.dtype == "float64" else "float32"
     policy, draft = cast(networks(kind), masters)
@@ -177,12 +222,15 @@ def learnt(step: Step, kind: str, rows: tuple[np.ndarray, np.ndarray] | None = N
     assert after.draft is not None
     before = jax.tree.map(np.asarray, (policy, draft))
     now = jax.tree.map(np.asarray, (after.policy.network, after.draft.network))
-    return jax.tree.map(np.subtract, before, now), {name: float(value) for name, value in metrics.items()}
+    return jax.tree.map(np.subtract, before, now), {
+        name: float(value) for name, value in metrics.items()
+    }
 
 
 @functools.cache
 def plain(kind: str) -> tuple[Any, float, float]:
-    """The same gradients and losses on padded rows, with nothing packed, gathered or accumulated."""
+    """The same gradients and losses on padded rows, with nothing packed, gathered or
+    accumulated."""
     policy, draft = networks(kind)
     step, rows = step_of(kind, 64), whole_rows(*map(jnp.asarray, texts()))
     objective = step.learner.objective
@@ -191,7 +239,9 @@ def plain(kind: str) -> tuple[Any, float, float]:
     def policy_loss(policy: Decoder) -> jax.Array:
         logprobs = jax.nn.log_softmax(policy.logits(policy(rows.tokens, rows.positions).hidden))
         picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
-        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(rows.chosen, dtype=picked.dtype)
+        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(
+            rows.chosen, dtype=picked.dtype
+        )
 
     def loss_of_draft(draft: Any) -> jax.Array:
         forward = policy(rows.tokens, rows.positions, taps=step.generator.taps)
@@ -203,14 +253,19 @@ def plain(kind: str) -> tuple[Any, float, float]:
 
 
 def assert_close(found: Any, wanted: Any, bound: float) -> None:
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound), found, wanted)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound),
+        found,
+        wanted,
+    )
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted)) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "data", "tensor"),
     [
-        ("eagle3", 47, 1, 1),  # some texts a pack, the last one not full; layers are not run again in the backward pass
+        # some texts a pack, the last one not full; layers are not run again in the backward pass
+        ("eagle3", 47, 1, 1),
         ("mtp", 30, 2, 1),
         *(
             pytest.param(*shape, marks=pytest.mark.slow)
@@ -226,7 +281,9 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
         ),
     ],
 )
-def test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows(kind: str, tokens: int, data: int, tensor: int) -> None:
+def test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows(
+    kind: str, tokens: int, data: int, tensor: int
+) -> None:
     found, metrics = learnt(step_of(kind, tokens, data, tensor), kind)
     slopes, of_policy, of_draft = plain(kind)
     assert_close(found, slopes, 1e-12)
@@ -242,11 +299,19 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     adapted = step.adapt(policy)
     assert isinstance(adapted, Adapted)
     random = np.random.default_rng(5)
-    adapted.adapters = jax.tree.map(lambda leaf: jnp.asarray(0.1 * random.normal(size=leaf.shape)), adapted.adapters)
+    adapted.adapters = jax.tree.map(
+        lambda leaf: jnp.asarray(0.1 * random.normal(size=leaf.shape)), adapted.adapters
+    )
     state = step.learner.start(adapted, draft, online=True)
     state: LearnerState = jax.device_put(state, step.learner.layout(state))
-    after, _ = jax.jit(step.learner.learn)(state, texts_to_learn(*texts(), step.mesh, step.learner.tokens))
-    found = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), adapted.adapters, after.policy.network.adapters)
+    after, _ = jax.jit(step.learner.learn)(
+        state, texts_to_learn(*texts(), step.mesh, step.learner.tokens)
+    )
+    found = jax.tree.map(
+        lambda old, new: np.asarray(old) - np.asarray(new),
+        adapted.adapters,
+        after.policy.network.adapters,
+    )
     rows = whole_rows(*map(jnp.asarray, texts()))
 
     @jax.jit
@@ -255,7 +320,9 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
         network = merged(optimizers.with_parameters(adapted, weights))
         logprobs = jax.nn.log_softmax(network.logits(network(rows.tokens, rows.positions).hidden))
         picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
-        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(rows.chosen, dtype=picked.dtype)
+        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(
+            rows.chosen, dtype=picked.dtype
+        )
 
     assert_close(found, slope(optimizers.parameters(adapted)).adapters, 1e-12)
     jax.tree.map(np.testing.assert_array_equal, after.policy.network.base, adapted.base)
@@ -277,7 +344,11 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
     step = build_step(config_of(model, tokens=64), small_mesh(2), (1,), MODEL.vocab)
     state, finished, _ = abstract(step, PROMPTS)
     after, _ = jax.eval_shape(step.learn, state, finished)
-    floats = {leaf.dtype.name for leaf in jax.tree.leaves(after.learner) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    floats = {
+        leaf.dtype.name
+        for leaf in jax.tree.leaves(after.learner)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
     assert floats == {"float32"}
     gradients, _, _ = jax.eval_shape(
         functools.partial(step.learner._pass, learning=True),
@@ -290,16 +361,26 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
-def test_chunks_of_positions_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """In bfloat16, a position a chunk: 128 times the same text give the gradient of one, which sums in bfloat16 miss by far.
+def test_chunks_of_positions_are_added_up_in_float32(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In bfloat16, a position a chunk: 128 times the same text give the gradient of one, which sums
+    in bfloat16 miss by far.
 
     128 is a power of 2, so that each part of the sum is exactly as many times smaller.
     """
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
     text, chosen = np.arange(2, SIZE + 2, dtype=np.int32)[None], np.arange(SIZE)[None] >= 3
     one, many = (
-        learnt(step_of(kind, 128 * SIZE, dtype="bfloat16"), kind, (np.repeat(text, copies, 0), np.repeat(chosen, copies, 0)))[0]
+        learnt(
+            step_of(kind, 128 * SIZE, dtype="bfloat16"),
+            kind,
+            (np.repeat(text, copies, 0), np.repeat(chosen, copies, 0)),
+        )[0]
         for copies in (1, 128)
     )
-    for found, wanted in ((many[0].head[...], one[0].head[...]), (many[1].head[...], one[1].head[...])):
+    for found, wanted in (
+        (many[0].head[...], one[0].head[...]),
+        (many[1].head[...], one[1].head[...]),
+    ):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

@@ -23,14 +23,20 @@ STARTS = jnp.array([2, 3], jnp.int32)
 
 
 def token_logprobs(policy: Decoder, processing: Processing) -> tuple[jax.Array, jax.Array]:
-    """Of each token and the entropy it was drawn with, in chunks; zeros at position 0, which nothing precedes."""
+    """Of each token and the entropy it was drawn with, in chunks; zeros at position 0, which
+    nothing precedes."""
     texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
     produced = texts.positions + 1 - STARTS[:, None]
 
-    def chunk(hidden: jax.Array, labels: jax.Array, produced: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def chunk(
+        hidden: jax.Array, labels: jax.Array, produced: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return label_logprobs(policy.logits(hidden), labels, produced, processing)
 
-    inputs = (part[:, :-1] for part in (policy(texts.tokens, texts.positions).hidden, texts.labels, produced))
+    inputs = (
+        part[:, :-1]
+        for part in (policy(texts.tokens, texts.positions).hidden, texts.labels, produced)
+    )
     picked, entropies = in_chunks(chunk, len(TOKENS) * policy.config.vocab, *inputs)
     shift = ((0, 0), (1, 0))
     return jnp.pad(picked, shift), jnp.pad(entropies, shift)
@@ -51,12 +57,17 @@ def test_match_plain_numpy(tied: bool, temperature: float) -> None:
     for row in range(2):
         laws = numpy_softmax(numpy_decoder(policy, TOKENS[row])[0] / temperature)
         for t in range(1, 8):
-            assert float(found[row, t]) == pytest.approx(np.log(laws[t - 1, TOKENS[row, t]]), abs=1e-11)
-            assert float(entropy[row, t]) == pytest.approx(-(laws[t - 1] * np.log(laws[t - 1])).sum(), abs=1e-11)
+            assert float(found[row, t]) == pytest.approx(
+                np.log(laws[t - 1, TOKENS[row, t]]), abs=1e-11
+            )
+            assert float(entropy[row, t]) == pytest.approx(
+                -(laws[t - 1] * np.log(laws[t - 1])).sum(), abs=1e-11
+            )
 
 
 def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sampled() -> None:
-    """End tokens are excluded from the first two response tokens; whatever the text holds has a log-probability."""
+    """End tokens are excluded from the first two response tokens; whatever the text holds has a
+    log-probability."""
     policy = policy_of(tied=True)
     processing = Processing(min_new_tokens=2, stop_ids=(4,), temperature=0.7, top_p=0.6)
     found, _ = token_logprobs(policy, processing)
@@ -74,7 +85,9 @@ def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sam
 
 
 @pytest.mark.parametrize("positions_per_chunk", [1, pytest.param(2, marks=pytest.mark.slow), 3, 7])
-def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int) -> None:
+def test_chunks_change_neither_values_nor_gradients(
+    monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int
+) -> None:
     policy = policy_of(tied=False)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, *TOKENS.shape)))
 
@@ -94,14 +107,18 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
     for name, slope in numpy_weights(wanted_slope).items():
-        np.testing.assert_allclose(numpy_weights(found_slope)[name], slope, rtol=0, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            numpy_weights(found_slope)[name], slope, rtol=0, atol=1e-12, err_msg=name
+        )
         assert slope.any(), name
 
 
 def test_in_chunks_pads_and_joins_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     values = jnp.arange(10.0).reshape(2, 5)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4)
-    doubled, deep = in_chunks(lambda left, right: (left * 2, right + 1), 2, values, jnp.stack([values] * 3, -1))
+    doubled, deep = in_chunks(
+        lambda left, right: (left * 2, right + 1), 2, values, jnp.stack([values] * 3, -1)
+    )
     np.testing.assert_array_equal(doubled, values * 2)
     np.testing.assert_array_equal(deep, np.stack([values + 1] * 3, -1))
     huge = in_chunks(lambda part: part + 1, 10**9, values)  # at least one position at a time
@@ -118,4 +135,8 @@ def test_response_mask_covers_responses_only() -> None:
         version=jnp.zeros(3, jnp.int32),
         statistics=no_statistics(3, 1, 1, 1, jnp.float64),
     )
-    assert np.asarray(response_mask(rollout)).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]
+    assert np.asarray(response_mask(rollout)).astype(int).tolist() == [
+        [0, 0, 1, 1, 1, 0],
+        [0] * 6,
+        [0, 0, 0, 0, 1, 1],
+    ]

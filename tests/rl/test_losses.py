@@ -12,17 +12,23 @@ pytestmark = pytest.mark.usefixtures("x64")
 LOW, HIGH = 0.2, 0.28
 
 
-def loss(policy: jax.Array, old: jax.Array, advantages: list[float], mask: list[list[bool]]) -> jax.Array:
+def loss(
+    policy: jax.Array, old: jax.Array, advantages: list[float], mask: list[list[bool]]
+) -> jax.Array:
     """The mean over the tokens to learn, as the learner takes it."""
     chosen = jnp.array(mask)
     by_token = jnp.broadcast_to(jnp.array(advantages)[:, None], chosen.shape)
     losses = clipped_ratio(LossInputs(policy, old, old, by_token, chosen), LOW, HIGH)
-    return jnp.sum(jnp.where(chosen, losses, 0)) / jnp.maximum(jnp.sum(chosen, dtype=losses.dtype), 1)
+    return jnp.sum(jnp.where(chosen, losses, 0)) / jnp.maximum(
+        jnp.sum(chosen, dtype=losses.dtype), 1
+    )
 
 
 def test_the_negative_log_likelihood_is_that_of_the_policy_alone() -> None:
     logprobs = jnp.array([[-0.5, -2.0]])
-    found = negative_log_likelihood(LossInputs(logprobs, logprobs * 3, logprobs * 7, logprobs * 0, jnp.array([[True, True]])))
+    found = negative_log_likelihood(
+        LossInputs(logprobs, logprobs * 3, logprobs * 7, logprobs * 0, jnp.array([[True, True]]))
+    )
     np.testing.assert_array_equal(found, [[0.5, 2.0]])
 
 

@@ -33,12 +33,15 @@ def as_jax(tree: Any) -> Any:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_clip_then_adamw(decay: float) -> None:
-    """Three updates, of which the global-norm clip changes the first and the last; betas 0.9 and 0.95."""
+    """Three updates, of which the global-norm clip changes the first and the last; betas 0.9 and
+    0.95."""
     clip, rate = 1.0, 0.01
     optimizer = optimizers.adamw(rate, clip, decay)
     learner = optimizers.start(as_jax(WEIGHTS), optimizer)
     weights = {name: value.copy() for name, value in WEIGHTS.items()}
-    first, second = ({name: np.zeros_like(value) for name, value in WEIGHTS.items()} for _ in range(2))
+    first, second = (
+        {name: np.zeros_like(value) for name, value in WEIGHTS.items()} for _ in range(2)
+    )
     for number, scale in enumerate((5.0, 0.1, 30.0), start=1):
         raw = gradients(scale, number)
         norm = np.sqrt(sum((part**2).sum() for part in raw.values()))
@@ -49,7 +52,11 @@ def test_clip_then_adamw(decay: float) -> None:
             slope = raw[name] * min(1.0, clip / norm)
             first[name] = 0.9 * first[name] + 0.1 * slope
             second[name] = 0.95 * second[name] + 0.05 * slope**2
-            step = first[name] / (1 - 0.9**number) / (np.sqrt(second[name] / (1 - 0.95**number)) + 1e-8)
+            step = (
+                first[name]
+                / (1 - 0.9**number)
+                / (np.sqrt(second[name] / (1 - 0.95**number)) + 1e-8)
+            )
             weights[name] = weights[name] - rate * (step + decay * weights[name])
             np.testing.assert_allclose(learner.network[name], weights[name], rtol=1e-9)
 
@@ -62,12 +69,20 @@ def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) ->
         return optimizers.update(learner, slope, loss, optimizer)
 
     update = jax.jit(apply) if jitted else apply
-    learner, _ = update(optimizers.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0))
+    learner, _ = update(
+        optimizers.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0)
+    )
     before = jax.tree.map(np.asarray, learner)
     assert (int(learner.skipped), int(learner.skipped_in_row)) == (0, 0)
     one_bad = {**gradients(1.0), "b": np.array([0.1, np.nan])}
     infinite = {**gradients(1.0), "a": np.full((2, 2), np.inf)}
-    cases = [(gradients(1.0), np.nan), (gradients(1.0), np.inf), (one_bad, 1.0), (infinite, 1.0), (gradients(1e200), 1.0)]
+    cases = [
+        (gradients(1.0), np.nan),
+        (gradients(1.0), np.inf),
+        (one_bad, 1.0),
+        (infinite, 1.0),
+        (gradients(1e200), 1.0),
+    ]
     for times, (slope, loss) in enumerate(cases, start=1):
         learner, _ = update(learner, as_jax(slope), jnp.asarray(loss))
         assert (int(learner.skipped), int(learner.skipped_in_row)) == (times, times)
@@ -83,9 +98,15 @@ def test_schedules() -> None:
         with jax.numpy_dtype_promotion("standard"):  # optax promotes inside
             return np.array([np.asarray(schedule(jnp.int32(count))) for count in counts])
 
-    np.testing.assert_allclose(at(optimizers.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(
+        at(optimizers.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6
+    )
     np.testing.assert_allclose(at(optimizers.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
-    np.testing.assert_allclose(at(optimizers.cosine(1.0, 200), 0, 10, 105, 200, 500), [0.05, 1.0, 0.55, 0.1, 0.1], atol=1e-6)
+    np.testing.assert_allclose(
+        at(optimizers.cosine(1.0, 200), 0, 10, 105, 200, 500),
+        [0.05, 1.0, 0.55, 0.1, 0.1],
+        atol=1e-6,
+    )
     assert np.isfinite(at(optimizers.cosine(1.0, 1), 0, 1, 2)).all()
 
 
@@ -99,7 +120,13 @@ def mapped() -> Eagle3:
 def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
     """A loss that every weight and the map enter, and half of it."""
     shift = 0 if network.vocabulary is None else network.vocabulary[...].sum().astype(jnp.float64)
-    total = sum((jnp.sum((leaf - 0.01 * shift) ** 2) for leaf in jax.tree.leaves(optimizers.parameters(network))), jnp.zeros(()))
+    total = sum(
+        (
+            jnp.sum((leaf - 0.01 * shift) ** 2)
+            for leaf in jax.tree.leaves(optimizers.parameters(network))
+        ),
+        jnp.zeros(()),
+    )
     return total, total / 2
 
 
@@ -113,7 +140,9 @@ def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
 
     def ours(policy: Decoder) -> Decoder:
         loss, slope = value_and_grad(loss_of, policy)
-        return optimizers.update(optimizers.start(policy, optimizer), slope, loss, optimizer)[0].network
+        return optimizers.update(optimizers.start(policy, optimizer), slope, loss, optimizer)[
+            0
+        ].network
 
     def plain(policy: Decoder) -> Any:
         changes, _ = optimizer.update(jax.grad(loss_of)(policy), optimizer.init(policy), policy)  # pyright: ignore[reportArgumentType]
@@ -125,7 +154,8 @@ def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
 
 
 def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
-    """Two donated updates on a mesh: every weight moves as without a map, the ids stay, and the optimizer has never seen them."""
+    """Two donated updates on a mesh: every weight moves as without a map, the ids stay, and the
+    optimizer has never seen them."""
     optimizer = optimizers.adamw(0.01, 1.0, 0.1)
 
     def fresh() -> Trained:
@@ -136,13 +166,20 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
         return optimizers.update(learner, slope, loss, optimizer)[0], loss / half
 
     learner = fresh()
-    weights = [np.array(leaf) for leaf in jax.tree.leaves(optimizers.parameters(learner.network))]  # before their buffers are donated
-    abstract = jax.eval_shape(lambda: optimizers.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer))
+    # before their buffers are donated
+    weights = [np.array(leaf) for leaf in jax.tree.leaves(optimizers.parameters(learner.network))]
+    abstract = jax.eval_shape(
+        lambda: optimizers.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer)
+    )
     assert jax.tree.structure(abstract) == jax.tree.structure(learner)
     assert len(jax.tree.leaves(learner.network)) == 14
-    assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1  # both moments of every weight, and the count
+    # both moments of every weight, and the count
+    assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1
     layout = shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
-    found = {str(path[-2]): trimmed(spec.spec) for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)}
+    found = {
+        str(path[-2]): trimmed(spec.spec)
+        for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)
+    }
     assert (found[".vocabulary"], found[".head"]) == ((), ("data", "tensor"))
     placed = jax.device_put(learner, layout)
     update = jax.jit(step, donate_argnums=0)
@@ -156,22 +193,39 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
     for _ in range(2):
         slope = [2 * (leaf - 0.01 * IDS.sum()) for leaf in weights]
         changes, state = plainly(slope, state, weights)
-        weights = [leaf + np.asarray(change) for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)]
-    for ours, theirs in zip(jax.tree.leaves(optimizers.parameters(placed.network)), weights, strict=True):
+        weights = [
+            leaf + np.asarray(change)
+            for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)
+        ]
+    for ours, theirs in zip(
+        jax.tree.leaves(optimizers.parameters(placed.network)), weights, strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
 
 def test_moments_kept_in_bfloat16_are_those_rounded_and_weights_stay_as_wide() -> None:
-    """Two updates beside those of plain AdamW: the first is the same, the second differs by what rounding the moments does."""
+    """Two updates beside those of plain AdamW: the first is the same, the second differs by what
+    rounding the moments does."""
     plain = optimizers.adamw(0.1, 1.0)
     narrow = optimizers.kept_in("bfloat16", plain)
     learners = [optimizers.start(as_jax(WEIGHTS), optimizer) for optimizer in (plain, narrow)]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)} == {"bfloat16", "int32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)} == {
+        "bfloat16",
+        "int32",
+    }
     for scale in (1.0, 0.3):
         slope, loss = as_jax(gradients(scale)), jnp.asarray(1.0)
-        learners = [optimizers.update(each, slope, loss, made)[0] for each, made in zip(learners, (plain, narrow), strict=True)]
+        learners = [
+            optimizers.update(each, slope, loss, made)[0]
+            for each, made in zip(learners, (plain, narrow), strict=True)
+        ]
         for name in WEIGHTS:
             exact, rounded = (np.asarray(each.network[name]) for each in learners)
             assert rounded.dtype == exact.dtype
-            np.testing.assert_allclose(rounded, exact, rtol=0, atol=0 if scale == 1.0 else 0.1 * 2**-7)
-    assert any(np.any(np.asarray(learners[0].network[name]) != np.asarray(learners[1].network[name])) for name in WEIGHTS)
+            np.testing.assert_allclose(
+                rounded, exact, rtol=0, atol=0 if scale == 1.0 else 0.1 * 2**-7
+            )
+    assert any(
+        np.any(np.asarray(learners[0].network[name]) != np.asarray(learners[1].network[name]))
+        for name in WEIGHTS
+    )

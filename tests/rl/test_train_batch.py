@@ -1,4 +1,5 @@
-"""The plan of a batch: every row once, no pack too full, shards balanced; and what a shard gathers by it."""
+"""The plan of a batch: every row once, no pack too full, shards balanced; and what a shard gathers
+by it."""
 
 from typing import Any
 
@@ -26,8 +27,11 @@ from jaxspec.state import Plan
 from tests.conftest import small_mesh
 
 
-def stands(plan: Plan, read: np.ndarray, shards: int, tokens: int) -> tuple[dict[int, tuple[int, int, int]], np.ndarray]:
-    """Row -> (shard, micro-batch, start) of those that are read; and by shard, micro-batch and position the row that stands there."""
+def stands(
+    plan: Plan, read: np.ndarray, shards: int, tokens: int
+) -> tuple[dict[int, tuple[int, int, int]], np.ndarray]:
+    """Row -> (shard, micro-batch, start) of those that are read; and by shard, micro-batch and
+    position the row that stands there."""
     found, there = {}, np.full((shards, int(plan.used[0]), tokens), -1)
     places = len(read) // shards
     for place, row in enumerate(np.asarray(plan.order)):
@@ -43,7 +47,9 @@ def stands(plan: Plan, read: np.ndarray, shards: int, tokens: int) -> tuple[dict
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(9, 30))
-def test_every_row_stands_once_and_no_pack_overflows(shards: int, lengths: list[int], tokens: int) -> None:
+def test_every_row_stands_once_and_no_pack_overflows(
+    shards: int, lengths: list[int], tokens: int
+) -> None:
     read = np.array(lengths * shards, np.int32)
     plan = planned(read, shards, tokens)
     assert sorted(np.asarray(plan.order).tolist()) == list(range(len(read)))
@@ -59,7 +65,8 @@ def test_a_row_that_fits_no_micro_batch_is_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_shards_get_about_as_much_text_though_groups_differ(shards: int) -> None:
-    """64 answers in groups of 8 whose lengths spread 1:8, all of a group alike: whole groups would differ by far more."""
+    """64 answers in groups of 8 whose lengths spread 1:8, all of a group alike: whole groups would
+    differ by far more."""
     random = np.random.default_rng(0)
     read = np.repeat(random.integers(24, 193, 8), 8).astype(np.int32)
     by_group = read.reshape(shards, -1).sum(1)
@@ -88,10 +95,21 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
         batch = exchanged(batch, shards)
         return tuple(packed(batch, 0, number, tokens, filler(batch))[0])
 
-    plan = batch.plan.replace(order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P())
+    plan = batch.plan.replace(
+        order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P()
+    )
     specs = jax.tree.map(lambda _: P("data"), batch).replace(plan=plan)
     outputs: Any = tuple([P("data")] * 5)
-    run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=(specs, P()), out_specs=outputs, axis_names={"data"}, check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            gather,
+            mesh=mesh,
+            in_specs=(specs, P()),
+            out_specs=outputs,
+            axis_names={"data"},
+            check_vma=False,
+        )
+    )
     for micro in range(int(batch.plan.used[0])):
         arrays: list[Any] = [np.asarray(part) for part in run(batch, jnp.int32(micro))]
         pack = Pack(*arrays)
@@ -114,11 +132,20 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
 def test_whole_rows_are_texts_of_their_own() -> None:
     tokens, chosen = jnp.array([[5, 6, 7]], jnp.int32), jnp.array([[True, False, True]])
     found = whole_rows(tokens, chosen)
-    assert [np.asarray(part).tolist() for part in found] == [[[5, 6, 7]], [[6, 7, 0]], [[False, True, False]], [[0, 1, 2]], [[0, 0, 0]]]
+    assert [np.asarray(part).tolist() for part in found] == [
+        [[5, 6, 7]],
+        [[6, 7, 0]],
+        [[False, True, False]],
+        [[0, 1, 2]],
+        [[0, 0, 0]],
+    ]
 
 
 def test_labels_before_are_counted_within_each_text() -> None:
     """Two texts side by side and a position beyond them."""
-    chosen, first = jnp.array([[False, True, True, False, True, True, False]]), jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32)
+    chosen, first = (
+        jnp.array([[False, True, True, False, True, True, False]]),
+        jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32),
+    )
     pack = Pack(tokens=first, labels=first, chosen=chosen, positions=first, first=first)
     assert np.asarray(learnt_before(pack)).tolist() == [[0, 0, 1, 2, 0, 1, 0]]

@@ -1,4 +1,5 @@
-"""What the tests of the engine share: compiled loops over tiny networks, drafts that are right by construction, exact laws in numpy."""
+"""What the tests of the engine share: compiled loops over tiny networks, drafts that are right by
+construction, exact laws in numpy."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -44,7 +45,10 @@ match = jax.jit(match_rule)
 
 def marked(cases: Iterable[Any]) -> list[Any]:
     """Cases as pytest's parameters: marked slow where they say so."""
-    return [pytest.param(case, marks=pytest.mark.slow if case.slow else [], id=str(case)) for case in cases]
+    return [
+        pytest.param(case, marks=pytest.mark.slow if case.slow else [], id=str(case))
+        for case in cases
+    ]
 
 
 def log(probabilities: np.ndarray) -> np.ndarray:
@@ -87,7 +91,13 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
         case "eagle3":
             return tiny_network(eagle3, model, 3, scale)
         case "eagle3 other":
-            form = {"taps": (0, 4), "fuse_norms": True, "norm_before_residual": True, "norm_output": True, "own_embedding": True}
+            form = {
+                "taps": (0, 4),
+                "fuse_norms": True,
+                "norm_before_residual": True,
+                "norm_output": True,
+                "own_embedding": True,
+            }
             sizes = {"layers": 2, "embed": 8, "heads": 2, "kv_heads": 1, "head_size": 6, "ffn": 12}
             return tiny_network(functools.partial(eagle3, sizes=sizes, **form), model, 2, scale)
         case "eagle1":
@@ -108,43 +118,77 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
 
 
 def changing_pace(lengths: tuple[int, ...]) -> Pace | None:
-    """By which rounds of all slots draft nothing, after two that try one token; those of the tail draft most. None: all draft alike."""
+    """By which rounds of all slots draft nothing, after two that try one token; those of the tail
+    draft most. None: all draft alike."""
     if not lengths:
         return None
     pace = draft_length.unmeasured(lengths, WIDTH + NEW)
     falling, rising = np.linspace(9.0, 1.0, len(lengths)), np.linspace(1.0, 9.0, len(lengths))
     first = np.arange(pace.cost.shape[1])[:, None] == 0
     cost = np.where(first, rising[:, None, None], falling[:, None, None])
-    return pace.replace(cost=jnp.asarray(cost, jnp.float32), known=pace.known.replace(spare=jnp.float32(2 * (rising[1] - rising[0]))))
+    return pace.replace(
+        cost=jnp.asarray(cost, jnp.float32),
+        known=pace.known.replace(spare=jnp.float32(2 * (rising[1] - rising[0]))),
+    )
 
 
-def drafter(network: Any, draft: Draft | None, choice: tuple[int, ...] = (), lengths: tuple[int, ...] = ()) -> Drafter:
-    """The draft as the engine takes it, at the only temperature there is, or at the chosen ones of the grid."""
+def drafter(
+    network: Any, draft: Draft | None, choice: tuple[int, ...] = (), lengths: tuple[int, ...] = ()
+) -> Drafter:
+    """The draft as the engine takes it, at the only temperature there is, or at the chosen ones of
+    the grid."""
     length = draft.length if draft else 0
     choice = choice or (0,) * length
-    return Drafter(network=network, choice=jnp.asarray(choice, jnp.int32).reshape(length), pace=changing_pace(lengths))
+    return Drafter(
+        network=network,
+        choice=jnp.asarray(choice, jnp.int32).reshape(length),
+        pace=changing_pace(lengths),
+    )
 
 
-def compiled(draft: Draft | None, chosen: Settings, data: int = 1, tensor: int = 1, choice: tuple[int, ...] = ()) -> Callable[..., Any]:
+def compiled(
+    draft: Draft | None,
+    chosen: Settings,
+    data: int = 1,
+    tensor: int = 1,
+    choice: tuple[int, ...] = (),
+) -> Callable[..., Any]:
     """Prompts in, numpy rollout out."""
     mesh = small_mesh(data, tensor)
-    run = jax.jit(lambda target, drafter, prompts, key: generate(target, drafter, draft, prompts, key, chosen, mesh))
+    run = jax.jit(
+        lambda target, drafter, prompts, key: generate(
+            target, drafter, draft, prompts, key, chosen, mesh
+        )
+    )
 
     def call(pair: tuple[Decoder, Any], prompts: Prompts, seed: int = 5) -> Any:
-        return jax.tree.map(np.asarray, run(pair[0], drafter(pair[1], draft, choice, chosen.lengths), prompts, jax.random.key(seed)))
+        return jax.tree.map(
+            np.asarray,
+            run(
+                pair[0],
+                drafter(pair[1], draft, choice, chosen.lengths),
+                prompts,
+                jax.random.key(seed),
+            ),
+        )
 
     return call
 
 
-def assert_same_rows(found: Rollout, wanted: Rollout, rows: Any = slice(None), of: Any = None) -> None:
+def assert_same_rows(
+    found: Rollout, wanted: Rollout, rows: Any = slice(None), of: Any = None
+) -> None:
     of = rows if of is None else of
     for name in ("tokens", "lengths", "status"):
-        np.testing.assert_array_equal(getattr(found, name)[rows], getattr(wanted, name)[of], err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(found, name)[rows], getattr(wanted, name)[of], err_msg=name
+        )
     np.testing.assert_allclose(found.logprobs[rows], wanted.logprobs[of], rtol=0, atol=1e-9)
 
 
 def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -> np.ndarray:
-    """Probabilities of one position: known ids, bans, minimum length, temperature, top-k, top-p, one after the other."""
+    """Probabilities of one position: known ids, bans, minimum length, temperature, top-k, top-p,
+    one after the other."""
     logits = logits.copy()
     logits[processing.known or len(logits) :] = -np.inf
     logits[list(processing.banned)] = -np.inf
@@ -158,55 +202,85 @@ def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -
     probabilities = numpy_softmax(logits / processing.temperature)
     before = 0.0
     for token in likely:
-        before, probabilities[token] = before + probabilities[token], probabilities[token] * (before < processing.top_p)
+        before, probabilities[token] = (
+            before + probabilities[token],
+            probabilities[token] * (before < processing.top_p),
+        )
     return probabilities / probabilities.sum()
 
 
-def sequence_law(target: Decoder, prompt: list[int], processing: Processing, new: int) -> dict[tuple[int, ...], float]:
+def sequence_law(
+    target: Decoder, prompt: list[int], processing: Processing, new: int
+) -> dict[tuple[int, ...], float]:
     """Every possible response and its probability, by plain decoding in numpy."""
     law, open_prefixes = {}, {(): 1.0}
     for _ in range(new):
         longer = {}
         for prefix, mass in open_prefixes.items():
-            probabilities = numpy_processed(numpy_decoder(target, [*prompt, *prefix])[0][-1], processing, len(prefix))
+            probabilities = numpy_processed(
+                numpy_decoder(target, [*prompt, *prefix])[0][-1], processing, len(prefix)
+            )
             for token in np.flatnonzero(probabilities).tolist():
-                (law if token in processing.stop_ids else longer)[*prefix, token] = mass * probabilities[token]
+                (law if token in processing.stop_ids else longer)[*prefix, token] = (
+                    mass * probabilities[token]
+                )
         open_prefixes = longer
     return law | open_prefixes
 
 
 def bigram_draft(length: int, table: np.ndarray) -> Draft:
-    """A draft that needs only the last token: row v of `table` holds the logits of what follows v."""
+    """A draft that needs only the last token: row v of `table` holds the logits of what follows
+    v."""
     logits = jnp.asarray(table)
 
-    def prefill(network: Any, target: Decoder, prompts: Prompts, features: jax.Array, cache: None) -> tuple[tuple[()], None]:
+    def prefill(
+        network: Any, target: Decoder, prompts: Prompts, features: jax.Array, cache: None
+    ) -> tuple[tuple[()], None]:
         return (), None
 
     def propose(
-        network: Any, target: Decoder, state: tuple[()], cache: None, context: Context, sample: Sampler, length: int
+        network: Any,
+        target: Decoder,
+        state: tuple[()],
+        cache: None,
+        context: Context,
+        sample: Sampler,
+        length: int,
     ) -> tuple[tuple[()], None, Proposal]:
         token, drafted, seen = context.at(context.lengths[:, None] - 1)[:, 0], [], []
         for offset in range(length):
             seen.append(logits[token])
             token = sample(seen[-1], offset)
             drafted.append(token)
-        return state, None, Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length))
+        return (
+            state,
+            None,
+            Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length)),
+        )
 
-    def catch_up(network: Any, target: Decoder, state: tuple[()], cache: None, context: Context) -> tuple[tuple[()], None]:
+    def catch_up(
+        network: Any, target: Decoder, state: tuple[()], cache: None, context: Context
+    ) -> tuple[tuple[()], None]:
         return state, None
 
     def commit(state: tuple[()], kept: Kept) -> tuple[()]:
         return state
 
-    return Draft(length, (), True, lambda network, rows, slots: None, prefill, catch_up, propose, commit)
+    return Draft(
+        length, (), True, lambda network, rows, slots: None, prefill, catch_up, propose, commit
+    )
 
 
 def bigram_target(head: np.ndarray, dtype: str = "float64") -> tuple[Decoder, np.ndarray]:
     """A decoder that sees only the last token, and its logits by last token."""
     vocab = head.shape[1]
-    model = tiny_model(vocab=vocab, embed=vocab, layers=1, heads=1, kv_heads=1, head_size=2, ffn=2, dtype=dtype)
+    model = tiny_model(
+        vocab=vocab, embed=vocab, layers=1, heads=1, kv_heads=1, head_size=2, ffn=2, dtype=dtype
+    )
     target = tiny_network(Decoder, model, 3)
-    target = with_weights(target, output=0.0, down=0.0, embedding=np.eye(vocab), norm=1.0, head=head)
+    target = with_weights(
+        target, output=0.0, down=0.0, embedding=np.eye(vocab), norm=1.0, head=head
+    )
     return target, np.sqrt(vocab) / np.sqrt(1 + vocab * 1e-6) * head
 
 
@@ -223,17 +297,22 @@ def last_token_prompts(tokens: list[int]) -> Prompts:
 
 
 def coupled_prompts() -> Prompts:
-    """Prompts of 1 to 5 tokens over a small part of the vocabulary, so that look-up has something to find, with earlier texts."""
+    """Prompts of 1 to 5 tokens over a small part of the vocabulary, so that look-up has something
+    to find, with earlier texts."""
     random = np.random.default_rng(4)
     made = tiny_prompts(8, WIDTH)
     tokens = jnp.asarray(random.integers(4, 7, (8, WIDTH)), jnp.int32)
     texts = jnp.asarray(random.integers(4, 7, (8, PAST, WIDTH + NEW)), jnp.int32)
     lengths = jnp.asarray(random.integers(0, WIDTH + NEW + 1, (8, PAST)), jnp.int32)
-    return made.replace(tokens=tokens, lengths=made.lengths.at[3].set(1), history=texts, history_lengths=lengths)
+    return made.replace(
+        tokens=tokens, lengths=made.lengths.at[3].set(1), history=texts, history_lengths=lengths
+    )
 
 
 @functools.cache
 def plain() -> tuple[Decoder, Any]:
     """A target, and what it answers to `coupled_prompts` by plain decoding."""
     target = tiny_network(Decoder, tiny_model(), 1, 0.8)
-    return target, compiled(None, Settings(GROUP, NEW, SPREAD, None))((target, None), coupled_prompts())
+    return target, compiled(None, Settings(GROUP, NEW, SPREAD, None))(
+        (target, None), coupled_prompts()
+    )

@@ -1,7 +1,9 @@
-"""Verification rules, measured from outside: how likely each cut is and the law of the token after it, whatever the rule's formulas.
+"""Verification rules, measured from outside: how likely each cut is and the law of the token after
+it, whatever the rule's formulas.
 
-The coin below which a draft is kept is found by bisection, what a pattern of low and high coins leads to by running it, and the law of a
-token by bisection on the Gumbel noise, since argmax(log r + noise) is a draw from r.
+The coin below which a draft is kept is found by bisection, what a pattern of low and high coins
+leads to by running it, and the law of a token by bisection on the Gumbel noise, since argmax(log r
++ noise) is a draw from r.
 """
 
 import functools
@@ -25,31 +27,47 @@ NEVER = -1e6
 
 
 def constant_table(law: list[float], depth: int) -> Table:
-    return {context: np.array(law) for done in range(depth + 1) for context in itertools.product(range(len(law)), repeat=done)}
+    return {
+        context: np.array(law)
+        for done in range(depth + 1)
+        for context in itertools.product(range(len(law)), repeat=done)
+    }
 
 
 class Rows:
-    """One row for every context and all drafts on offer there; what stands beyond would always be accepted."""
+    """One row for every context and all drafts on offer there; what stands beyond would always be
+    accepted."""
 
     def __init__(self, target: Table, draft: Table, offers: Offers, length: int):
         self.vocab, self.length = len(next(iter(target.values()))), length
-        self.rows = [(context, drafts) for context, count in offers for drafts in itertools.product(range(self.vocab), repeat=count)]
+        self.rows = [
+            (context, drafts)
+            for context, count in offers
+            for drafts in itertools.product(range(self.vocab), repeat=count)
+        ]
         self.index = {row: number for number, row in enumerate(self.rows)}
         size = len(self.rows)
         self.count = np.array([len(drafts) for _, drafts in self.rows], np.int32)
         self.drafts = np.zeros((size, length), np.int32)
-        self.target, self.draft = (np.full((size, count, self.vocab), -np.log(self.vocab)) for count in (length + 1, length))
+        self.target, self.draft = (
+            np.full((size, count, self.vocab), -np.log(self.vocab))
+            for count in (length + 1, length)
+        )
         for number, (context, drafts) in enumerate(self.rows):
             self.drafts[number, : len(drafts)] = drafts
-            self.target[number, : len(drafts) + 1] = [log(target[context + drafts[:i]]) for i in range(len(drafts) + 1)]
-            self.draft[number, : len(drafts)] = np.array([log(draft[context + drafts[:i]]) for i in range(len(drafts))]).reshape(
-                -1, self.vocab
-            )
+            self.target[number, : len(drafts) + 1] = [
+                log(target[context + drafts[:i]]) for i in range(len(drafts) + 1)
+            ]
+            self.draft[number, : len(drafts)] = np.array(
+                [log(draft[context + drafts[:i]]) for i in range(len(drafts))]
+            ).reshape(-1, self.vocab)
         self.table, self.cache = draft, {}
 
     def chance(self, context: Context, drafts: Context) -> float:
         """Of these drafts being drawn."""
-        return float(np.prod([self.table[context + drafts[:i]][drafts[i]] for i in range(len(drafts))]))
+        return float(
+            np.prod([self.table[context + drafts[:i]][drafts[i]] for i in range(len(drafts))])
+        )
 
     def repeated(self, times: int) -> list[jax.Array]:
         """What a verdict is about, with each row repeated."""
@@ -58,8 +76,11 @@ class Rows:
             self.cache[times] = [jnp.asarray(np.repeat(array, times, axis=0)) for array in arrays]
         return self.cache[times]
 
-    def drawn_law(self, draw: Callable[[np.ndarray], np.ndarray], batch: tuple[int, ...]) -> np.ndarray:
-        """The law of `draw`, which turns Gumbel noise [*batch V V] into tokens [*batch V]: one experiment for each token."""
+    def drawn_law(
+        self, draw: Callable[[np.ndarray], np.ndarray], batch: tuple[int, ...]
+    ) -> np.ndarray:
+        """The law of `draw`, which turns Gumbel noise [*batch V V] into tokens [*batch V]: one
+        experiment for each token."""
         only = np.where(np.eye(self.vocab, dtype=bool), 0.0, NEVER)
         tokens = np.arange(self.vocab)
         supported = draw(np.broadcast_to(only, (*batch, self.vocab, self.vocab))) == tokens
@@ -76,21 +97,28 @@ class Rows:
 
 
 class Measured(Rows):
-    """What a rule with coins does with each row: `cut`, how likely each cut is, and `law`, that of the token after it."""
+    """What a rule with coins does with each row: `cut`, how likely each cut is, and `law`, that of
+    the token after it."""
 
     def __init__(self, rule: str, target: Table, draft: Table, offers: Offers, length: int):
         super().__init__(target, draft, offers, length)
         self.rule = rule
         self.thresholds = self._thresholds()
         size, cuts = len(self.rows), length + 1
-        self.cut, best, leads_to = np.zeros((size, cuts)), np.zeros((size, cuts)), np.zeros((size, cuts, length))
+        self.cut, best, leads_to = (
+            np.zeros((size, cuts)),
+            np.zeros((size, cuts)),
+            np.zeros((size, cuts, length)),
+        )
         for pattern in itertools.product([True, False], repeat=length):
             coins = np.tile(np.where(pattern, 0.0, BELOW_ONE), (size, 1))
             accepted = self.accepted(coins)
             likely = np.prod(np.where(pattern, self.thresholds, 1 - self.thresholds), axis=1)
             everyone = np.arange(size)
             self.cut[everyone, accepted] += likely
-            leads_to[everyone, accepted] = np.where((likely > best[everyone, accepted])[:, None], coins, leads_to[everyone, accepted])
+            leads_to[everyone, accepted] = np.where(
+                (likely > best[everyone, accepted])[:, None], coins, leads_to[everyone, accepted]
+            )
             best[everyone, accepted] = np.maximum(likely, best[everyone, accepted])
         self.leads_to, self.possible = leads_to, best > 0
 
@@ -104,30 +132,51 @@ class Measured(Rows):
     def mean_accepted(self) -> float:
         """Drafts kept in one round after the first context, on average over all drafts."""
         context, length = self.rows[0][0], self.length
-        rows = [(drafts, self.index[context, drafts]) for drafts in itertools.product(range(self.vocab), repeat=length)]
-        return sum(self.chance(context, drafts) * float(self.cut[row] @ np.arange(length + 1)) for drafts, row in rows)
+        rows = [
+            (drafts, self.index[context, drafts])
+            for drafts in itertools.product(range(self.vocab), repeat=length)
+        ]
+        return sum(
+            self.chance(context, drafts) * float(self.cut[row] @ np.arange(length + 1))
+            for drafts, row in rows
+        )
 
     def run(self, coins: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Accepted and next token for coins [rows, *batch, K] and noise [rows, *batch, V]."""
         batch = coins.shape[:-1]
         arrays = self.repeated(int(np.prod(batch[1:])))
-        verdict = RULES[self.rule](*arrays, coins.reshape(-1, self.length), noise.reshape(-1, self.vocab))
-        return np.asarray(verdict.accepted).reshape(batch), np.asarray(verdict.next_token).reshape(batch)
+        verdict = RULES[self.rule](
+            *arrays, coins.reshape(-1, self.length), noise.reshape(-1, self.vocab)
+        )
+        return np.asarray(verdict.accepted).reshape(batch), np.asarray(verdict.next_token).reshape(
+            batch
+        )
 
     def accepted(self, coins: np.ndarray) -> np.ndarray:
         return self.run(coins, np.zeros((*coins.shape[:-1], self.vocab)))[0]
 
     def _thresholds(self) -> np.ndarray:
-        """The coin below which each draft is kept, while the other coins let it be seen: low before it for a chain, high for a block."""
+        """The coin below which each draft is kept, while the other coins let it be seen: low before
+        it for a chain, high for a block."""
         depths = np.arange(self.length)
-        others = np.where(depths < depths[:, None], 0.0 if self.rule == "token" else BELOW_ONE, BELOW_ONE)
+        others = np.where(
+            depths < depths[:, None], 0.0 if self.rule == "token" else BELOW_ONE, BELOW_ONE
+        )
 
         def kept(coin: np.ndarray) -> np.ndarray:
-            accepted = self.accepted(np.where(np.eye(self.length, dtype=bool), np.minimum(coin, BELOW_ONE)[..., None], others))
+            accepted = self.accepted(
+                np.where(
+                    np.eye(self.length, dtype=bool), np.minimum(coin, BELOW_ONE)[..., None], others
+                )
+            )
             return accepted > depths if self.rule == "token" else accepted == depths + 1
 
         shape = (len(self.rows), self.length)
-        return np.where(kept(np.zeros(shape)), np.where(kept(np.ones(shape)), 1.0, bisect(kept, 0.0, 1.0, shape, 52)), 0.0)
+        return np.where(
+            kept(np.zeros(shape)),
+            np.where(kept(np.ones(shape)), 1.0, bisect(kept, 0.0, 1.0, shape, 52)),
+            0.0,
+        )
 
     def blocks(self, context: Context, count: int) -> dict[Context, float]:
         """The exact law of what one round commits after `context`."""
@@ -145,14 +194,22 @@ class Measured(Rows):
 
 
 class Matched(Rows):
-    """The same for the match rule, with drafts that know nothing of its noise: `law` is that of the token at each position."""
+    """The same for the match rule, with drafts that know nothing of its noise: `law` is that of the
+    token at each position."""
 
     def __init__(self, target: Table, draft: Table, offers: Offers, length: int):
         super().__init__(target, draft, offers, length)
-        self.law = np.stack([self.drawn_law(self._at(position), (len(self.rows),)) for position in range(length + 1)], axis=1)
+        self.law = np.stack(
+            [
+                self.drawn_law(self._at(position), (len(self.rows),))
+                for position in range(length + 1)
+            ],
+            axis=1,
+        )
 
     def _at(self, position: int) -> Callable[[np.ndarray], np.ndarray]:
-        """The token at a position, where the drafts before it are pulled up so far that they match; no token where they cannot."""
+        """The token at a position, where the drafts before it are pulled up so far that they match;
+        no token where they cannot."""
         size = len(self.rows)
         drafted = np.pad(self.drafts, ((0, 0), (0, 1)))
         pulled = np.full((size, self.vocab, self.length + 1, self.vocab), NEVER)
@@ -163,7 +220,11 @@ class Matched(Rows):
             pulled[:, :, position] = noise
             verdict = match(target, drafts, count, pulled.reshape(-1, self.length + 1, self.vocab))
             accepted, token = (np.asarray(part).reshape(size, self.vocab) for part in verdict)
-            return np.where(accepted > position, drafted[:, position, None], np.where(accepted == position, token, -1))
+            return np.where(
+                accepted > position,
+                drafted[:, position, None],
+                np.where(accepted == position, token, -1),
+            )
 
         return draw
 

@@ -1,4 +1,5 @@
-"""In coupled mode the tokens are the very ones of plain decoding: for every draft, on every mesh, wherever a row stands."""
+"""In coupled mode the tokens are the very ones of plain decoding: for every draft, on every mesh,
+wherever a row stands."""
 
 import functools
 from typing import NamedTuple
@@ -72,18 +73,23 @@ def test_coupled_tokens_are_those_of_plain_decoding(case: Coupled) -> None:
     target, wanted = plain()
     draft = draft_of(case.kind, case.length)
     chosen = Settings(GROUP, NEW, SPREAD, None, case.grid)
-    found = compiled(draft, chosen, case.data, case.tensor, case.choice)((target, network_of(case.kind, 0.8)), coupled_prompts())
+    found = compiled(draft, chosen, case.data, case.tensor, case.choice)(
+        (target, network_of(case.kind, 0.8)), coupled_prompts()
+    )
     assert_same_rows(found, wanted)
     assert {EOS, LENGTH} == set(found.status.tolist())
     assert found.statistics.accepted.sum() > 0
     assert found.statistics.rounds.sum() < wanted.statistics.rounds.sum()
-    np.testing.assert_allclose(found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp 2", "eagle3+history"])
 def test_permuted_rows_stay_themselves(kind: str) -> None:
-    """Groups change places after the prefill, caches, drafts and all: each gives the tokens it would have given at its old place."""
+    """Groups change places after the prefill, caches, drafts and all: each gives the tokens it
+    would have given at its old place."""
     draft, chosen = draft_of(kind, 3), Settings(GROUP, NEW, SPREAD, block_rule)
     pair = plain()[0], network_of(kind, 0.8)
     order = np.random.default_rng(0).permutation(8)
@@ -91,39 +97,66 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
 
     def moved(leaf: jax.Array) -> jax.Array:
         axis = int(leaf.ndim == 5)  # layers that are stacked come before rows
-        return leaf if leaf.shape == (1,) else jnp.take(leaf, order if leaf.shape[axis] == 8 else rows, axis=axis)
+        return (
+            leaf
+            if leaf.shape == (1,)
+            else jnp.take(leaf, order if leaf.shape[axis] == 8 else rows, axis=axis)
+        )
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(prompts: Prompts, permute: bool) -> Rollout:
-        engine = begin(pair[0], drafter(pair[1], draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen)
+        engine = begin(
+            pair[0],
+            drafter(pair[1], draft),
+            draft,
+            prompts,
+            jnp.int32(0),
+            jax.random.key(5),
+            chosen,
+        )
         engine = jax.tree.map(moved, engine) if permute else engine
         return collect(advance(pair[0], drafter(pair[1], draft), draft, engine, 100, chosen))
 
-    found, wanted = (jax.tree.map(np.asarray, run(coupled_prompts(), permute)) for permute in (True, False))
+    found, wanted = (
+        jax.tree.map(np.asarray, run(coupled_prompts(), permute)) for permute in (True, False)
+    )
     assert_same_rows(found, wanted, slice(None), rows)
     np.testing.assert_array_equal(found.statistics.accepted, wanted.statistics.accepted[rows])
 
 
 @pytest.mark.slow
 def test_float32_flips_are_near_ties_and_rare() -> None:
-    """Products of width 1 and K+1 round differently: over 300,000 tokens at most 1 row in 100,000 tokens may part, at a near-tie.
+    """Products of width 1 and K+1 round differently: over 300,000 tokens at most 1 row in 100,000
+    tokens may part, at a near-tie.
 
-    What a row samples after it parted is another text, so only the first difference of a row is judged.
+    What a row samples after it parted is another text, so only the first difference of a row is
+    judged.
     """
     model = tiny_model(vocab=64, layers=6, embed=32, head_size=8, ffn=64, dtype="float32")
     target, network = tiny_network(Decoder, model, 1, 0.8), tiny_network(eagle3, model, 2, 0.8)
     processing = Processing(stop_ids=(1,))
-    runs = [compiled(draft, Settings(64, 64, processing, None)) for draft in (None, recurrent(3, (1, 2, 3)))]
+    runs = [
+        compiled(draft, Settings(64, 64, processing, None))
+        for draft in (None, recurrent(3, (1, 2, 3)))
+    ]
     tokens = flips = 0
     for seed in range(5):
         made = tiny_prompts(32, WIDTH, 64, seed)
         wanted, found = (run((target, network), made, seed) for run in runs)
         tokens += int((wanted.lengths - wanted.prompt_lengths).sum())
-        for row in np.flatnonzero((wanted.tokens != found.tokens).any(1) | (wanted.lengths != found.lengths)):
+        for row in np.flatnonzero(
+            (wanted.tokens != found.tokens).any(1) | (wanted.lengths != found.lengths)
+        ):
             flips += 1
             place = int(np.argmax(wanted.tokens[row] != found.tokens[row]))
-            laws = np.log(numpy_processed(numpy_decoder(target, wanted.tokens[row, :place])[0][-1], processing, 0))
-            keys = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), 0), place)
+            laws = np.log(
+                numpy_processed(
+                    numpy_decoder(target, wanted.tokens[row, :place])[0][-1], processing, 0
+                )
+            )
+            keys = jax.random.fold_in(
+                jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), 0), place
+            )
             scores = laws + np.asarray(jax.random.gumbel(keys, (64,), jnp.float32))
             gap = abs(scores[wanted.tokens[row, place]] - scores[found.tokens[row, place]])
             assert gap < 1e-4, f"row {row} of seed {seed} parts at {place} with a gap of {gap}"

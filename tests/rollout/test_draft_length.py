@@ -1,4 +1,5 @@
-"""Which length a round drafts: worked numbers, and the seconds of many choices, by the table they were made from."""
+"""Which length a round drafts: worked numbers, and the seconds of many choices, by the table they
+were made from."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,21 @@ from jaxspec.rollout.draft_length import choose, contexts, expected_tokens, unme
 from jaxspec.state import Known, Pace
 
 LENGTHS = (0, 1, 3, 5)
-COSTS = [(1, 1.1, 1.2, 1.3), (1, 1.3, 1.6, 2.0), (1, 1.02, 2.5, 4.0), (1, 2.0, 2.1, 2.2), (1, 1.5, 1.2, 3.0)]
+COSTS = [
+    (1, 1.1, 1.2, 1.3),
+    (1, 1.3, 1.6, 2.0),
+    (1, 1.02, 2.5, 4.0),
+    (1, 2.0, 2.1, 2.2),
+    (1, 1.5, 1.2, 3.0),
+]
 
 
 def known(reached: list[float], kept: list[float], spare: float = 0.0) -> Known:
-    return Known(reached=jnp.asarray(reached, jnp.float32), kept=jnp.asarray(kept, jnp.float32), spare=jnp.float32(spare))
+    return Known(
+        reached=jnp.asarray(reached, jnp.float32),
+        kept=jnp.asarray(kept, jnp.float32),
+        spare=jnp.float32(spare),
+    )
 
 
 def test_contexts_end_ever_later() -> None:
@@ -24,21 +35,36 @@ def test_contexts_end_ever_later() -> None:
 
 
 def test_expected_tokens_are_those_of_conditional_acceptance() -> None:
-    """Where much is known, the fractions; a depth never reached does as well as the one before; of nothing, 0.8 at every depth."""
+    """Where much is known, the fractions; a depth never reached does as well as the one before; of
+    nothing, 0.8 at every depth."""
     many = expected_tokens(known([8e6, 4e6, 1e6, 1e6, 0], [4e6, 1e6, 1e6, 5e5, 0]), LENGTHS)
-    np.testing.assert_allclose(many, [1, 1.5, 1.5 + 1 / 8 + 1 / 8, 1.75 + 1 / 16 + 1 / 32], rtol=1e-5)
-    np.testing.assert_allclose(expected_tokens(known([0] * 5, [0] * 5), LENGTHS), [1, 1.8, 2.952, 3.68928], rtol=1e-5)
+    np.testing.assert_allclose(
+        many, [1, 1.5, 1.5 + 1 / 8 + 1 / 8, 1.75 + 1 / 16 + 1 / 32], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        expected_tokens(known([0] * 5, [0] * 5), LENGTHS), [1, 1.8, 2.952, 3.68928], rtol=1e-5
+    )
     # Two drafts of which one was kept, and the word of one draft that 0.8 are: 1.8 of 3.
-    np.testing.assert_allclose(expected_tokens(known([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]), (1,)), [1.6], rtol=1e-5)
+    np.testing.assert_allclose(
+        expected_tokens(known([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]), (1,)), [1.6], rtol=1e-5
+    )
 
 
 def test_the_most_tokens_a_second_are_chosen() -> None:
-    half = known([1e6, 5e5, 2.5e5, 1e5, 1e5], [5e5, 2.5e5, 1.25e5, 5e4, 5e4])  # 1, 1.5, 1.875, 1.96875 tokens
-    for cost, wanted in (((1, 1.1, 1.2, 1.3), 2), ((1, 1.1, 1.5, 2), 1), ((1, 1.6, 1.9, 2), 0), ((1, 1, 1, 1), 3)):
+    # 1, 1.5, 1.875, 1.96875 tokens
+    half = known([1e6, 5e5, 2.5e5, 1e5, 1e5], [5e5, 2.5e5, 1.25e5, 5e4, 5e4])
+    for cost, wanted in (
+        ((1, 1.1, 1.2, 1.3), 2),
+        ((1, 1.1, 1.5, 2), 1),
+        ((1, 1.6, 1.9, 2), 0),
+        ((1, 1, 1, 1), 3),
+    ):
         place, spare = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
         assert place == wanted
         assert spare == jnp.float32(0.01) * jnp.float32(cost[wanted])
-        tried, spare = choose(half.replace(spare=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS)
+        tried, spare = choose(
+            half.replace(spare=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS
+        )
         longer = min(wanted + 1, 3)
         assert tried == (longer if cost[longer] - cost[wanted] <= 0.5 else wanted)
         assert spare >= 0
@@ -46,8 +72,11 @@ def test_the_most_tokens_a_second_are_chosen() -> None:
     assert place == 1
 
 
-def spent(cost: tuple[float, ...], rates: list[float], rounds: int, start: Known, measured: int = 0) -> tuple[np.ndarray, float, Known]:
-    """Rounds of each length, their tokens a second, and what is known after them, for a draft whose depths are kept at `rates`.
+def spent(
+    cost: tuple[float, ...], rates: list[float], rounds: int, start: Known, measured: int = 0
+) -> tuple[np.ndarray, float, Known]:
+    """Rounds of each length, their tokens a second, and what is known after them, for a draft whose
+    depths are kept at `rates`.
 
     Before them come `measured` rounds of the longest drafts, as at the start of a run.
     """
@@ -73,7 +102,8 @@ def spent(cost: tuple[float, ...], rates: list[float], rounds: int, start: Known
 
 @pytest.mark.parametrize("cost", COSTS)
 def test_a_useless_draft_costs_a_hundredth(cost: tuple[float, ...]) -> None:
-    """Over plain decoding, by the table, once it is known to be useless; finding out takes a few rounds."""
+    """Over plain decoding, by the table, once it is known to be useless; finding out takes a few
+    rounds."""
     counts, _, after = spent(cost, [0.0] * 5, 150, known([0] * 5, [0] * 5))
     assert counts[0] > 0
     counts, _, _ = spent(cost, [0.0] * 5, 2000, after)
@@ -84,7 +114,10 @@ def test_a_useless_draft_costs_a_hundredth(cost: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
 def test_no_fixed_length_is_much_better(cost: tuple[float, ...], rate: float) -> None:
-    best = max((1 - rate ** (length + 1)) / (1 - rate) / seconds for length, seconds in zip(LENGTHS, cost, strict=True))
+    best = max(
+        (1 - rate ** (length + 1)) / (1 - rate) / seconds
+        for length, seconds in zip(LENGTHS, cost, strict=True)
+    )
     counts, speed, _ = spent(cost, [rate] * 5, 1000, known([0] * 5, [0] * 5), measured=16)
     assert speed * 1.05 >= best, counts
 
@@ -99,12 +132,18 @@ def test_a_draft_that_becomes_useful_is_found() -> None:
 
 def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
     made = no_statistics(2, 1, 5, 1, jnp.float32)
-    fresh = made.replace(reached=made.reached.at[:, 0].set(jnp.asarray([3, 5])), accepted=made.accepted.at[:, 0].set(jnp.asarray([1, 4])))
-    before = Pace(known=known([10, 6, 0, 0, 0], [2, 2, 0, 0, 0], 5), cost=unmeasured(LENGTHS, 100).cost + 2)
+    fresh = made.replace(
+        reached=made.reached.at[:, 0].set(jnp.asarray([3, 5])),
+        accepted=made.accepted.at[:, 0].set(jnp.asarray([1, 4])),
+    )
+    before = Pace(
+        known=known([10, 6, 0, 0, 0], [2, 2, 0, 0, 0], 5), cost=unmeasured(LENGTHS, 100).cost + 2
+    )
     after = update(before, fresh).known
     np.testing.assert_allclose(after.reached, [13, 3, 0, 0, 0])
     np.testing.assert_allclose(after.kept, [6, 1, 0, 0, 0])
     assert after.spare == 0
-    idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).known  # nothing was drafted: it earns
+    # nothing was drafted: it earns
+    idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).known
     np.testing.assert_allclose(idle.reached, before.known.reached)
     np.testing.assert_allclose(idle.spare, 5 + 0.01 * 2 * 15)

@@ -1,4 +1,5 @@
-"""The draft inside the engine, after rounds of mixed lengths: it says what a draft that has just read the row's whole text says."""
+"""The draft inside the engine, after rounds of mixed lengths: it says what a draft that has just
+read the row's whole text says."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +18,18 @@ from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
-from tests.rollout.harness import GROUP, SPREAD, STOP, WIDTH, coupled_prompts, draft_of, drafter, marked, network_of, plain
+from tests.rollout.harness import (
+    GROUP,
+    SPREAD,
+    STOP,
+    WIDTH,
+    coupled_prompts,
+    draft_of,
+    drafter,
+    marked,
+    network_of,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -29,7 +41,8 @@ class Case(NamedTuple):
     turns: tuple[int, ...]
     """Lengths of the rounds, in turn."""
     paged: bool = True
-    """With pages that run out, so that rows are evicted and read their texts again; else a row of cache for each slot."""
+    """With pages that run out, so that rows are evicted and read their texts again; else a row of
+    cache for each slot."""
     slow: bool = True
 
     @property
@@ -41,7 +54,9 @@ class Case(NamedTuple):
         """Six slots for 32 rows, the last of which move to two."""
         pages = 8 * -(-WIDTH // 2) + -(-(WIDTH + NEW + DEPTHS) // 2) + 4
         processing = SPREAD._replace(stop_ids=STOP[:1])
-        given = Settings(GROUP, NEW, processing, block_rule, slots=6, tail=(2,), lengths=self.lengths)
+        given = Settings(
+            GROUP, NEW, processing, block_rule, slots=6, tail=(2,), lengths=self.lengths
+        )
         return given._replace(page_size=2, pages=pages) if self.paged else given
 
     def __str__(self) -> str:
@@ -64,7 +79,9 @@ CASES = [
 def forced(given: Drafter, lengths: tuple[int, ...], length: int) -> Drafter:
     """By which every round has this length: all others cost far more."""
     pace = draft_length.unmeasured(lengths, WIDTH + NEW)
-    return given.replace(pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[lengths.index(length)].set(1e-6)))
+    return given.replace(
+        pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[lengths.index(length)].set(1e-6))
+    )
 
 
 def in_turn(logits: jax.Array, offset: int) -> jax.Array:
@@ -72,8 +89,11 @@ def in_turn(logits: jax.Array, offset: int) -> jax.Array:
     return jnp.full(len(logits), 4 + offset, jnp.int32)
 
 
-def said(learned: Draft, target: Decoder, network: Any, engine: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the learned draft would say in the engine's next round, what a fresh one says of the same texts, and how long these are."""
+def said(
+    learned: Draft, target: Decoder, network: Any, engine: DecodeState
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the learned draft would say in the engine's next round, what a fresh one says of the
+    same texts, and how long these are."""
     engine = slots.make_room(slots.refill(engine, GROUP, DEPTHS + 1), DEPTHS + 1)
     lengths = jnp.where(slots.active(engine), slots.reached(engine), 0)
     context = Context(engine.rollout.tokens, lengths, engine.row, engine.rollout.lengths)
@@ -83,12 +103,22 @@ def said(learned: Draft, target: Decoder, network: Any, engine: DecodeState) -> 
     if engine.paged is not None:
         cache = cache.replace(table=engine.paged.pages.table[: len(lengths)])
     ours = learned.propose(network, target, state, cache, context, in_turn, DEPTHS)[2].logits
-    texts = jnp.where(jnp.arange(engine.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None], context.texts(), 7)
-    forward = target(texts, jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32), texts.shape), taps=learned.taps)
+    texts = jnp.where(
+        jnp.arange(engine.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
+        context.texts(),
+        7,
+    )
+    forward = target(
+        texts,
+        jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32), texts.shape),
+        taps=learned.taps,
+    )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
     empty = learned.empty_cache(network, len(texts), texts.shape[1] + DEPTHS + 1)
     state, cache = learned.prefill(network, target, whole, features(forward), empty)
-    theirs = learned.propose(network, target, state, cache, Context(texts, whole.lengths), in_turn, DEPTHS)[2].logits
+    theirs = learned.propose(
+        network, target, state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
+    )[2].logits
     assert ours is not None
     assert theirs is not None
     return ours, theirs, lengths
@@ -96,14 +126,19 @@ def said(learned: Draft, target: Decoder, network: Any, engine: DecodeState) -> 
 
 @pytest.mark.parametrize("case", marked(CASES))
 def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) -> None:
-    """Drafts of all depths, with pages, evictions and a tail, within 1e-9 of a prefill of the same text, before every round."""
+    """Drafts of all depths, with pages, evictions and a tail, within 1e-9 of a prefill of the same
+    text, before every round."""
     target, settings = plain()[0], case.settings
     draft, network = draft_of(case.kind, DEPTHS), network_of(case.kind, 0.8)
     learned = draft_of(case.kind.partition("+")[0], DEPTHS)
     assert learned is not None
     given = drafter(network, draft, lengths=case.lengths)
     prompts = coupled_prompts()
-    engine = jax.jit(lambda prompts: begin(target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings))(prompts)
+    engine = jax.jit(
+        lambda prompts: begin(
+            target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings
+        )
+    )(prompts)
     step = jax.jit(lambda engine, drafter: advance(target, drafter, draft, engine, 1, settings))
     compare = jax.jit(lambda engine: said(learned, target, network, engine))
     by_turn = [forced(given, case.lengths, length) for length in case.turns]
@@ -111,10 +146,14 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
     while bool(slots.waiting(engine)) or bool(slots.active(engine).any()):
         ours, theirs, lengths = jax.device_get(compare(engine))
         there = lengths > 1  # a row of one token has nothing to draft from
-        np.testing.assert_allclose(ours[there], theirs[there], rtol=0, atol=1e-9, err_msg=f"before round {number}")
+        np.testing.assert_allclose(
+            ours[there], theirs[there], rtol=0, atol=1e-9, err_msg=f"before round {number}"
+        )
         compared, number = compared + int(there.sum()), number + 1
         engine = step(engine, by_turn[number % len(by_turn)])
     assert compared > 100
     found = engine.rollout.statistics
     spent = found.ended - found.began
-    assert bool((found.rounds < spent).any()) == case.paged, "rows lost their pages, or the case tests less than it says"
+    assert bool((found.rounds < spent).any()) == case.paged, (
+        "rows lost their pages, or the case tests less than it says"
+    )

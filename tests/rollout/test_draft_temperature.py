@@ -13,24 +13,34 @@ GRID = (0.0, 0.5, 1.0, 1.5)
 def measured(overlap: list[list[list[float]]]) -> Statistics:
     """Of groups of two rows."""
     groups, length, factors = np.shape(overlap)
-    return no_statistics(2 * groups, 2, length, factors, jnp.float32).replace(overlap_by_factor=jnp.asarray(overlap, jnp.float32))
+    return no_statistics(2 * groups, 2, length, factors, jnp.float32).replace(
+        overlap_by_factor=jnp.asarray(overlap, jnp.float32)
+    )
 
 
 def test_nothing_measured_means_the_temperature_of_the_rollout() -> None:
     assert draft_temperature.choose(draft_temperature.start(3, GRID), GRID).tolist() == [2, 2, 2]
-    assert draft_temperature.choose(draft_temperature.start(3, (0.7,)), (0.7,)).tolist() == [0, 0, 0]
+    assert draft_temperature.choose(draft_temperature.start(3, (0.7,)), (0.7,)).tolist() == [
+        0,
+        0,
+        0,
+    ]
     assert draft_temperature.choose(draft_temperature.start(0, GRID), GRID).tolist() == []
 
 
 def test_each_depth_takes_its_best_factor_summed_over_groups() -> None:
     """Two groups disagree at depth 1, where their sum decides; depth 3 was never reached."""
-    overlap = [[[0.0, 3.0, 2.0, 0.0], [4.0, 1.0, 1.0, 1.0], [0.0] * 4], [[0.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 2.0], [0.0] * 4]]
+    overlap = [
+        [[0.0, 3.0, 2.0, 0.0], [4.0, 1.0, 1.0, 1.0], [0.0] * 4],
+        [[0.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 2.0], [0.0] * 4],
+    ]
     sums = draft_temperature.update(draft_temperature.start(3, GRID), measured(overlap))
     assert draft_temperature.choose(sums, GRID).tolist() == [2, 0, 2]
 
 
 def test_old_batches_fade() -> None:
-    """A draft that has become sharper is followed after some batches, not at once, however long the past was."""
+    """A draft that has become sharper is followed after some batches, not at once, however long the
+    past was."""
     sums = draft_temperature.start(1, GRID)
     for _ in range(50):
         sums = draft_temperature.update(sums, measured([[[0.0, 9.0, 6.0, 0.0]]]))

@@ -1,4 +1,5 @@
-"""Failures: a row whose logits fail ends there, as in plain decoding, and harms no other; a broken draft only costs acceptance."""
+"""Failures: a row whose logits fail ends there, as in plain decoding, and harms no other; a broken
+draft only costs acceptance."""
 
 from typing import Any
 
@@ -37,21 +38,33 @@ POISON = 9
 
 def poisoned(target: Decoder, token: int = POISON) -> Decoder:
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.at[token].set(jnp.nan) if "embedding" in jax.tree_util.keystr(path) else leaf, target
+        lambda path, leaf: (
+            leaf.at[token].set(jnp.nan) if "embedding" in jax.tree_util.keystr(path) else leaf
+        ),
+        target,
     )
 
 
 def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
-    """Coupled: rows fail where plain decoding fails, with the tokens up to there, and a poisoned token that is drafted and rejected, or
-    stands in the padding of a prompt, does nothing."""
-    target, processing = poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8)), Processing(stop_ids=(1, 3))
+    """Coupled: rows fail where plain decoding fails, with the tokens up to there, and a poisoned
+    token that is drafted and rejected, or stands in the padding of a prompt, does nothing."""
+    target, processing = (
+        poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8)),
+        Processing(stop_ids=(1, 3)),
+    )
     made = tiny_prompts(8)
     width = made.tokens.shape[1]
-    made = made.replace(tokens=jnp.where(jnp.arange(width, dtype=jnp.int32) < made.lengths[:, None], made.tokens % 9, POISON))
+    made = made.replace(
+        tokens=jnp.where(
+            jnp.arange(width, dtype=jnp.int32) < made.lengths[:, None], made.tokens % 9, POISON
+        )
+    )
     wanted = compiled(None, Settings(16, 8, processing, None))((target, None), made)
     assert {EOS, LENGTH, FAILED} == set(wanted.status.tolist())
     network = tiny_network(eagle3, tiny_model(), 2, 0.8)
-    found = compiled(recurrent(3, (1, 2, 3)), Settings(16, 8, processing, None))((target, network), made)
+    found = compiled(recurrent(3, (1, 2, 3)), Settings(16, 8, processing, None))(
+        (target, network), made
+    )
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.lengths, wanted.lengths)
     np.testing.assert_array_equal(found.status, wanted.status)
@@ -63,7 +76,8 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
 
 @pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
 def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
-    """A draft that proposes the poisoned token often: as many rows fail, after as many tokens, as by plain decoding."""
+    """A draft that proposes the poisoned token often: as many rows fail, after as many tokens, as
+    by plain decoding."""
     target, processing = poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8)), Processing()
     table = np.zeros((tiny_model().vocab,) * 2)
     table[:, POISON] = 2
@@ -84,11 +98,16 @@ def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     ("rule", "value"),
     [
         (block_rule, np.nan),
-        *(pytest.param(rule, value, marks=pytest.mark.slow) for rule in (token_rule, None) for value in (np.nan, np.inf)),
+        *(
+            pytest.param(rule, value, marks=pytest.mark.slow)
+            for rule in (token_rule, None)
+            for value in (np.nan, np.inf)
+        ),
     ],
 )
 def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: float) -> None:
-    """Logits that are not finite after token 5: no row fails, and the law of the tokens is the target's."""
+    """Logits that are not finite after token 5: no row fails, and the law of the tokens is the
+    target's."""
     logits = np.random.default_rng(5).normal(size=(8, 8))
     target, table = bigram_target(logits)
     broken = table.copy()
@@ -101,7 +120,9 @@ def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: floa
     for number, start in enumerate((5, 2)):
         law = sequence_law(target, [0, start], Processing(), 3)
         index = {sequence: place for place, sequence in enumerate(law)}
-        found = [tuple(row) for row in rollout.tokens[number * 3000 : (number + 1) * 3000, 2:5].tolist()]
+        found = [
+            tuple(row) for row in rollout.tokens[number * 3000 : (number + 1) * 3000, 2:5].tolist()
+        ]
         assert not set(found) - set(index), "sequences that cannot occur"
         counts = np.bincount([index[sequence] for sequence in found], minlength=len(law))
         assert chi_square(counts, 3000 * np.array(list(law.values()))) > 1e-3
@@ -111,7 +132,10 @@ def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: floa
 def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
     """A NaN embedding of one prompt's token fails that group only."""
     target, made = plain()[0], tiny_prompts(8)
-    made = made.replace(tokens=jnp.where(made.tokens == 7, 8, made.tokens).at[2, 0].set(7), history=no_history(8)["history"])
+    made = made.replace(
+        tokens=jnp.where(made.tokens == 7, 8, made.tokens).at[2, 0].set(7),
+        history=no_history(8)["history"],
+    )
     processing = Processing(banned=(7,), stop_ids=STOP)
     run = compiled(draft_of("eagle3", 3), Settings(GROUP, NEW, processing, block_rule))
     network = network_of("eagle3", 0.8)
@@ -124,23 +148,35 @@ def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
 
 
 OVERFLOW = 5
-"""A token after which one logit over the temperature is more than float32 holds, so that the law is NaN."""
+"""A token after which one logit over the temperature is more than float32 holds, so that the law is
+NaN."""
 
 
 @pytest.mark.parametrize(
     ("drafted", "rule"),
-    [(2, block_rule), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, token_rule), (2, None), (0, None), (0, block_rule)))],
+    [
+        (2, block_rule),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, token_rule), (2, None), (0, None), (0, block_rule))
+        ),
+    ],
 )
 def test_a_row_whose_law_is_nan_fails_with_the_tokens_before_it(drafted: int, rule: Any) -> None:
-    """At this temperature the law is uniform over the largest logits, until one overflows; the logits themselves are finite."""
+    """At this temperature the law is uniform over the largest logits, until one overflows; the
+    logits themselves are finite."""
     vocab, new, group = 8, 6, 64
     head = np.zeros((vocab, vocab))
     head[OVERFLOW, 2] = 100
     target, _ = bigram_target(head, "float32")
     draft = bigram_draft(drafted, np.zeros((vocab, vocab), np.float32)) if drafted else None
-    rollout = compiled(draft, Settings(group, new, Processing(temperature=1e-37), rule))((target, None), last_token_prompts([0, OVERFLOW]))
+    rollout = compiled(draft, Settings(group, new, Processing(temperature=1e-37), rule))(
+        (target, None), last_token_prompts([0, OVERFLOW])
+    )
     ends, last = rollout.lengths, rollout.tokens[np.arange(2 * group), rollout.lengths - 1]
-    np.testing.assert_array_equal(rollout.status, np.where((last == OVERFLOW) & (ends < 2 + new), FAILED, LENGTH))
+    np.testing.assert_array_equal(
+        rollout.status, np.where((last == OVERFLOW) & (ends < 2 + new), FAILED, LENGTH)
+    )
     np.testing.assert_array_equal(ends[group:], 2)
     assert {2, 3, 4, 5} < set(ends[rollout.status == FAILED].tolist())
     for tokens, end in zip(rollout.tokens, ends, strict=True):
@@ -149,17 +185,25 @@ def test_a_row_whose_law_is_nan_fails_with_the_tokens_before_it(drafted: int, ru
     written = (np.arange(2 + new) >= 2) & (np.arange(2 + new) < ends[:, None])
     np.testing.assert_allclose(rollout.logprobs, np.where(written, -np.log(vocab), 0), atol=1e-5)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(rollout.statistics))
-    np.testing.assert_allclose(rollout.statistics.target_entropy, (ends - 2) * np.log(vocab), rtol=1e-5)
+    np.testing.assert_allclose(
+        rollout.statistics.target_entropy, (ends - 2) * np.log(vocab), rtol=1e-5
+    )
     if drafted:
-        assert rollout.statistics.accepted[rollout.status == FAILED].any(axis=0).all(), "rows must fail inside blocks, too"
+        assert rollout.statistics.accepted[rollout.status == FAILED].any(axis=0).all(), (
+            "rows must fail inside blocks, too"
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_row_without_any_possible_token_fails(temperature: float) -> None:
     """All tokens are banned but the end token, which may not come yet."""
     target, _ = bigram_target(np.random.default_rng(0).normal(size=(4, 4)))
-    processing = Processing(banned=(0, 2, 3), min_new_tokens=2, stop_ids=(1,), temperature=temperature)
-    rollout = compiled(None, Settings(2, 3, processing, block_rule))((target, None), last_token_prompts([0, 1]))
+    processing = Processing(
+        banned=(0, 2, 3), min_new_tokens=2, stop_ids=(1,), temperature=temperature
+    )
+    rollout = compiled(None, Settings(2, 3, processing, block_rule))(
+        (target, None), last_token_prompts([0, 1])
+    )
     assert (rollout.status == FAILED).all()
     np.testing.assert_array_equal(rollout.lengths, rollout.prompt_lengths)
     assert not rollout.tokens[:, 2:].any()

@@ -1,4 +1,5 @@
-"""The engine's whole loop on tiny transformers in float64: how rows start and end. `test_lossless.py` has the law of their tokens."""
+"""The engine's whole loop on tiny transformers in float64: how rows start and end.
+`test_lossless.py` has the law of their tokens."""
 
 import functools
 import itertools
@@ -28,7 +29,14 @@ from tests.conftest import (
     tiny_prompts,
     with_weights,
 )
-from tests.rollout.harness import assert_same_rows, bigram_draft, bigram_target, compiled, drafter, last_token_prompts
+from tests.rollout.harness import (
+    assert_same_rows,
+    bigram_draft,
+    bigram_target,
+    compiled,
+    drafter,
+    last_token_prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -43,24 +51,43 @@ def networks() -> tuple[Decoder, Eagle3]:
     return tiny_network(Decoder, tiny_model(), 1, 0.6), tiny_network(eagle3, tiny_model(), 2, 0.6)
 
 
-def settings(coupled: bool, temperature: float = 1.0, new: int = NEW, stop: tuple[int, ...] = STOP, group: int = GROUP) -> Settings:
+def settings(
+    coupled: bool,
+    temperature: float = 1.0,
+    new: int = NEW,
+    stop: tuple[int, ...] = STOP,
+    group: int = GROUP,
+) -> Settings:
     processing = Processing(stop_ids=stop, temperature=temperature)
-    return Settings(group_size=group, max_new_tokens=new, processing=processing, rule=None if coupled else token_rule)
+    return Settings(
+        group_size=group,
+        max_new_tokens=new,
+        processing=processing,
+        rule=None if coupled else token_rule,
+    )
 
 
 @functools.cache
 def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Any]:
-    return compiled(recurrent(length, (1, 2, 3)) if length else None, settings(coupled, temperature))
+    return compiled(
+        recurrent(length, (1, 2, 3)) if length else None, settings(coupled, temperature)
+    )
 
 
 def prompts() -> Prompts:
     made = tiny_prompts(8)
-    return made.replace(lengths=made.lengths.at[3].set(1))  # a prompt of one token has nothing to draft from at first
+    # a prompt of one token has nothing to draft from at first
+    return made.replace(lengths=made.lengths.at[3].set(1))
 
 
 def cut_inside_drafts(rollout: Any) -> np.ndarray:
     """Rows whose last round kept no token of its own: it was cut among its accepted drafts."""
-    return rollout.statistics.rounds + rollout.statistics.accepted.sum(1) - (rollout.lengths - rollout.prompt_lengths) == 1
+    return (
+        rollout.statistics.rounds
+        + rollout.statistics.accepted.sum(1)
+        - (rollout.lengths - rollout.prompt_lengths)
+        == 1
+    )
 
 
 def test_a_block_may_end_among_its_accepted_drafts() -> None:
@@ -80,10 +107,14 @@ def test_plain_rows_end_as_they_should() -> None:
     for row in range(len(rollout.status)):
         start, end = rollout.prompt_lengths[row], rollout.lengths[row]
         response = rollout.tokens[row, start:end]
-        np.testing.assert_array_equal(rollout.tokens[row, :start], prompts().tokens[row // GROUP, :start])
+        np.testing.assert_array_equal(
+            rollout.tokens[row, :start], prompts().tokens[row // GROUP, :start]
+        )
         assert not np.isin(response[:-1], STOP).any()
         assert (rollout.status[row] == EOS) == (response[-1] in STOP)
-        assert rollout.status[row] == EOS or (len(response) == NEW and rollout.status[row] == LENGTH)
+        assert rollout.status[row] == EOS or (
+            len(response) == NEW and rollout.status[row] == LENGTH
+        )
         assert not rollout.tokens[row, end:].any()
         assert not rollout.logprobs[row, end:].any()
         assert not rollout.logprobs[row, :start].any()
@@ -93,30 +124,46 @@ def test_plain_rows_end_as_they_should() -> None:
 
 
 def assert_pending_block_is_the_text(target: Decoder, draft: RecurrentState, rows: Rollout) -> None:
-    """What a draft will read next is the text just committed, with the target's own taps: a wrong one would only cost acceptance."""
+    """What a draft will read next is the text just committed, with the target's own taps: a wrong
+    one would only cost acceptance."""
     for row in np.flatnonzero(rows.status == RUNNING)[:3]:
         text = rows.tokens[row, : rows.lengths[row]]
         first = int(draft.first[row])
         taps = numpy_taps(numpy_decoder(target, text[:-1])[2])
-        np.testing.assert_allclose(draft.features[row, : len(text) - 1 - first], taps[first:], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            draft.features[row, : len(text) - 1 - first], taps[first:], rtol=0, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
     draft, chosen = recurrent(3, (1, 2, 3)), settings(coupled)
     target, network = networks()
-    start = jax.jit(lambda prompts, key: begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), key, chosen))
-    step = jax.jit(lambda engine, rounds: advance(target, drafter(network, draft), draft, engine, rounds, chosen))
+    start = jax.jit(
+        lambda prompts, key: begin(
+            target, drafter(network, draft), draft, prompts, jnp.int32(0), key, chosen
+        )
+    )
+    step = jax.jit(
+        lambda engine, rounds: advance(
+            target, drafter(network, draft), draft, engine, rounds, chosen
+        )
+    )
     engine = start(prompts(), jax.random.key(KEY))
     seen = jax.tree.map(np.asarray, collect(engine))
     while (seen.status == RUNNING).any():
         engine = step(engine, jnp.int32(1))
         now = jax.tree.map(np.asarray, collect(engine))
         was_running = seen.status == RUNNING
-        count, accepted = now.lengths - seen.lengths, (now.statistics.accepted - seen.statistics.accepted).sum(1)
+        count, accepted = (
+            now.lengths - seen.lengths,
+            (now.statistics.accepted - seen.statistics.accepted).sum(1),
+        )
         np.testing.assert_array_equal(now.statistics.rounds - seen.statistics.rounds, was_running)
-        for before, after in zip(jax.tree.leaves(seen), jax.tree.leaves(now), strict=True):  # each statistic too
-            ended = ~was_running[:: len(was_running) // len(before)]  # some are kept for the first row of each group only
+        # each statistic too
+        for before, after in zip(jax.tree.leaves(seen), jax.tree.leaves(now), strict=True):
+            # some are kept for the first row of each group only
+            ended = ~was_running[:: len(was_running) // len(before)]
             np.testing.assert_array_equal(after[ended], before[ended])
         assert ((count >= 1) & (count <= draft.length + 1))[was_running].all()
         # All kept drafts count; a round adds one token of its own unless it was cut before it.
@@ -131,14 +178,19 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
     whole = program(draft.length, coupled)(networks(), prompts())
     for found, wanted in zip(jax.tree.leaves(seen), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
-    engine = jax.tree.map(np.asarray, collect(step(start(prompts(), jax.random.key(KEY)), jnp.int32(0))))
+    engine = jax.tree.map(
+        np.asarray, collect(step(start(prompts(), jax.random.key(KEY)), jnp.int32(0)))
+    )
     np.testing.assert_array_equal(engine.lengths, engine.prompt_lengths)
 
 
 @pytest.mark.parametrize(
-    ("length", "coupled", "temperature"), [(3, False, 0.7), pytest.param(3, True, 0.7, marks=pytest.mark.slow), (0, True, 0.7)]
+    ("length", "coupled", "temperature"),
+    [(3, False, 0.7), pytest.param(3, True, 0.7, marks=pytest.mark.slow), (0, True, 0.7)],
 )
-def test_recorded_logprobs_are_those_of_the_whole_sequence(length: int, coupled: bool, temperature: float) -> None:
+def test_recorded_logprobs_are_those_of_the_whole_sequence(
+    length: int, coupled: bool, temperature: float
+) -> None:
     rollout = program(length, coupled, temperature)(networks(), prompts())
     for row in range(0, len(rollout.status), 3):
         start, end = rollout.prompt_lengths[row], rollout.lengths[row]
@@ -156,7 +208,11 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     run, made = program(3, coupled), prompts()
     whole = run(networks(), made)
     others = tiny_prompts(8, seed=9)
-    mixed = jax.tree.map(lambda ours, theirs: jnp.concatenate([ours[:4], theirs[4:]]) if ours.ndim else ours, made, others)
+    mixed = jax.tree.map(
+        lambda ours, theirs: jnp.concatenate([ours[:4], theirs[4:]]) if ours.ndim else ours,
+        made,
+        others,
+    )
     kept = slice(0, 4 * GROUP)
     assert_same_rows(run(networks(), mixed), whole, kept)
     assert (run(networks(), mixed).tokens[4 * GROUP :] != whole.tokens[4 * GROUP :]).any()
@@ -167,8 +223,12 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     @jax.jit
     def part(prompts: Prompts, first: jax.Array, key: jax.Array) -> Rollout:
         draft = recurrent(3, (1, 2, 3))
-        engine = begin(target, drafter(network, draft), draft, prompts, first, key, settings(coupled))
-        return collect(advance(target, drafter(network, draft), draft, engine, 100, settings(coupled)))
+        engine = begin(
+            target, drafter(network, draft), draft, prompts, first, key, settings(coupled)
+        )
+        return collect(
+            advance(target, drafter(network, draft), draft, engine, 100, settings(coupled))
+        )
 
     alone = jax.tree.map(np.asarray, part(last, jnp.int32(4), jax.random.key(KEY)))
     assert_same_rows(alone, whole, slice(None), slice(4 * GROUP, None))
@@ -176,7 +236,9 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
 
 @pytest.mark.slow
 def test_token_rule_is_the_same_on_any_mesh() -> None:
-    spread = compiled(recurrent(3, (1, 2, 3)), settings(False), data=4, tensor=2)(networks(), prompts())
+    spread = compiled(recurrent(3, (1, 2, 3)), settings(False), data=4, tensor=2)(
+        networks(), prompts()
+    )
     whole = program(3, False)(networks(), prompts())
     assert_same_rows(spread, whole)
     np.testing.assert_array_equal(spread.statistics.rounds, whole.statistics.rounds)
@@ -271,12 +333,17 @@ FAST_CUTS = (None, 6), (block_rule, 7)
     ],
 )
 def test_the_end_token_and_the_limit_cut_the_block_at_every_offset(rule: Any, new: int) -> None:
-    """A chain t -> t + 1 with 11 as its end: from 10 - n, the end stands at offset n of the first blocks; the last has room for 1 to 4."""
+    """A chain t -> t + 1 with 11 as its end: from 10 - n, the end stands at offset n of the first
+    blocks; the last has room for 1 to 4."""
     length, end = 3, 11
     target, table = bigram_target(40 * np.roll(np.eye(end + 1), 1, axis=1))
-    chosen = Settings(group_size=2, max_new_tokens=new, processing=Processing(stop_ids=(end, 0)), rule=rule)
+    chosen = Settings(
+        group_size=2, max_new_tokens=new, processing=Processing(stop_ids=(end, 0)), rule=rule
+    )
     starts = [10, 9, 8, 7, 6, 5, 4, 3, 2]
-    rollout = compiled(bigram_draft(length, table), chosen)((target, None), last_token_prompts(starts))
+    rollout = compiled(bigram_draft(length, table), chosen)(
+        (target, None), last_token_prompts(starts)
+    )
     for row, start in enumerate(itertools.chain.from_iterable((s, s) for s in starts)):
         response = list(range(start + 1, end + 1))[:new]
         count = len(response)
@@ -284,6 +351,10 @@ def test_the_end_token_and_the_limit_cut_the_block_at_every_offset(rule: Any, ne
         assert rollout.tokens[row].tolist() == [0, start, *response, *[0] * (new - count)]
         assert rollout.status[row] == (EOS if response[-1] == end else LENGTH)
         assert rollout.statistics.rounds[row] == -(-count // (length + 1))
-        kept = [min(length + 1, count - 4 * number) for number in range(rollout.statistics.rounds[row])]
-        assert rollout.statistics.accepted[row].tolist() == [sum(k >= depth for k in kept) for depth in (1, 2, 3)]
+        kept = [
+            min(length + 1, count - 4 * number) for number in range(rollout.statistics.rounds[row])
+        ]
+        assert rollout.statistics.accepted[row].tolist() == [
+            sum(k >= depth for k in kept) for depth in (1, 2, 3)
+        ]
         np.testing.assert_allclose(rollout.logprobs[row], 0, atol=1e-9)

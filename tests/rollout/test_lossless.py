@@ -1,7 +1,8 @@
 """Whatever drafts, and however it is verified: the tokens have the law of plain decoding.
 
-Each draft and rule runs in the engine's own loop: against the exact law of whole sequences by enumeration, and against acceptance that can
-be worked out by hand. `test_coupled.py` compares token by token.
+Each draft and rule runs in the engine's own loop: against the exact law of whole sequences by
+enumeration, and against acceptance that can be worked out by hand. `test_coupled.py` compares token
+by token.
 """
 
 import functools
@@ -48,7 +49,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 # ---- the law of whole sequences
 
 PLAIN = Processing(stop_ids=(1,))
-TRUNCATED = Processing(banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, known=5)
+TRUNCATED = Processing(
+    banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, known=5
+)
 
 
 class Law(NamedTuple):
@@ -62,10 +65,30 @@ class Law(NamedTuple):
     slow: bool = True
 
     def __str__(self) -> str:
-        drawn = self.kind.partition("+")[0] not in ("none", "vllm", "hf", "history") and self.grid != (0.0,)
-        rule = "match" if not drawn else self.rule.__name__.removesuffix("_rule") if self.rule else "coupled"
-        sampling = "argmax" if self.grid == (0.0,) else "sample" if self.grid == (1.0,) else f"at {self.grid}"
-        return f"{self.kind}, {rule}, {self.lengths or self.length}, {sampling}{'' if self.processing is PLAIN else ', truncated'}"
+        drawn = self.kind.partition("+")[0] not in (
+            "none",
+            "vllm",
+            "hf",
+            "history",
+        ) and self.grid != (0.0,)
+        rule = (
+            "match"
+            if not drawn
+            else self.rule.__name__.removesuffix("_rule")
+            if self.rule
+            else "coupled"
+        )
+        sampling = (
+            "argmax"
+            if self.grid == (0.0,)
+            else "sample"
+            if self.grid == (1.0,)
+            else f"at {self.grid}"
+        )
+        return (
+            f"{self.kind}, {rule}, {self.lengths or self.length},"
+            f" {sampling}{'' if self.processing is PLAIN else ', truncated'}"
+        )
 
 
 LAWS = [
@@ -122,13 +145,19 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
         history_lengths=jnp.asarray(random.integers(0, 7, (2 * groups, PAST)), jnp.int32),
     )
     draft = draft_of(case.kind, case.length)
-    tail = (27 * groups // 5,) if case.lengths else ()  # so many rows are left after a round without drafts, and draft again
-    settings = Settings(GROUP, new, case.processing, case.rule, case.grid, tail=tail, lengths=case.lengths)
+    # so many rows are left after a round without drafts, and draft again
+    tail = (27 * groups // 5,) if case.lengths else ()
+    settings = Settings(
+        GROUP, new, case.processing, case.rule, case.grid, tail=tail, lengths=case.lengths
+    )
     rollout = compiled(draft, settings, choice=case.choice)(pair, made)
     if draft is not None:
         total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
-        assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, "both acceptance and rejection must be common for this to test anything"
-        # A whole block found by look-up is rare in texts so short, and the longest of several drafts come when little is left to say.
+        assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, (
+            "both acceptance and rejection must be common for this to test anything"
+        )
+        # A whole block found by look-up is rare in texts so short, and the longest of several
+        # drafts come when little is left to say.
         assert total.accepted[-1 if draft.draws and not case.lengths else 0] > 100
         assert total.drafted[-1] > 100
     for number, text in enumerate(texts):
@@ -136,10 +165,16 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
         assert sum(law.values()) == pytest.approx(1)
         index = {sequence: place for place, sequence in enumerate(law)}
         rows = np.flatnonzero(np.arange(len(rollout.status)) // GROUP % 2 == number)
-        found = [tuple(rollout.tokens[row, rollout.prompt_lengths[row] : rollout.lengths[row]].tolist()) for row in rows]
+        found = [
+            tuple(rollout.tokens[row, rollout.prompt_lengths[row] : rollout.lengths[row]].tolist())
+            for row in rows
+        ]
         assert not set(found) - set(index), "sequences that cannot occur"
         assert (
-            chi_square(np.bincount([index[sequence] for sequence in found], minlength=len(law)), len(rows) * np.array(list(law.values())))
+            chi_square(
+                np.bincount([index[sequence] for sequence in found], minlength=len(law)),
+                len(rows) * np.array(list(law.values())),
+            )
             > 1e-3
         )
 
@@ -147,11 +182,21 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
 # ---- acceptance that is known
 
 
-@pytest.mark.parametrize("rule", [pytest.param(token_rule, marks=pytest.mark.slow), block_rule, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(token_rule, marks=pytest.mark.slow),
+        block_rule,
+        pytest.param(None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_target_that_drafts_for_itself_keeps_every_draft(rule: Any) -> None:
-    """The external draft has the target's own weights: K+1 tokens a round, exactly, and an expected acceptance of 1."""
+    """The external draft has the target's own weights: K+1 tokens a round, exactly, and an expected
+    acceptance of 1."""
     target = plain()[0]
-    rollout = compiled(external(3), Settings(GROUP, NEW, Processing(temperature=0.9), rule))((target, target), tiny_prompts(8))
+    rollout = compiled(external(3), Settings(GROUP, NEW, Processing(temperature=0.9), rule))(
+        (target, target), tiny_prompts(8)
+    )
     np.testing.assert_array_equal(rollout.statistics.rounds, NEW // 4)
     np.testing.assert_array_equal(rollout.statistics.accepted, NEW // 4)
     np.testing.assert_allclose(rollout.statistics.overlap, NEW // 4, rtol=0, atol=1e-12)
@@ -166,30 +211,50 @@ def independent_target() -> tuple[Decoder, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("rule", "grid"),
-    [(token_rule, (1.0,)), (token_rule, (0.0,)), pytest.param(block_rule, (1.0,), marks=pytest.mark.slow)],
+    [
+        (token_rule, (1.0,)),
+        (token_rule, (0.0,)),
+        pytest.param(block_rule, (1.0,), marks=pytest.mark.slow),
+    ],
     ids=["uniform", "one-hot", "uniform block"],
 )
 def test_the_mean_kept_is_the_predicted_one(rule: Any, grid: tuple[float, ...]) -> None:
-    """Uniform: a chain accepts each draft with probability sum min(target, 1/V); one-hot: with that of the drafted token."""
+    """Uniform: a chain accepts each draft with probability sum min(target, 1/V); one-hot: with that
+    of the drafted token."""
     target, law = independent_target()
     length = 3
     table = np.zeros((8, 8)) if grid != (0.0,) else np.tile(np.eye(8)[law.argmax()], (8, 1))
     chosen = Settings(1000, 8, Processing(), rule, grid)
-    rollout = compiled(bigram_draft(length, table), chosen)((target, None), last_token_prompts([1, 2]))
+    rollout = compiled(bigram_draft(length, table), chosen)(
+        (target, None), last_token_prompts([1, 2])
+    )
     total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
     rate = np.minimum(law, 1 / 8).sum() if grid != (0.0,) else law.max()
     np.testing.assert_allclose(total.overlap / total.reached, rate, rtol=0, atol=1e-12)
     kept = first_round_kept(target, bigram_draft(length, table), chosen)
-    predicted = 1 + block_acceptance(law, length) if rule is block_rule else sum(rate**depth for depth in range(length + 1))
+    predicted = (
+        1 + block_acceptance(law, length)
+        if rule is block_rule
+        else sum(rate**depth for depth in range(length + 1))
+    )
     assert kept.mean() == pytest.approx(predicted, abs=4 * kept.std() / np.sqrt(len(kept)))
 
 
 def block_acceptance(law: np.ndarray, length: int) -> float:
-    """Drafts that the block rule keeps of uniform ones, where every token has this law: by enumeration, and more than the chain's."""
-    target, draft = (constant_table(list(table), length) for table in (law, np.full(len(law), 1 / len(law))))
+    """Drafts that the block rule keeps of uniform ones, where every token has this law: by
+    enumeration, and more than the chain's."""
+    target, draft = (
+        constant_table(list(table), length) for table in (law, np.full(len(law), 1 / len(law)))
+    )
     with jax.debug_key_reuse(False):  # there are no keys here, and many calls
-        chain, block = (Measured(rule, target, draft, [((), length)], length).mean_accepted() for rule in ("token", "block"))
-    assert chain == pytest.approx(sum(np.minimum(law, 1 / len(law)).sum() ** depth for depth in range(1, length + 1)), abs=1e-12)
+        chain, block = (
+            Measured(rule, target, draft, [((), length)], length).mean_accepted()
+            for rule in ("token", "block")
+        )
+    assert chain == pytest.approx(
+        sum(np.minimum(law, 1 / len(law)).sum() ** depth for depth in range(1, length + 1)),
+        abs=1e-12,
+    )
     assert block > chain + 1e-2
     return block
 
@@ -199,7 +264,9 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
 
     @jax.jit
     def run(prompts: Prompts) -> Rollout:
-        engine = begin(target, drafter(None, draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen)
+        engine = begin(
+            target, drafter(None, draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen
+        )
         return collect(advance(target, drafter(None, draft), draft, engine, 1, chosen))
 
     return np.asarray(run(last_token_prompts([1, 2])).statistics.kept)
@@ -207,9 +274,12 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
 
 @pytest.mark.slow
 def test_block_keeps_more_than_token_by_the_published_vector() -> None:
-    """drafters.md 6.10 in the engine's loop: (1/3, 2/3) drafted as (2/3, 1/3) with K = 2 keeps 1 + 10/9 (token), 1 + 11/9 (block)."""
+    """drafters.md 6.10 in the engine's loop: (1/3, 2/3) drafted as (2/3, 1/3) with K = 2 keeps 1 +
+    10/9 (token), 1 + 11/9 (block)."""
     target, table = bigram_target(np.tile(np.log([1 / 3, 2 / 3]) * np.sqrt((1 + 2e-6) / 2), (2, 1)))
-    np.testing.assert_allclose(np.exp(table[0]) / np.exp(table[0]).sum(), [1 / 3, 2 / 3], atol=1e-12)
+    np.testing.assert_allclose(
+        np.exp(table[0]) / np.exp(table[0]).sum(), [1 / 3, 2 / 3], atol=1e-12
+    )
     draft = bigram_draft(2, np.tile(np.log([2 / 3, 1 / 3]), (2, 1)))
     for rule, accepted in ((token_rule, 10 / 9), (block_rule, 11 / 9)):
         kept = first_round_kept(target, draft, Settings(40_000, 6, Processing(), rule))
@@ -221,47 +291,77 @@ def test_block_keeps_more_than_token_by_the_published_vector() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("eagle3", "float32"), *(pytest.param(kind, "float64", marks=pytest.mark.slow) for kind in ("eagle3", "history"))],
+    [
+        ("eagle3", "float32"),
+        *(pytest.param(kind, "float64", marks=pytest.mark.slow) for kind in ("eagle3", "history")),
+    ],
 )
 def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: str) -> None:
-    """At T != 1, with unknown ids, bans, a minimum length, top-k and top-p: against numpy, and against the learner's own recompute."""
-    processing = Processing(banned=(0,), min_new_tokens=3, stop_ids=STOP, temperature=0.8, top_k=7, top_p=0.9, known=10)
+    """At T != 1, with unknown ids, bans, a minimum length, top-k and top-p: against numpy, and
+    against the learner's own recompute."""
+    processing = Processing(
+        banned=(0,), min_new_tokens=3, stop_ids=STOP, temperature=0.8, top_k=7, top_p=0.9, known=10
+    )
     target = tiny_network(Decoder, tiny_model(dtype=dtype), 1, 0.8)
     chosen = Settings(GROUP, NEW, processing, block_rule, (0.8,))
-    rollout = compiled(draft_of(kind, 3), chosen)((target, network_of(kind, 0.8, dtype=dtype)), coupled_prompts())
+    rollout = compiled(draft_of(kind, 3), chosen)(
+        (target, network_of(kind, 0.8, dtype=dtype)), coupled_prompts()
+    )
     tolerance = 1e-9 if dtype == "float64" else 1e-4
     starts, ends = rollout.prompt_lengths, rollout.lengths
     for row in range(0, len(ends), 5):
         logits = numpy_decoder(target, rollout.tokens[row, : ends[row]])[0]
         wanted = [
-            np.log(numpy_processed(logits[t - 1], processing, t - starts[row])[rollout.tokens[row, t]])
+            np.log(
+                numpy_processed(logits[t - 1], processing, t - starts[row])[rollout.tokens[row, t]]
+            )
             for t in range(starts[row], ends[row])
         ]
-        np.testing.assert_allclose(rollout.logprobs[row, starts[row] : ends[row]], wanted, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            rollout.logprobs[row, starts[row] : ends[row]], wanted, rtol=0, atol=tolerance
+        )
 
     @jax.jit
     def recompute(tokens: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
         positions = positions_of(tokens)
         logits = target.logits(target(tokens, positions).hidden)[:, :-1]
-        labels = label_logprobs(logits, tokens[:, 1:], positions[:, 1:] - starts[:, None], processing)
-        picked, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in labels)  # nothing precedes position 0
+        labels = label_logprobs(
+            logits, tokens[:, 1:], positions[:, 1:] - starts[:, None], processing
+        )
+        # nothing precedes position 0
+        picked, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in labels)
         return picked, entropy
 
-    picked, entropy = (np.asarray(leaf) for leaf in recompute(jnp.asarray(rollout.tokens), jnp.asarray(starts)))
+    picked, entropy = (
+        np.asarray(leaf) for leaf in recompute(jnp.asarray(rollout.tokens), jnp.asarray(starts))
+    )
     places = np.arange(rollout.tokens.shape[1])
     inside = (places >= starts[:, None]) & (places < ends[:, None])
     np.testing.assert_allclose(rollout.logprobs[inside], picked[inside], rtol=0, atol=tolerance)
-    np.testing.assert_allclose(rollout.statistics.target_entropy, (entropy * inside).sum(1), rtol=0, atol=10 * tolerance)
-    responses = [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
+    np.testing.assert_allclose(
+        rollout.statistics.target_entropy, (entropy * inside).sum(1), rtol=0, atol=10 * tolerance
+    )
+    responses = [
+        row[start:end].tolist()
+        for row, start, end in zip(rollout.tokens, starts, ends, strict=True)
+    ]
     assert not any(0 in response or 10 in response for response in responses)
     assert not any(set(response[:3]) & set(STOP) for response in responses)
-    assert min(map(len, responses)) == 4, "an end token is allowed right after the minimum, and comes"
+    assert min(map(len, responses)) == 4, (
+        "an end token is allowed right after the minimum, and comes"
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule", "grid"), [("eagle3", block_rule, (0.0,)), pytest.param("model", token_rule, (0.9,), marks=pytest.mark.slow)]
+    ("kind", "rule", "grid"),
+    [
+        ("eagle3", block_rule, (0.0,)),
+        pytest.param("model", token_rule, (0.9,), marks=pytest.mark.slow),
+    ],
 )
-def test_temperature_zero_takes_the_most_likely_token(kind: str, rule: Any, grid: tuple[float, ...]) -> None:
+def test_temperature_zero_takes_the_most_likely_token(
+    kind: str, rule: Any, grid: tuple[float, ...]
+) -> None:
     target = plain()[0]
     chosen = Settings(2, NEW, Processing(stop_ids=STOP, temperature=0.0), rule, grid)
     rollout = compiled(draft_of(kind, 3), chosen)((target, network_of(kind, 0.8)), tiny_prompts(8))

@@ -1,4 +1,5 @@
-"""200,000 short answers of the engine itself, in float32, against their exact law: drafts that are opposite, disjoint, one-hot or equal."""
+"""200,000 short answers of the engine itself, in float32, against their exact law: drafts that are
+opposite, disjoint, one-hot or equal."""
 
 import itertools
 from collections.abc import Callable
@@ -15,14 +16,22 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from tests.conftest import chi_square, numpy_softmax
-from tests.rollout.harness import bigram_draft, bigram_target, compiled, drafter, last_token_prompts, marked
+from tests.rollout.harness import (
+    bigram_draft,
+    bigram_target,
+    compiled,
+    drafter,
+    last_token_prompts,
+    marked,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 LENGTH, NEW, CALLS, GROUP = 3, 5, 4, 25_000
 STARTS = [0, 1]
 NEVER = -1e9
-"""A logit of the target whose probability is exactly 0; the engine takes one that is not finite for a failure."""
+"""A logit of the target whose probability is exactly 0; the engine takes one that is not finite for
+a failure."""
 
 
 def opposite(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -72,20 +81,30 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
     wanted, drafted = trial.tables(1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)))
     target, table = bigram_target(wanted * np.sqrt((1 + vocab * 1e-6) / vocab), "float32")
     np.testing.assert_allclose(table, wanted)
-    run = compiled(bigram_draft(LENGTH, drafted.astype(np.float32)), Settings(GROUP, NEW, Processing(), trial.rule))
+    run = compiled(
+        bigram_draft(LENGTH, drafted.astype(np.float32)),
+        Settings(GROUP, NEW, Processing(), trial.rule),
+    )
     counts, rounds, accepted = np.zeros((len(STARTS), vocab**NEW)), 0, 0
     for seed in range(CALLS):
         rollout = run((target, None), last_token_prompts(STARTS), seed)
         assert (rollout.lengths == 2 + NEW).all()
         index = rollout.tokens[:, 2:] @ vocab ** np.arange(NEW)[::-1]
-        counts += [np.bincount(part, minlength=vocab**NEW) for part in index.reshape(len(STARTS), GROUP)]
-        rounds, accepted = rounds + rollout.statistics.rounds.mean() / CALLS, accepted + rollout.statistics.accepted.sum()
+        counts += [
+            np.bincount(part, minlength=vocab**NEW) for part in index.reshape(len(STARTS), GROUP)
+        ]
+        rounds, accepted = (
+            rounds + rollout.statistics.rounds.mean() / CALLS,
+            accepted + rollout.statistics.accepted.sum(),
+        )
     if trial.tables is disjoint:
         assert (rounds, accepted) == (NEW, 0)
     elif trial.tables is equal:
         assert rounds == pytest.approx(2, abs=1e-3)  # weights that agree to rounding
     else:
-        assert 1.1 < rounds < 4.9, "both acceptance and rejection must be common for this to test anything"
+        assert 1.1 < rounds < 4.9, (
+            "both acceptance and rejection must be common for this to test anything"
+        )
     laws = numpy_softmax(table)
     expected = np.einsum("sa,ab,bc,cd,de->sabcde", laws[STARTS], laws, laws, laws, laws)
     counts = counts.reshape(expected.shape)
@@ -97,15 +116,25 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
 
 @pytest.mark.parametrize("vocab", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> None:
-    """Rounds that could draft, and do not: each token has its law given the one before it, whatever coin gave that one."""
-    target, table = bigram_target(1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)), "float32")
-    draft, settings = bigram_draft(1, np.zeros((vocab, vocab), np.float32)), Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1))
+    """Rounds that could draft, and do not: each token has its law given the one before it, whatever
+    coin gave that one."""
+    target, table = bigram_target(
+        1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)), "float32"
+    )
+    draft, settings = (
+        bigram_draft(1, np.zeros((vocab, vocab), np.float32)),
+        Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1)),
+    )
     pace = draft_length.unmeasured(settings.lengths, 4)
-    plain = drafter(None, draft).replace(pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[0].set(1e-6)))
+    plain = drafter(None, draft).replace(
+        pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[0].set(1e-6))
+    )
 
     @jax.jit
     def run(key: jax.Array) -> Any:
-        engine = begin(target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings)
+        engine = begin(
+            target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings
+        )
         return collect(advance(target, plain, draft, engine, 1000, settings))
 
     rollout = jax.tree.map(np.asarray, run(jax.random.key(1)))
@@ -120,16 +149,25 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
 
 @pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
 def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
-    """After one round, in which no row can end: a draft is reached where the one before it was kept, and nowhere else."""
+    """After one round, in which no row can end: a draft is reached where the one before it was
+    kept, and nowhere else."""
     logits = 1.2 * np.random.default_rng(3).normal(size=(3, 3))
     target, _ = bigram_target(logits, "float32")
-    draft, settings = bigram_draft(LENGTH, (-logits).astype(np.float32)), Settings(500, 20, Processing(), rule)
+    draft, settings = (
+        bigram_draft(LENGTH, (-logits).astype(np.float32)),
+        Settings(500, 20, Processing(), rule),
+    )
     given = drafter(None, draft)
 
     @jax.jit
     def run(key: jax.Array) -> Any:
         return advance(
-            target, given, draft, begin(target, given, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings), 1, settings
+            target,
+            given,
+            draft,
+            begin(target, given, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings),
+            1,
+            settings,
         )
 
     rollout = jax.tree.map(np.asarray, collect(run(jax.random.key(1))))

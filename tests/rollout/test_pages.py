@@ -1,4 +1,5 @@
-"""Pages against lists and sets in plain Python: whoever grows, shares and releases, every page is held by those who think so."""
+"""Pages against lists and sets in plain Python: whoever grows, shares and releases, every page is
+held by those who think so."""
 
 from collections import Counter
 
@@ -11,11 +12,14 @@ from jaxspec.rollout import pages as paging
 from jaxspec.rollout.pages import Pages, no_pages
 
 HOLDERS, STRETCHES = 6, 5
-grow, share, release, free = (jax.jit(getattr(paging, name)) for name in ("grow", "share", "release", "free"))
+grow, share, release, free = (
+    jax.jit(getattr(paging, name)) for name in ("grow", "share", "release", "free")
+)
 
 
 class Simulated:
-    """Each holder's pages in order of its stretches; which free pages are given is the pool's own affair."""
+    """Each holder's pages in order of its stretches; which free pages are given is the pool's own
+    affair."""
 
     def __init__(self, count: int):
         self.count = count
@@ -39,7 +43,9 @@ class Simulated:
 
     def check(self, pages: Pages) -> None:
         references = Counter(page for held in self.held.values() for page in held)
-        np.testing.assert_array_equal(pages.references, [references[page] for page in range(self.count)])
+        np.testing.assert_array_equal(
+            pages.references, [references[page] for page in range(self.count)]
+        )
         assert int(free(pages)) == len(self.free())
         for holder, held in self.held.items():
             assert int(pages.held[holder]) == len(held)
@@ -47,7 +53,9 @@ class Simulated:
             assert len(set(held)) == len(held)
 
 
-def random_step(random: np.random.Generator, pages: Pages, simulated: Simulated) -> tuple[str, Pages]:
+def random_step(
+    random: np.random.Generator, pages: Pages, simulated: Simulated
+) -> tuple[str, Pages]:
     """One of the three, as far as it is allowed."""
     empty = [holder for holder, held in simulated.held.items() if not held]
     kind = random.choice(["grow", "share", "release"], p=[0.5, 0.2, 0.3])
@@ -65,7 +73,9 @@ def random_step(random: np.random.Generator, pages: Pages, simulated: Simulated)
     while simulated.needed(wanted) > len(simulated.free()):
         wanted[random.integers(HOLDERS)] = 0
     after = grow(pages, jnp.asarray(wanted, jnp.int32))
-    kind = "grow to the last page" if simulated.needed(wanted) == len(simulated.free()) > 0 else "grow"
+    kind = (
+        "grow to the last page" if simulated.needed(wanted) == len(simulated.free()) > 0 else "grow"
+    )
     simulated.grow(wanted, after)
     return kind, after
 
@@ -82,7 +92,8 @@ def test_random_sequences_agree_with_plain_lists(count: int) -> None:
         seen[kind] += 1
         shared = max(shared, int(pages.references.max()))
     assert min(seen[kind] for kind in ("grow", "share", "release")) > 10
-    assert count == 30 or seen["grow to the last page"] > 3  # of 30 pages six holders never need more
+    # of 30 pages six holders never need more
+    assert count == 30 or seen["grow to the last page"] > 3
     assert shared > 2
     pages = release(pages, jnp.ones((HOLDERS,), bool))
     assert (int(free(pages)), pages.references.tolist()) == (count, [0] * count)

@@ -1,4 +1,5 @@
-"""Prompts are read in pieces that see what comes before them: the same values, and memory that is linear in their length."""
+"""Prompts are read in pieces that see what comes before them: the same values, and memory that is
+linear in their length."""
 
 import collections
 import dataclasses
@@ -27,28 +28,48 @@ def begun(kind: str) -> DecodeState:
     target, draft, network = plain()[0], draft_of(kind, 2), network_of(kind, 0.8)
     settings, prompts = Settings(GROUP, 8, SPREAD, None), tiny_prompts(8, WIDTH)
     prompts = prompts.replace(lengths=prompts.lengths.at[3].set(1))
-    return jax.jit(lambda: begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(5), settings))()
+    return jax.jit(
+        lambda: begin(
+            target,
+            drafter(network, draft),
+            draft,
+            prompts,
+            jnp.int32(0),
+            jax.random.key(5),
+            settings,
+        )
+    )()
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["none", "eagle3", "mtp 2", "model"])
 @pytest.mark.parametrize(("fewest", "stretch"), [(1, 512), (5, 512), (5, 4)])
-def test_prompts_that_are_read_in_pieces_leave_the_same(kind: str, fewest: int, stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_read_in_pieces_leave_the_same(
+    kind: str, fewest: int, stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of 1 to 13 tokens: what target and draft keep of them is that of one piece."""
     whole = begun(kind)
     for name, size in (("TOGETHER", 1), ("FEWEST", fewest), ("STRETCH", stretch)):
         monkeypatch.setattr(attention, name, size)
     pieces = begun(kind)
     assert jax.tree.structure(pieces) == jax.tree.structure(whole)
-    for found, wanted in zip(jax.tree.leaves((pieces.caches, pieces.draft)), jax.tree.leaves((whole.caches, whole.draft)), strict=True):
+    for found, wanted in zip(
+        jax.tree.leaves((pieces.caches, pieces.draft)),
+        jax.tree.leaves((whole.caches, whole.draft)),
+        strict=True,
+    ):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any = "none") -> Any:
     """The compiled program that reads so many prompts of this length."""
     model = tiny_model(dtype="float32", heads=16, kv_heads=4)
-    config = tiny_config(model, DraftConfig(kind=kind), grpo=GrpoConfig(prompts=prompts, group_size=2))
-    rollout = dataclasses.replace(config.rollout, engine=EngineConfig(page_size=64, slots=1, tail=False))
+    config = tiny_config(
+        model, DraftConfig(kind=kind), grpo=GrpoConfig(prompts=prompts, group_size=2)
+    )
+    rollout = dataclasses.replace(
+        config.rollout, engine=EngineConfig(page_size=64, slots=1, tail=False)
+    )
     config = dataclasses.replace(config, rollout=rollout, data=DataConfig(max_prompt_length=width))
     step = build_step(config, small_mesh(data, tensor), (1,), 11)
     state, _, asked = abstract(step, prompts)
@@ -58,10 +79,14 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_memory_is_linear_in_the_length_of_prompts(kind: Any) -> None:
-    short, long = (prefill(width, 2, kind=kind).memory_analysis().temp_size_in_bytes for width in (2048, 4096))
+    short, long = (
+        prefill(width, 2, kind=kind).memory_analysis().temp_size_in_bytes for width in (2048, 4096)
+    )
     assert long < 2.3 * short
     scores = 2 * 4096 * 16 * attention.STRETCH * 4
-    assert long < 0.75 * scores, "the scores of all queries to a stretch of keys are never there at once"
+    assert long < 0.75 * scores, (
+        "the scores of all queries to a stretch of keys are never there at once"
+    )
 
 
 def test_pieces_cost_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +94,11 @@ def test_pieces_cost_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def collectives() -> collections.Counter[str]:
         text = prefill(24, 4, 2, 4, "eagle3").as_text()
-        return collections.Counter(re.findall(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(?:-start)?\(", text))
+        return collections.Counter(
+            re.findall(
+                r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(?:-start)?\(", text
+            )
+        )
 
     whole = collectives()
     assert whole["all-reduce"] > 0, "tensor peers must talk"

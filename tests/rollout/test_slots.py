@@ -1,4 +1,5 @@
-"""Slots, pages, evictions and the tail: in coupled mode the tokens are those of plain decoding with a slot and a row of cache for each."""
+"""Slots, pages, evictions and the tail: in coupled mode the tokens are those of plain decoding with
+a slot and a row of cache for each."""
 
 from typing import Any, NamedTuple
 
@@ -52,15 +53,35 @@ class Layout(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        pages = 0 if self.spare is None else fewest(self.page_size, self.length, 8 // self.data) + self.spare
+        pages = (
+            0
+            if self.spare is None
+            else fewest(self.page_size, self.length, 8 // self.data) + self.spare
+        )
         return Settings(
-            GROUP, NEW, SPREAD, None, slots=self.slots, page_size=self.page_size, pages=pages, tail=self.tail, lengths=self.lengths
+            GROUP,
+            NEW,
+            SPREAD,
+            None,
+            slots=self.slots,
+            page_size=self.page_size,
+            pages=pages,
+            tail=self.tail,
+            lengths=self.lengths,
         )
 
     def __str__(self) -> str:
-        pool = "" if not self.page_size else f" pages of {self.page_size}" + ("" if self.spare is None else f" fewest+{self.spare}")
+        pool = (
+            ""
+            if not self.page_size
+            else f" pages of {self.page_size}"
+            + ("" if self.spare is None else f" fewest+{self.spare}")
+        )
         length = self.lengths or self.length
-        return f"{self.kind} {length}, {self.slots} slots{pool}, tail {self.tail}, mesh {self.data}x{self.tensor}"
+        return (
+            f"{self.kind} {length}, {self.slots} slots{pool}, tail {self.tail}, mesh"
+            f" {self.data}x{self.tensor}"
+        )
 
 
 LAYOUTS = [
@@ -84,7 +105,11 @@ LAYOUTS = [
 ]
 
 
-CHUNKS = [Layout("eagle3", 3, 5, tail=(2, 1)), Layout("none", 0, 32, slow=False), Layout("mtp 2", 3, 32, tail=(8,), data=2, lengths=(0, 3))]
+CHUNKS = [
+    Layout("eagle3", 3, 5, tail=(2, 1)),
+    Layout("none", 0, 32, slow=False),
+    Layout("mtp 2", 3, 32, tail=(8,), data=2, lengths=(0, 3)),
+]
 
 
 @pytest.mark.parametrize("layout", marked(CHUNKS))
@@ -93,29 +118,44 @@ def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.Monk
     monkeypatch.setattr(kv, "CHUNKED", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
-    settings, given = layout.settings._replace(chunk=2), drafter(network, draft, lengths=layout.lengths)
+    settings, given = (
+        layout.settings._replace(chunk=2),
+        drafter(network, draft, lengths=layout.lengths),
+    )
     begun = jax.eval_shape(
-        lambda prompts: begin(target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings), coupled_prompts()
+        lambda prompts: begin(
+            target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings
+        ),
+        coupled_prompts(),
     )
     assert jax.tree.leaves(begun.caches.target.keys)[0].shape[-1] == 2, "the case tests nothing"
-    assert_same_rows(compiled(draft, settings, layout.data)((target, network), coupled_prompts()), wanted)
+    assert_same_rows(
+        compiled(draft, settings, layout.data)((target, network), coupled_prompts()), wanted
+    )
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS))
 def test_tokens_do_not_depend_on_slots_pages_or_tail(layout: Layout) -> None:
     target, wanted = plain()
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
-    found = compiled(draft, layout.settings, layout.data, layout.tensor)((target, network), coupled_prompts())
+    found = compiled(draft, layout.settings, layout.data, layout.tensor)(
+        (target, network), coupled_prompts()
+    )
     assert_same_rows(found, wanted)
-    np.testing.assert_allclose(found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        found.statistics.target_entropy, wanted.statistics.target_entropy, rtol=0, atol=1e-9
+    )
     if layout.lengths:
-        drafted, rounds = (getattr(found.statistics, name).sum(axis=0) for name in ("drafted", "rounds"))
+        drafted, rounds = (
+            getattr(found.statistics, name).sum(axis=0) for name in ("drafted", "rounds")
+        )
         assert rounds > drafted[0] or 0 not in layout.lengths
         assert drafted[0] > drafted[-1] > 0, "rounds of several lengths"
     spent = found.statistics.ended - found.statistics.began
     assert (found.statistics.rounds <= spent).all()
     if layout.spare is None:
-        np.testing.assert_array_equal(found.statistics.rounds, spent)  # nobody lost its slot in between
+        # nobody lost its slot in between
+        np.testing.assert_array_equal(found.statistics.rounds, spent)
     elif layout.slots > 1:
         assert (found.statistics.rounds < spent).any()  # somebody did, or the case tests nothing
 
@@ -127,21 +167,29 @@ def occupied(rollout: Any, rounds: int) -> np.ndarray:
 
 
 def assert_is_whole(engine: DecodeState) -> None:
-    """A row that has not ended is in one slot, or waits; a holder's first stretches have pages, and every page knows how many hold it."""
+    """A row that has not ended is in one slot, or waits; a holder's first stretches have pages, and
+    every page knows how many hold it."""
     running = np.flatnonzero(np.asarray(engine.rollout.status) == RUNNING)
     if engine.row is not None and engine.queue is not None:
         waiting = np.flatnonzero(engine.queue.waiting)
-        np.testing.assert_array_equal(np.sort([*waiting, *(row for row in engine.row.tolist() if row in running)]), running)
+        np.testing.assert_array_equal(
+            np.sort([*waiting, *(row for row in engine.row.tolist() if row in running)]), running
+        )
     if engine.paged is not None:
         pages = engine.paged.pages
-        table, held, references = (np.asarray(leaf) for leaf in (pages.table, pages.held, pages.references))
+        table, held, references = (
+            np.asarray(leaf) for leaf in (pages.table, pages.held, pages.references)
+        )
         there = np.arange(table.shape[1]) < held[:, None]
         np.testing.assert_array_equal(table < len(references), there)
-        np.testing.assert_array_equal(np.bincount(table[there], minlength=len(references)), references)
+        np.testing.assert_array_equal(
+            np.bincount(table[there], minlength=len(references)), references
+        )
 
 
 def test_slots_are_full_until_nobody_waits() -> None:
-    """Also with refill in another order, evictions, and in slices, after each of which the engine is whole; by the rule of the law."""
+    """Also with refill in another order, evictions, and in slices, after each of which the engine
+    is whole; by the rule of the law."""
     target = plain()[0]
     draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
     order = jnp.asarray(np.random.default_rng(3).permutation(8 * GROUP), jnp.int32)
@@ -149,10 +197,24 @@ def test_slots_are_full_until_nobody_waits() -> None:
     def run(settings: Settings, slices: int, order: jax.Array) -> Rollout:
         @jax.jit
         def start(prompts: Prompts) -> DecodeState:
-            engine = begin(target, drafter(network, draft), draft, prompts, jnp.int32(0), jax.random.key(5), settings)
-            return engine if engine.queue is None else engine.replace(queue=engine.queue.replace(order=order))
+            engine = begin(
+                target,
+                drafter(network, draft),
+                draft,
+                prompts,
+                jnp.int32(0),
+                jax.random.key(5),
+                settings,
+            )
+            return (
+                engine
+                if engine.queue is None
+                else engine.replace(queue=engine.queue.replace(order=order))
+            )
 
-        step = jax.jit(lambda engine: advance(target, drafter(network, draft), draft, engine, slices, settings))
+        step = jax.jit(
+            lambda engine: advance(target, drafter(network, draft), draft, engine, slices, settings)
+        )
         engine = start(coupled_prompts())
         for _ in range(50):
             engine = step(engine)
@@ -163,17 +225,24 @@ def test_slots_are_full_until_nobody_waits() -> None:
             assert not np.asarray(ended.paged.pages.references).any()
         return jax.tree.map(np.asarray, collect(engine))
 
-    long = 16  # tokens: rows lose their pages when they have some, and the last rows need several slices
+    # tokens: rows lose their pages when they have some, and the last rows need several slices
+    long = 16
     settings = Settings(GROUP, long, SPREAD._replace(stop_ids=STOP[:1]), block_rule)
     whole = run(settings, 1000, order)
     some = run(settings._replace(slots=6, tail=(2,)), 3, order)
-    evicting = run(settings._replace(slots=6, page_size=2, pages=fewest(2, 3, new=long) + 4, tail=(2,)), 4, order)
+    evicting = run(
+        settings._replace(slots=6, page_size=2, pages=fewest(2, 3, new=long) + 4, tail=(2,)),
+        4,
+        order,
+    )
     for found in (some, evicting):
         assert_same_rows(found, whole)
         np.testing.assert_array_equal(found.statistics.accepted, whole.statistics.accepted)
     full = occupied(some, int(some.statistics.ended.max()))
     assert (full[: some.statistics.began.max()] == 6).all()
-    np.testing.assert_array_equal(np.argsort(some.statistics.began, kind="stable")[:6], np.sort(np.asarray(order)[:6]))
+    np.testing.assert_array_equal(
+        np.argsort(some.statistics.began, kind="stable")[:6], np.sort(np.asarray(order)[:6])
+    )
     assert (evicting.statistics.rounds > whole.statistics.rounds).sum() > 5
 
 
@@ -187,16 +256,33 @@ def few_prompts(count: int) -> Prompts:
     [(8, 8, 0, (2,), 3), (2, 6, 2, (3,), 1)],
     ids=["whole rows", "rows of the tail lose their pages"],
 )
-def test_lengths_are_chosen_alike_in_slices(prompts: int, slots: int, page_size: int, tail: tuple[int, ...], slices: int) -> None:
-    """By the rule of the law, whose tokens follow what is drafted; where a slice ends, nothing is earned, spent or forgotten."""
+def test_lengths_are_chosen_alike_in_slices(
+    prompts: int, slots: int, page_size: int, tail: tuple[int, ...], slices: int
+) -> None:
+    """By the rule of the law, whose tokens follow what is drafted; where a slice ends, nothing is
+    earned, spent or forgotten."""
     target = plain()[0]
     draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
     long, asked = 16, few_prompts(prompts)
     pages = fewest(page_size, 3, prompts, long) if page_size else 0
     processing = SPREAD._replace(stop_ids=STOP[:1])
-    settings = Settings(GROUP, long, processing, block_rule, slots=slots, page_size=page_size, pages=pages, tail=tail, lengths=(0, 1, 3))
+    settings = Settings(
+        GROUP,
+        long,
+        processing,
+        block_rule,
+        slots=slots,
+        page_size=page_size,
+        pages=pages,
+        tail=tail,
+        lengths=(0, 1, 3),
+    )
     paced = drafter(network, draft, lengths=settings.lengths)
-    start = jax.jit(lambda prompts: begin(target, paced, draft, prompts, jnp.int32(0), jax.random.key(5), settings))
+    start = jax.jit(
+        lambda prompts: begin(
+            target, paced, draft, prompts, jnp.int32(0), jax.random.key(5), settings
+        )
+    )
     step = jax.jit(lambda engine, rounds: advance(target, paced, draft, engine, rounds, settings))
     whole = step(start(asked), jnp.int32(1000))
     assert (np.asarray(whole.rollout.status) != RUNNING).all()
@@ -204,14 +290,25 @@ def test_lengths_are_chosen_alike_in_slices(prompts: int, slots: int, page_size:
     for _ in range(0, int(whole.round[0]), slices):
         engine = step(engine, jnp.int32(slices))
         assert_is_whole(engine)
-        left, waiting = np.asarray(engine.rollout.status) == RUNNING, np.asarray(engine.queue.waiting)
+        left, waiting = (
+            np.asarray(engine.rollout.status) == RUNNING,
+            np.asarray(engine.queue.waiting),
+        )
         evicted += bool(left.sum() <= tail[0] and waiting.any())
-    jax.tree.map(np.testing.assert_array_equal, (engine.rollout, engine.known), (whole.rollout, whole.known))
-    assert whole.rollout.statistics.drafted.sum(axis=0).tolist() != [int(whole.rollout.statistics.rounds.sum())] * 3
+    jax.tree.map(
+        np.testing.assert_array_equal, (engine.rollout, engine.known), (whole.rollout, whole.known)
+    )
+    assert (
+        whole.rollout.statistics.drafted.sum(axis=0).tolist()
+        != [int(whole.rollout.statistics.rounds.sum())] * 3
+    )
     assert (evicted > 0) == (page_size > 0), "a slice must end while a row of the tail waits"
 
 
 def test_a_pool_too_small_for_one_row_is_refused() -> None:
     settings = Settings(GROUP, NEW, SPREAD, None, slots=4, page_size=2, pages=fewest(2, 0) - 1)
-    with pytest.raises(ValueError, match=f"{fewest(2, 0) - 1} pages of 2 positions .* {fewest(2, 0)} are the fewest"):
+    with pytest.raises(
+        ValueError,
+        match=f"{fewest(2, 0) - 1} pages of 2 positions .* {fewest(2, 0)} are the fewest",
+    ):
         compiled(None, settings)((plain()[0], None), coupled_prompts())

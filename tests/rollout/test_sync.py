@@ -38,11 +38,16 @@ def networks() -> dict[str, Any]:
 
 
 def placements(tree: Any) -> dict[str, tuple[Any, ...]]:
-    """The partition of every leaf (an array or a sharding) by dotted path, without trailing Nones."""
+    """The partition of every leaf (an array or a sharding) by dotted path, without trailing
+    Nones."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
-        found[".".join(names[:-1] if names[-1] == "value" else names)] = trimmed(getattr(leaf, "sharding", leaf).spec)
+        names = [
+            str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path
+        ]
+        found[".".join(names[:-1] if names[-1] == "value" else names)] = trimmed(
+            getattr(leaf, "sharding", leaf).spec
+        )
     return found
 
 
@@ -67,9 +72,14 @@ def test_shard_above_keeps_small_weights_whole_over_data() -> None:
     mesh, made = small_mesh(4, 2), networks()
     limit = made["policy"].layers.gate[...].size
     found = placements(shardings(mesh, made, LOGICAL_AXES, TRAIN_RULES, limit))
-    sizes = {name: leaf.size for (name, _), leaf in zip(found.items(), jax.tree.leaves(made), strict=True)}
+    sizes = {
+        name: leaf.size
+        for (name, _), leaf in zip(found.items(), jax.tree.leaves(made), strict=True)
+    }
     for name, spec in found.items():
-        assert ("data" in spec) == (sizes[name] >= limit and "data" in wanted(name, rollout=False)), name
+        assert ("data" in spec) == (
+            sizes[name] >= limit and "data" in wanted(name, rollout=False)
+        ), name
         assert ("tensor" in spec) == ("tensor" in wanted(name, rollout=False)), name
     assert {"data" in spec for spec in found.values()} == {True, False}
 
@@ -78,20 +88,31 @@ def test_shard_above_keeps_small_weights_whole_over_data() -> None:
 def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, tensor: int) -> None:
     mesh = small_mesh(data, tensor)
     trained = in_train_layout(mesh)
-    program = jax.jit(lambda tree: to_rollout(tree, mesh, LOGICAL_AXES, jnp.dtype("float32"))).lower(trained).compile()
+    program = (
+        jax.jit(lambda tree: to_rollout(tree, mesh, LOGICAL_AXES, jnp.dtype("float32")))
+        .lower(trained)
+        .compile()
+    )
     synced = program(trained)
     for name, spec in placements(synced).items():
-        assert spec == (wanted(name, rollout=True) if tensor > 1 else ()), name  # an axis of one device shards nothing
+        # an axis of one device shards nothing
+        assert spec == (wanted(name, rollout=True) if tensor > 1 else ()), name
     jax.tree.map(np.testing.assert_array_equal, synced, networks())
     text = str(program.as_text())
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 9 + 9
-    assert not re.findall(r" (?:all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    assert not re.findall(
+        r" (?:all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text
+    )
 
 
 def test_cast_changes_floats_only_and_keeps_the_structure() -> None:
     tree = {"weight": jnp.ones((2,), jnp.float32), "count": jnp.zeros((), jnp.int32), "none": None}
     found = cast(tree, jnp.dtype("bfloat16"))
-    assert (found["weight"].dtype, found["count"].dtype, found["none"]) == (jnp.bfloat16, jnp.int32, None)
+    assert (found["weight"].dtype, found["count"].dtype, found["none"]) == (
+        jnp.bfloat16,
+        jnp.int32,
+        None,
+    )
     policy = networks()["policy"]
     half = cast(policy, jnp.dtype("bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
@@ -99,7 +120,9 @@ def test_cast_changes_floats_only_and_keeps_the_structure() -> None:
 
 
 def test_optimizer_state_follows_its_weights() -> None:
-    step = build_step(tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), small_mesh(4, 2), (1,), MODEL.vocab)
+    step = build_step(
+        tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), small_mesh(4, 2), (1,), MODEL.vocab
+    )
     found = placements(step.state_shardings())
     assert any(".mu." in name for name in found)
     for name, spec in found.items():
@@ -107,8 +130,12 @@ def test_optimizer_state_follows_its_weights() -> None:
     for moment in ("mu", "nu"):
         for learner in ("policy", "draft"):
             held = {
-                name.split(f".{moment}.")[1]: spec for name, spec in found.items() if name.startswith(learner) and f".{moment}." in name
+                name.split(f".{moment}.")[1]: spec
+                for name, spec in found.items()
+                if name.startswith(learner) and f".{moment}." in name
             }
             assert held == {
-                name.removeprefix(f"{learner}.network."): spec for name, spec in found.items() if name.startswith(f"{learner}.network.")
+                name.removeprefix(f"{learner}.network."): spec
+                for name, spec in found.items()
+                if name.startswith(f"{learner}.network.")
             }

@@ -25,7 +25,8 @@ def fast_calls() -> Iterator[None]:
 
 
 def random_tables(vocab: int, depth: int, seed: int, zeros: float = 0.25) -> Table:
-    """One law for every context of up to `depth` tokens; about a share `zeros` of the entries is exactly 0."""
+    """One law for every context of up to `depth` tokens; about a share `zeros` of the entries is
+    exactly 0."""
     random = np.random.default_rng(seed)
     tables = {}
     for length in range(depth + 1):
@@ -36,8 +37,14 @@ def random_tables(vocab: int, depth: int, seed: int, zeros: float = 0.25) -> Tab
     return tables
 
 
-def measured(rule: str, target: Table, draft: Table, offers: Offers, length: int) -> Measured | Matched:
-    return Matched(target, draft, offers, length) if rule == "match" else Measured(rule, target, draft, offers, length)
+def measured(
+    rule: str, target: Table, draft: Table, offers: Offers, length: int
+) -> Measured | Matched:
+    return (
+        Matched(target, draft, offers, length)
+        if rule == "match"
+        else Measured(rule, target, draft, offers, length)
+    )
 
 
 def continued(reached: dict[Context, float], target: Table, tokens: int) -> dict[Context, float]:
@@ -53,16 +60,30 @@ def continued(reached: dict[Context, float], target: Table, tokens: int) -> dict
 def assert_target_law(found: dict[Context, float], target: Table, tokens: int) -> None:
     wanted = continued({(): 1.0}, target, tokens)
     assert set(found) <= set(wanted)
-    both = np.array([(found.get(sequence, 0.0), probability) for sequence, probability in wanted.items()])
+    both = np.array(
+        [(found.get(sequence, 0.0), probability) for sequence, probability in wanted.items()]
+    )
     np.testing.assert_allclose(both[:, 0], both[:, 1], rtol=0, atol=1e-12)
     assert not both[both[:, 1] == 0, 0].any()
 
 
 CASES: dict[str, Callable[[int, int], tuple[Table, Table]]] = {
-    "zeros in both": lambda vocab, depth: (random_tables(vocab, depth, 1), random_tables(vocab, depth, 2)),
-    "no zeros": lambda vocab, depth: (random_tables(vocab, depth, 3, 0.0), random_tables(vocab, depth, 4, 0.0)),
-    "one-hot draft": lambda vocab, depth: (random_tables(vocab, depth, 5), random_tables(vocab, depth, 6, 1.0)),
-    "one-hot target": lambda vocab, depth: (random_tables(vocab, depth, 7, 1.0), random_tables(vocab, depth, 8)),
+    "zeros in both": lambda vocab, depth: (
+        random_tables(vocab, depth, 1),
+        random_tables(vocab, depth, 2),
+    ),
+    "no zeros": lambda vocab, depth: (
+        random_tables(vocab, depth, 3, 0.0),
+        random_tables(vocab, depth, 4, 0.0),
+    ),
+    "one-hot draft": lambda vocab, depth: (
+        random_tables(vocab, depth, 5),
+        random_tables(vocab, depth, 6, 1.0),
+    ),
+    "one-hot target": lambda vocab, depth: (
+        random_tables(vocab, depth, 7, 1.0),
+        random_tables(vocab, depth, 8),
+    ),
     "equal": lambda vocab, depth: (random_tables(vocab, depth, 9), random_tables(vocab, depth, 9)),
 }
 
@@ -70,7 +91,9 @@ CASES: dict[str, Callable[[int, int], tuple[Table, Table]]] = {
 @pytest.mark.parametrize(("vocab", "length"), [(2, 1), (2, 4), (3, 3), (4, 2), (4, 4)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", [*RULES, "match"])
-def test_one_round_then_plain_decoding_has_the_targets_law(rule: str, case: str, vocab: int, length: int) -> None:
+def test_one_round_then_plain_decoding_has_the_targets_law(
+    rule: str, case: str, vocab: int, length: int
+) -> None:
     target, draft = CASES[case](vocab, length)
     rows = measured(rule, target, draft, [((), count) for count in range(length + 1)], length)
     for count in range(length + 1):
@@ -85,30 +108,51 @@ def offered(context: Context, length: int) -> int:
 @pytest.mark.parametrize(("vocab", "length", "tokens"), [(2, 4, 5), (3, 2, 4), (4, 3, 3)])
 @pytest.mark.parametrize("case", ["zeros in both", "no zeros", "one-hot draft"])
 @pytest.mark.parametrize("rule", [*RULES, "match"])
-def test_several_rounds_have_the_targets_law(rule: str, case: str, vocab: int, length: int, tokens: int) -> None:
+def test_several_rounds_have_the_targets_law(
+    rule: str, case: str, vocab: int, length: int, tokens: int
+) -> None:
     target, draft = CASES[case](vocab, tokens - 1 + length)
-    contexts = [context for done in range(tokens) for context in itertools.product(range(vocab), repeat=done)]
+    contexts = [
+        context
+        for done in range(tokens)
+        for context in itertools.product(range(vocab), repeat=done)
+    ]
     assert {offered(context, length) for context in contexts} == set(range(length + 1))
-    rows = measured(rule, target, draft, [(context, offered(context, length)) for context in contexts], length)
+    rows = measured(
+        rule, target, draft, [(context, offered(context, length)) for context in contexts], length
+    )
     reached: dict[Context, float] = defaultdict(float, {(): 1.0})
     for context in contexts:  # shorter contexts first
         for block, probability in rows.blocks(context, offered(context, length)).items():
-            reached[(context + block)[:tokens]] += reached[context] * probability  # what exceeds the limit is cut
-    assert_target_law({sequence: mass for sequence, mass in reached.items() if len(sequence) == tokens}, target, tokens)
+            # what exceeds the limit is cut
+            reached[(context + block)[:tokens]] += reached[context] * probability
+    assert_target_law(
+        {sequence: mass for sequence, mass in reached.items() if len(sequence) == tokens},
+        target,
+        tokens,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_coins_are_compared_one_by_one(rule: str, case: str) -> None:
-    """A chain stops at the first high coin; a block keeps the largest i with a low coin. Values close to the thresholds too."""
+    """A chain stops at the first high coin; a block keeps the largest i with a low coin. Values
+    close to the thresholds too."""
     vocab, length = 3, 3
     target, draft = CASES[case](vocab, length)
     rows = Measured(rule, target, draft, [((), count) for count in range(length + 1)], length)
     size, random = len(rows.rows), np.random.default_rng(0)
-    near = np.minimum(rows.thresholds[:, None] * random.choice([1 - 1e-9, 1 + 1e-9], (size, 200, length)), BELOW_ONE)
+    near = np.minimum(
+        rows.thresholds[:, None] * random.choice([1 - 1e-9, 1 + 1e-9], (size, 200, length)),
+        BELOW_ONE,
+    )
     coins = np.where(random.random(near.shape) < 0.5, near, random.random(near.shape))
     low = coins < rows.thresholds[:, None]
-    stop = np.cumprod(low, axis=-1).sum(-1) if rule == "token" else np.max(low * np.arange(1, length + 1), axis=-1)
+    stop = (
+        np.cumprod(low, axis=-1).sum(-1)
+        if rule == "token"
+        else np.max(low * np.arange(1, length + 1), axis=-1)
+    )
     noise = np.broadcast_to(random.gumbel(size=(size, 1, vocab)), (size, 200, vocab))
     accepted, next_token = rows.run(coins, noise)
     np.testing.assert_array_equal(accepted, stop)
@@ -125,21 +169,37 @@ def test_coins_are_compared_one_by_one(rule: str, case: str) -> None:
         ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5], "block", {1: 0.7, 2: 1.25, 3: 1.695, 4: 2.0635}),
     ],
 )
-def test_acceptance_of_the_published_vectors(target: list[float], draft: list[float], rule: str, kept: dict[int, float]) -> None:
+def test_acceptance_of_the_published_vectors(
+    target: list[float], draft: list[float], rule: str, kept: dict[int, float]
+) -> None:
     """Sun et al.; drafters.md 6.10."""
     for length, expected in kept.items():
-        rows = Measured(rule, constant_table(target, length), constant_table(draft, length), [((), length)], length)
-        mean = sum((len(block) - 1) * probability for block, probability in rows.blocks((), length).items())
+        rows = Measured(
+            rule,
+            constant_table(target, length),
+            constant_table(draft, length),
+            [((), length)],
+            length,
+        )
+        mean = sum(
+            (len(block) - 1) * probability for block, probability in rows.blocks((), length).items()
+        )
         assert (mean, rows.mean_accepted()) == pytest.approx((expected, expected), abs=1e-12, rel=0)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_keeps_at_least_as_many_drafts_as_a_chain(case: str) -> None:
-    """On average over the drafts; with one-hot drafts both keep the sum of the products of the target at them."""
+    """On average over the drafts; with one-hot drafts both keep the sum of the products of the
+    target at them."""
     vocab, length = 3, 4
     target, draft = CASES[case](vocab, length)
     token, block = (
-        sum((len(kept) - 1) * mass for kept, mass in Measured(rule, target, draft, [((), length)], length).blocks((), length).items())
+        sum(
+            (len(kept) - 1) * mass
+            for kept, mass in Measured(rule, target, draft, [((), length)], length)
+            .blocks((), length)
+            .items()
+        )
         for rule in RULES
     )
     assert token <= block + 1e-12

@@ -1,4 +1,5 @@
-"""The lossless rules on sampled rows: extreme coins, rounding and NaNs, and Monte Carlo with the sampler's own keys and noise."""
+"""The lossless rules on sampled rows: extreme coins, rounding and NaNs, and Monte Carlo with the
+sampler's own keys and noise."""
 
 import functools
 from collections.abc import Callable
@@ -18,8 +19,11 @@ from tests.rollout.harness import BELOW_ONE, RULES, log, match
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def random_rows(size: int, length: int, vocab: int, dtype: type = np.float64, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Target and draft log-probabilities with zeros in both, drafts sampled from the latter, and full offers."""
+def random_rows(
+    size: int, length: int, vocab: int, dtype: type = np.float64, seed: int = 0
+) -> tuple[np.ndarray, ...]:
+    """Target and draft log-probabilities with zeros in both, drafts sampled from the latter, and
+    full offers."""
     random = np.random.default_rng(seed)
     target, draft = random.dirichlet(np.ones(vocab), (2, size, length + 1))
     for law in (target, draft):
@@ -34,13 +38,19 @@ def random_rows(size: int, length: int, vocab: int, dtype: type = np.float64, se
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rule", RULES)
 def test_extreme_coins(rule: str, dtype: type) -> None:
-    """A coin of 0 never accepts what the target excludes, and the largest coin below 1 accepts what it prefers to the draft."""
+    """A coin of 0 never accepts what the target excludes, and the largest coin below 1 accepts what
+    it prefers to the draft."""
     target, draft = np.array([0.0, 0.4, 0.6]), np.array([0.5, 0.4, 0.1])
     drafts = np.array([[0], [1], [2]], np.int32)
-    laws = [log(np.broadcast_to(law, (3, count, 3))).astype(dtype) for law, count in ((target, 2), (draft, 1))]
+    laws = [
+        log(np.broadcast_to(law, (3, count, 3))).astype(dtype)
+        for law, count in ((target, 2), (draft, 1))
+    ]
     noise = np.tile(np.array([1e5, 0, 0], dtype), (3, 1))  # pulls towards the excluded token
     for coin in (0.0, np.nextafter(dtype(1), dtype(0))):
-        verdict = RULES[rule](*laws, drafts, np.ones(3, np.int32), np.full((3, 1), coin, dtype), noise)
+        verdict = RULES[rule](
+            *laws, drafts, np.ones(3, np.int32), np.full((3, 1), coin, dtype), noise
+        )
         assert verdict.accepted.tolist() == [0, 1, 1]
         assert 0 not in verdict.next_token.tolist()
 
@@ -53,8 +63,12 @@ def test_no_coin_lets_an_excluded_token_through(rule: str, coin: float) -> None:
     target, draft, drafts, count = random_rows(size, length, vocab, np.float32)
     excluded = 0
     for pulled in range(vocab):
-        noise = np.where(np.arange(vocab) == pulled, np.float32(1e5), np.float32(0)) * np.ones((size, 1), np.float32)
-        verdict = RULES[rule](target, draft, drafts, count, np.full((size, length), coin, np.float32), noise)
+        noise = np.where(np.arange(vocab) == pulled, np.float32(1e5), np.float32(0)) * np.ones(
+            (size, 1), np.float32
+        )
+        verdict = RULES[rule](
+            target, draft, drafts, count, np.full((size, length), coin, np.float32), noise
+        )
         accepted, next_token = np.asarray(verdict.accepted), np.asarray(verdict.next_token)
         assert len(set(accepted)) > 1
         everyone = np.arange(size)
@@ -72,14 +86,22 @@ def test_equal_laws_accept_everything_and_never_draw_from_an_empty_residual(rule
     drafts = law[:, :3].argmax(-1).astype(np.int32)
     noise = np.tile(np.array([1e5, 0, 0, 0, 0]), (64, 1))
     for count in range(4):
-        verdict = RULES[rule](log(law), log(law[:, :3]), drafts, np.full(64, count, np.int32), np.full((64, 3), BELOW_ONE), noise)
+        verdict = RULES[rule](
+            log(law),
+            log(law[:, :3]),
+            drafts,
+            np.full(64, count, np.int32),
+            np.full((64, 3), BELOW_ONE),
+            noise,
+        )
         np.testing.assert_array_equal(verdict.accepted, count)
         assert 0 not in np.asarray(verdict.next_token)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_residual_that_rounding_emptied_falls_back_to_the_target(rule: str) -> None:
-    """The draft exceeds the target by a rounding error at the drafted token, and nowhere else do they differ."""
+    """The draft exceeds the target by a rounding error at the drafted token, and nowhere else do
+    they differ."""
     draft = np.array([0.0, 0.4, 0.6])
     target = np.array([0.0, 0.4, np.nextafter(0.6, 0.0)])
     coins = np.full((1, 1), BELOW_ONE)
@@ -94,8 +116,14 @@ def test_a_residual_that_rounding_emptied_falls_back_to_the_target(rule: str) ->
 def test_without_drafts_every_rule_is_plain_sampling() -> None:
     target, _, _, _ = random_rows(50, 0, 4)
     noise = np.random.default_rng(0).gumbel(size=(50, 1, 4))
-    empty, none = (np.zeros((50, 0, 4)), np.zeros((50, 0), np.int32), np.zeros(50, np.int32)), np.zeros((50, 0))
-    for verdict in [*(rule(target, *empty, none, noise[:, 0]) for rule in RULES.values()), match(target, *empty[1:], noise)]:
+    empty, none = (
+        (np.zeros((50, 0, 4)), np.zeros((50, 0), np.int32), np.zeros(50, np.int32)),
+        np.zeros((50, 0)),
+    )
+    for verdict in [
+        *(rule(target, *empty, none, noise[:, 0]) for rule in RULES.values()),
+        match(target, *empty[1:], noise),
+    ]:
         assert verdict.accepted.tolist() == [0] * 50
         np.testing.assert_array_equal(verdict.next_token, (target + noise)[:, 0].argmax(-1))
 
@@ -124,7 +152,8 @@ def test_what_stands_beyond_the_offer_is_not_looked_at(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", [*RULES, "match"])
 def test_a_nan_of_the_target_after_the_last_offer_spoils_the_next_token_only(rule: str) -> None:
-    """The engine offers no draft beyond a failing position: as many are kept, and what follows is another only where it is read there."""
+    """The engine offers no draft beyond a failing position: as many are kept, and what follows is
+    another only where it is read there."""
     size, length, vocab = 400, 3, 4
     target, draft, drafts, offered = random_rows(size, length, vocab)
     random = np.random.default_rng(1)
@@ -133,7 +162,11 @@ def test_a_nan_of_the_target_after_the_last_offer_spoils_the_next_token_only(rul
     offered = np.where(at >= 0, np.minimum(offered, at), offered).astype(np.int32)
 
     def verdicts(target: np.ndarray) -> np.ndarray:
-        one = match(target, drafts, offered, noise) if rule == "match" else RULES[rule](target, draft, drafts, offered, coins, noise[:, 0])
+        one = (
+            match(target, drafts, offered, noise)
+            if rule == "match"
+            else RULES[rule](target, draft, drafts, offered, coins, noise[:, 0])
+        )
         return np.stack(one, axis=1)
 
     clean = verdicts(target)
@@ -155,40 +188,57 @@ def test_a_draft_gone_nan_ends_the_offer(rule: str) -> None:
     at = random.integers(0, length + 1, size).astype(np.int32)
     shorter = RULES[rule](target, draft, drafts, at, coins, noise)
     draft[at < length, at[at < length]] = np.nan
-    for found, wanted in zip(RULES[rule](target, draft, drafts, count, coins, noise), shorter, strict=True):
+    for found, wanted in zip(
+        RULES[rule](target, draft, drafts, count, coins, noise), shorter, strict=True
+    ):
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_match_rule_gives_the_tokens_of_plain_sampling() -> None:
-    """Whatever was drafted, the tokens are argmax(target + noise) of each position, up to and including the first that differs."""
+    """Whatever was drafted, the tokens are argmax(target + noise) of each position, up to and
+    including the first that differs."""
     random = np.random.default_rng(0)
     rows, length, vocab = 4000, 3, 4
     target = log(random.dirichlet(np.ones(vocab), (rows, length + 1)))
     noise = random.gumbel(size=(rows, length + 1, vocab))
     plain = (target + noise).argmax(-1)
-    drafts = np.where(random.random((rows, length)) < 0.7, plain[:, :length], random.integers(vocab, size=(rows, length))).astype(np.int32)
+    drafts = np.where(
+        random.random((rows, length)) < 0.7,
+        plain[:, :length],
+        random.integers(vocab, size=(rows, length)),
+    ).astype(np.int32)
     count = random.integers(0, length + 1, rows).astype(np.int32)
     verdict = match(target, drafts, count, noise)
     accepted, next_token = np.asarray(verdict.accepted), np.asarray(verdict.next_token)
-    assert set(zip(count.tolist(), accepted.tolist(), strict=True)) == {(c, a) for c in range(length + 1) for a in range(c + 1)}
+    assert set(zip(count.tolist(), accepted.tolist(), strict=True)) == {
+        (c, a) for c in range(length + 1) for a in range(c + 1)
+    }
     for row in range(rows):
         kept = [*drafts[row, : accepted[row]], int(next_token[row])]
         assert kept == plain[row, : accepted[row] + 1].tolist()
-        assert accepted[row] == count[row] or drafts[row, accepted[row]] != plain[row, accepted[row]]
+        assert (
+            accepted[row] == count[row] or drafts[row, accepted[row]] != plain[row, accepted[row]]
+        )
 
 
 def test_coupled_drafts_agree_as_often_as_the_source_promises() -> None:
-    """With shared noise, acceptance is at least (1 - TV) / (1 + TV) (Daliri et al., theorem 2), and at most 1 - TV."""
+    """With shared noise, acceptance is at least (1 - TV) / (1 + TV) (Daliri et al., theorem 2), and
+    at most 1 - TV."""
     random = np.random.default_rng(1)
     rows, vocab = 100_000, 8
     target, draft = random.dirichlet(np.ones(vocab), 2)
     noise = random.gumbel(size=(rows, 2, vocab))
     drafts = (log(draft) + noise[:, :1]).argmax(-1).astype(np.int32)
-    verdict = match(log(np.broadcast_to(target, (rows, 2, vocab))), drafts, np.ones(rows, np.int32), noise)
+    verdict = match(
+        log(np.broadcast_to(target, (rows, 2, vocab))), drafts, np.ones(rows, np.int32), noise
+    )
     rate, distance = float(np.asarray(verdict.accepted).mean()), np.abs(target - draft).sum() / 2
     slack = 4 / np.sqrt(rows)
     assert (1 - distance) / (1 + distance) - slack < rate < 1 - distance + slack
-    counts = np.bincount(np.where(np.asarray(verdict.accepted) > 0, drafts[:, 0], np.asarray(verdict.next_token)), minlength=vocab)
+    counts = np.bincount(
+        np.where(np.asarray(verdict.accepted) > 0, drafts[:, 0], np.asarray(verdict.next_token)),
+        minlength=vocab,
+    )
     assert chi_square(counts, rows * target) > 1e-3
 
 
@@ -206,20 +256,29 @@ MATCHING = ("match", "certain")
 
 
 def by_round(rows: jax.Array, lengths: jax.Array, levels: int = 1) -> Draws:
-    """As the engine draws: all numbers of a round by row and committed length, so many a token as the vocabulary asks for."""
+    """As the engine draws: all numbers of a round by row and committed length, so many a token as
+    the vocabulary asks for."""
     numbers = sampling.uniforms(rows, lengths[:, None], LENGTH + (LENGTH + 1) * levels, FLOAT)[:, 0]
     coins, draws = numbers[:, :LENGTH], numbers[:, LENGTH:].reshape(-1, LENGTH + 1, levels)
     return Draws(Uniforms(draws[:, :LENGTH]), coins, Uniforms(draws[:, LENGTH]))
 
 
-def matched(rule: str, target: jax.Array, draft: jax.Array, rows: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Verdict]:
-    """Drafts and verdict of a round that compares them with what the target samples, by row and absolute position."""
+def matched(
+    rule: str, target: jax.Array, draft: jax.Array, rows: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Verdict]:
+    """Drafts and verdict of a round that compares them with what the target samples, by row and
+    absolute position."""
     offered = jnp.full_like(lengths, LENGTH)
     if rule == "match":
-        noise = sampling.gumbel(sampling.position_keys(rows, lengths, LENGTH + 1), target.shape[-1], FLOAT)
+        noise = sampling.gumbel(
+            sampling.position_keys(rows, lengths, LENGTH + 1), target.shape[-1], FLOAT
+        )
         drafts = sampling.categorical(draft, noise[:, :LENGTH])
     else:
-        positions, levels = lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32), sampling.level_count(target.shape[-1])
+        positions, levels = (
+            lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32),
+            sampling.level_count(target.shape[-1]),
+        )
         noise = Uniforms(sampling.uniforms(rows, positions, levels, FLOAT))
         drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
     return drafts, match_rule(target, drafts, offered, noise)
@@ -237,11 +296,15 @@ def decoded(
 ) -> jax.Array:
     """The first tokens of `size` rows, [size tokens], by rounds of 2 drafts.
 
-    Target and draft have one law [V] at every position; the draft is verified as if it had the law `verified`.
+    Target and draft have one law [V] at every position; the draft is verified as if it had the law
+    `verified`.
     """
     length, vocab = LENGTH, len(target)
     offsets = jnp.arange(length + 1, dtype=jnp.int32)
-    wide, narrow, checked = (jnp.broadcast_to(law, (size, count, vocab)) for law, count in ((target, 3), (draft, 2), (verified, 2)))
+    wide, narrow, checked = (
+        jnp.broadcast_to(law, (size, count, vocab))
+        for law, count in ((target, 3), (draft, 2), (verified, 2))
+    )
     offered = jnp.full((size,), length, jnp.int32)
     stream = sampling.TARGET if rule in MATCHING else sampling.ROUND
     rows = sampling.row_keys(jax.random.key(3), jnp.arange(size, dtype=jnp.int32), stream)
@@ -251,29 +314,46 @@ def decoded(
             return matched(rule, wide, narrow, rows, lengths)
         drawn = draws(rows, lengths)
         drafts = sampling.categorical(narrow, drawn.drafts)
-        return drafts, {"token": token_rule, "block": block_rule}[rule](wide, checked, drafts, offered, drawn.coins, drawn.next)
+        return drafts, {"token": token_rule, "block": block_rule}[rule](
+            wide, checked, drafts, offered, drawn.coins, drawn.next
+        )
 
     def one_round(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         lengths, out = state
         drafts, verdict = verify(lengths)
         accepted = verdict.accepted[:, None]
-        block = jnp.where(offsets < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.next_token[:, None])
-        where = jnp.where(offsets <= accepted, lengths[:, None] + offsets, tokens)  # beyond the last token: dropped
-        out = jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(out, where, block)
+        block = jnp.where(
+            offsets < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.next_token[:, None]
+        )
+        # beyond the last token: dropped
+        where = jnp.where(offsets <= accepted, lengths[:, None] + offsets, tokens)
+        out = jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(
+            out, where, block
+        )
         return lengths + verdict.accepted + 1, out
 
-    return jax.lax.fori_loop(0, tokens, one_round, (jnp.zeros((size,), jnp.int32), jnp.full((size, tokens), -1, jnp.int32)))[1]
+    return jax.lax.fori_loop(
+        0,
+        tokens,
+        one_round,
+        (jnp.zeros((size,), jnp.int32), jnp.full((size, tokens), -1, jnp.int32)),
+    )[1]
 
 
 def by_position(rows: jax.Array, lengths: jax.Array) -> Draws:
-    """Numbers by absolute position, as no draft that is drawn may have them: what lay beyond the cut would come back in the next round."""
+    """Numbers by absolute position, as no draft that is drawn may have them: what lay beyond the
+    cut would come back in the next round."""
     each = [by_round(rows, lengths + offset) for offset in range(LENGTH)]
-    drafts = jax.tree.map(lambda *numbers: jnp.stack([number[:, 0] for number in numbers], axis=1), *(draws.drafts for draws in each))
+    drafts = jax.tree.map(
+        lambda *numbers: jnp.stack([number[:, 0] for number in numbers], axis=1),
+        *(draws.drafts for draws in each),
+    )
     return Draws(drafts, jnp.stack([draws.coins[:, 0] for draws in each], axis=1), each[0].next)
 
 
 def draft_noise_again(rows: jax.Array, lengths: jax.Array) -> Draws:
-    """The token after the cut drawn with the numbers of the first draft (drafters.md section 7, bug 1)."""
+    """The token after the cut drawn with the numbers of the first draft (drafters.md section 7, bug
+    1)."""
     draws = by_round(rows, lengths)
     return draws._replace(next=jax.tree.map(lambda numbers: numbers[:, 0], draws.drafts))
 
@@ -286,10 +366,15 @@ def fit(decoded: jax.Array, target: jax.Array) -> float:
     expected = np.ones(1)
     for _ in range(count):
         expected = np.outer(expected, law / law.sum()).ravel()
-    return chi_square(np.bincount(tokens @ vocab ** np.arange(count)[::-1], minlength=vocab**count), len(tokens) * expected)
+    return chi_square(
+        np.bincount(tokens @ vocab ** np.arange(count)[::-1], minlength=vocab**count),
+        len(tokens) * expected,
+    )
 
 
-THIRD, TWO_THIRDS = (jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
+THIRD, TWO_THIRDS = (
+    jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+)
 
 
 @pytest.mark.parametrize("rule", [*RULES, *MATCHING])
@@ -305,21 +390,27 @@ def test_several_rounds_keyed_by_position_are_seen_to_be_wrong() -> None:
     """engine.md section 1: after the first token P(0) is .389, .361, .353."""
     tokens = decoded("block", THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4, by_position)
     assert fit(tokens, THIRD) < 1e-9
-    np.testing.assert_allclose(np.mean(tokens == 0, axis=0), [1 / 3, 0.389, 0.361, 0.353], atol=0.004)
+    np.testing.assert_allclose(
+        np.mean(tokens == 0, axis=0), [1 / 3, 0.389, 0.361, 0.353], atol=0.004
+    )
     assert all(fit(tokens[:, position : position + 1], THIRD) < 1e-9 for position in (1, 2, 3))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_known_bugs_are_seen_to_be_wrong(rule: str) -> None:
     logits = 1.5 * np.random.default_rng(3).normal(size=3)
-    target, draft, hotter = (logprobs(sign * logits, factor) for sign, factor in ((1, 1.0), (-1, 1.0), (-1, 1.3)))
+    target, draft, hotter = (
+        logprobs(sign * logits, factor) for sign, factor in ((1, 1.0), (-1, 1.0), (-1, 1.3))
+    )
     assert fit(decoded(rule, target, draft, draft, 200_000, 2, draft_noise_again), target) < 1e-9
     assert fit(decoded(rule, target, draft, hotter, 200_000, 2), target) < 1e-9
 
 
 def logprobs(logits: np.ndarray, factor: float = 1.0) -> jax.Array:
     with np.errstate(divide="ignore"):
-        return sampling.processed_logprobs(jnp.asarray(logits, jnp.float32), Processing(temperature=0.8), jnp.int32(0), factor)
+        return sampling.processed_logprobs(
+            jnp.asarray(logits, jnp.float32), Processing(temperature=0.8), jnp.int32(0), factor
+        )
 
 
 CASES = {
@@ -329,15 +420,24 @@ CASES = {
         np.where(np.arange(len(logits)) % 2, 0.0, -np.inf),
         1.0,
     ),
-    "one-hot": lambda logits: (logits, np.where(np.arange(len(logits)) == np.argsort(logits)[-2], 0.0, -np.inf), 1.0),
+    "one-hot": lambda logits: (
+        logits,
+        np.where(np.arange(len(logits)) == np.argsort(logits)[-2], 0.0, -np.inf),
+        1.0,
+    ),
     "equal": lambda logits: (logits, logits, 1.0),
     "hotter": lambda logits: (logits, logits[::-1], 1.7),
-    "bfloat16": lambda logits: (logits, np.asarray(jnp.asarray(0.7 * logits, jnp.bfloat16).astype(jnp.float32)), 1.0),
+    "bfloat16": lambda logits: (
+        logits,
+        np.asarray(jnp.asarray(0.7 * logits, jnp.bfloat16).astype(jnp.float32)),
+        1.0,
+    ),
 }
 
 
 def laws(case: str, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Target and draft; the draft's logits may come in bfloat16, and its temperature may be another."""
+    """Target and draft; the draft's logits may come in bfloat16, and its temperature may be
+    another."""
     target, draft, factor = CASES[case](1.5 * np.random.default_rng(vocab).normal(size=vocab))
     return logprobs(target), logprobs(draft, factor)
 
@@ -351,25 +451,44 @@ def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(40_000, ["opposite"]), pytest.param(200_000, list(CASES), marks=pytest.mark.slow)], ids=["40k", "200k"]
+    ("size", "cases"),
+    [(40_000, ["opposite"]), pytest.param(200_000, list(CASES), marks=pytest.mark.slow)],
+    ids=["40k", "200k"],
 )
 def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> None:
-    """The first token of a round of two drafts out of 4096. The draws are made once, for all laws and rules."""
+    """The first token of a round of two drafts out of 4096. The draws are made once, for all laws
+    and rules."""
     vocab, chunk = 4096, 1000
     pairs = [laws(case, vocab) for case in cases]
     offered = jnp.full((chunk,), LENGTH, jnp.int32)
 
     @functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
-    def first_tokens(numbers: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]) -> list[list[jax.Array]]:
+    def first_tokens(
+        numbers: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]
+    ) -> list[list[jax.Array]]:
         start = jnp.zeros((chunk,), jnp.int32)
-        by_stream = [sampling.row_keys(jax.random.key(5), numbers, stream) for stream in (sampling.TARGET, sampling.ROUND)]
+        by_stream = [
+            sampling.row_keys(jax.random.key(5), numbers, stream)
+            for stream in (sampling.TARGET, sampling.ROUND)
+        ]
         draws, tokens = by_round(by_stream[1], start, sampling.level_count(vocab)), []
         for target, draft in pairs:
-            wide, narrow = jnp.broadcast_to(target, (chunk, LENGTH + 1, vocab)), jnp.broadcast_to(draft, (chunk, LENGTH, vocab))
+            wide, narrow = (
+                jnp.broadcast_to(target, (chunk, LENGTH + 1, vocab)),
+                jnp.broadcast_to(draft, (chunk, LENGTH, vocab)),
+            )
             drafts = sampling.categorical(narrow, draws.drafts)
-            rounds = [(drafts, rule(wide, narrow, drafts, offered, draws.coins, draws.next)) for rule in (token_rule, block_rule)]
+            rounds = [
+                (drafts, rule(wide, narrow, drafts, offered, draws.coins, draws.next))
+                for rule in (token_rule, block_rule)
+            ]
             rounds += [matched(rule, wide, narrow, by_stream[0], start) for rule in MATCHING]
-            tokens.append([jnp.where(verdict.accepted > 0, drafts[:, 0], verdict.next_token) for drafts, verdict in rounds])
+            tokens.append(
+                [
+                    jnp.where(verdict.accepted > 0, drafts[:, 0], verdict.next_token)
+                    for drafts, verdict in rounds
+                ]
+            )
         return tokens
 
     counts = np.zeros((len(cases), 4, vocab), int)

@@ -1,4 +1,5 @@
-"""Weights kept for the next run: built once, never shown by half, and made anew where their files are not what was written."""
+"""Weights kept for the next run: built once, never shown by half, and made anew where their files
+are not what was written."""
 
 import errno
 import os
@@ -18,46 +19,74 @@ from jaxspec.config.settings import ConfigError
 from jaxspec.storage import cache
 from jaxspec.system.files import Damaged, SaveError, digest, replacing
 
-TREE = {"matrix": jnp.arange(48.0).reshape(6, 8), "half": jnp.arange(16.0).astype(jnp.bfloat16), "count": jnp.int32(3)}
+TREE = {
+    "matrix": jnp.arange(48.0).reshape(6, 8),
+    "half": jnp.arange(16.0).astype(jnp.bfloat16),
+    "count": jnp.int32(3),
+}
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "emptied": lambda content: b"",
     "cut": lambda content: content[: len(content) // 2],
     "one byte short": lambda content: content[:-1],
-    "flipped": lambda content: content[:-9] + bytes(byte ^ 0x55 for byte in content[-9:-1]) + content[-1:],
+    "flipped": lambda content: (
+        content[:-9] + bytes(byte ^ 0x55 for byte in content[-9:-1]) + content[-1:]
+    ),
     "something else": lambda content: b"[]",
 }
 
 
 def abstract(devices: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The tree's shapes, rows of the matrix on so many devices."""
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
 
     def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         axes = jax.P("data") if leaf.ndim > 1 else jax.P()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, axes))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, axes)
+        )
 
     return jax.tree.map(one, TREE)
 
 
 def same(found: dict[str, jax.Array]) -> bool:
-    return all(found[name].dtype == leaf.dtype and np.array_equal(np.asarray(found[name]), np.asarray(leaf)) for name, leaf in TREE.items())
+    return all(
+        found[name].dtype == leaf.dtype
+        and np.array_equal(np.asarray(found[name]), np.asarray(leaf))
+        for name, leaf in TREE.items()
+    )
 
 
 def test_trees_keep_their_bits(tmp_path: Path) -> None:
     cache.save_tree(tmp_path / "weights.npz", TREE)
     for devices in (6, 1):
         assert same(cache.load_tree(tmp_path / "weights.npz", abstract(devices)))
-    with pytest.raises(ConfigError, match=r"weights.npz was written by another config: count is not part of this run"):
-        cache.load_tree(tmp_path / "weights.npz", {name: leaf for name, leaf in abstract(1).items() if name != "count"})
+    with pytest.raises(
+        ConfigError,
+        match=r"weights.npz was written by another config: count is not part of this run",
+    ):
+        cache.load_tree(
+            tmp_path / "weights.npz",
+            {name: leaf for name, leaf in abstract(1).items() if name != "count"},
+        )
 
 
 def test_a_tree_with_any_flipped_byte_is_the_same_or_refused(tmp_path: Path) -> None:
-    """Every third place of the file, by three bits: some bytes, such as a time, say nothing about the arrays."""
+    """Every third place of the file, by three bits: some bytes, such as a time, say nothing about
+    the arrays."""
     file, wanted = tmp_path / "weights.npz", abstract(1)
     cache.save_tree(file, TREE)
     content, refused = file.read_bytes(), 0
     for place in range(0, len(content), 3):
-        file.write_bytes(content[:place] + bytes([content[place] ^ (1, 8, 0x81)[place // 3 % 3]]) + content[place + 1 :])
+        file.write_bytes(
+            content[:place]
+            + bytes([content[place] ^ (1, 8, 0x81)[place // 3 % 3]])
+            + content[place + 1 :]
+        )
         try:
             assert same(cache.load_tree(file, wanted)), place
         except Damaged as reason:
@@ -71,7 +100,9 @@ def test_a_tree_with_any_flipped_byte_is_the_same_or_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["weights.npz", "acceptance.json", "sha256.json"])
 @pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
-def test_a_damaged_entry_is_made_anew_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str) -> None:
+def test_a_damaged_entry_is_made_anew_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     built: list[Path] = []
     told: list[str] = []
@@ -107,7 +138,11 @@ def test_what_stands_where_an_entry_belongs_is_found_before_anything_is_built(
     entry.write_text("no folder") if kind == "a file" else entry.symlink_to(elsewhere)
     entry.with_suffix(".building").write_text("no folder either")
     told: list[str] = []
-    folder = cache.cached("key", lambda folder: (told.append("built"), (folder / "weights").write_text("whole"))[0], told.append)
+    folder = cache.cached(
+        "key",
+        lambda folder: (told.append("built"), (folder / "weights").write_text("whole"))[0],
+        told.append,
+    )
     assert (folder / "weights").read_text() == "whole"
     assert len(told) == 2
     assert str(entry) in told[0]
@@ -118,7 +153,9 @@ def test_what_stands_where_an_entry_belongs_is_found_before_anything_is_built(
 
 @pytest.mark.parametrize("name", ["weights", "sha256.json"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
-def test_an_entry_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+def test_an_entry_that_cannot_be_read_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
     """A right that is missing, or too many open files, says nothing about what was written."""
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights", TREE))
@@ -132,12 +169,16 @@ def test_an_entry_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refused)
-        with pytest.raises(ConfigError, match=f"{name} cannot be read: {os.strerror(number)}; see to that"):
+        with pytest.raises(
+            ConfigError, match=f"{name} cannot be read: {os.strerror(number)}; see to that"
+        ):
             cache.cached("key", lambda folder: None)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     with monkeypatch.context() as patched:
         patched.setattr(np, "load", lambda *_, **__: refused(folder / name))
-        with pytest.raises(ConfigError, match=f"weights cannot be read: {os.strerror(number)}") as refusal:
+        with pytest.raises(
+            ConfigError, match=f"weights cannot be read: {os.strerror(number)}"
+        ) as refusal:
             cache.load_tree(folder / "weights", abstract(1))
     assert not isinstance(refusal.value, Damaged)
 
@@ -156,19 +197,32 @@ def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     for shared in (False, True):
         with replacing(file, shared=shared) as fresh:
             fresh.write_text("whole")
-        refused = pytest.raises(SaveError, match=r"file cannot be written: No space left on device; free some space")
+        refused = pytest.raises(
+            SaveError, match=r"file cannot be written: No space left on device; free some space"
+        )
         with refused, replacing(file, shared=shared) as fresh:
             fresh.write_text("half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        assert [(each.name, each.read_text()) for each in file.parent.iterdir()] == [("file", "whole")]
+        assert [(each.name, each.read_text()) for each in file.parent.iterdir()] == [
+            ("file", "whole")
+        ]
 
 
 def test_a_home_that_nobody_has_is_named_with_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", "~nosuch/x")
-    with pytest.raises(ConfigError, match=r"^JAXSPEC_CACHE is '~nosuch/x', and no home directory of ~nosuch is known here; give the whole"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^JAXSPEC_CACHE is '~nosuch/x', and no home directory of ~nosuch is known here; give"
+            r" the whole"
+        ),
+    ):
         cache.cache_folder()
     monkeypatch.setenv("JAXSPEC_CACHE", "x" * 300)
-    with pytest.raises(ConfigError, match=r"cannot be written to: File name too long; name another folder with JAXSPEC_CACHE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be written to: File name too long; name another folder with JAXSPEC_CACHE",
+    ):
         cache.cached("key", lambda folder: None)
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.delenv("JAXSPEC_CACHE")
@@ -204,7 +258,10 @@ def test_cache_never_shows_a_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(path.name for path in folder.iterdir()) == [cache.SUMS, "weights"]
     assert cache.cached("key", fail) == folder
     monkeypatch.setenv("JAXSPEC_CACHE", str(folder / "weights" / "cache"))
-    with pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; name another folder with JAXSPEC_CACHE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be written to: Not a directory; name another folder with JAXSPEC_CACHE",
+    ):
         cache.cached("key", fail)
 
 
@@ -225,7 +282,13 @@ def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
     runs = [
-        subprocess.Popen([*command, word], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, word],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for word in ("dies", "builds", "waits")
     ]
     assert runs[0].communicate("go\n", timeout=60)[0] == "building\n"

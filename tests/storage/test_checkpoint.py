@@ -1,4 +1,5 @@
-"""Checkpoints come back bitwise on any mesh, refuse what does not fit, and survive kills and full disks; the cache builds once."""
+"""Checkpoints come back bitwise on any mesh, refuse what does not fit, and survive kills and full
+disks; the cache builds once."""
 
 import json
 import os
@@ -38,19 +39,36 @@ class _Network(nnx.Module):
 
 def _state(seed: int = 0) -> TrainState:
     network = _Network(jax.random.key(seed))
-    optimizer = optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)).init(network)  # pyright: ignore[reportArgumentType]
-    policy = Trained(network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0))
+    optimizer = optax.adamw(
+        1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    ).init(network)  # pyright: ignore[reportArgumentType]
+    policy = Trained(
+        network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0)
+    )
     learner = LearnerState(policy=policy, draft=None, online=jnp.bool_(True), version=jnp.int32(5))
-    return TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=draft_temperature.start(8, (0.0, 1.0))))
+    return TrainState(
+        learner=learner,
+        generator=GeneratorState(overlap_by_factor=draft_temperature.start(8, (0.0, 1.0))),
+    )
 
 
 def _place(tree: Any, devices: int) -> tuple[Any, Any]:
     """The tree on a mesh of so many devices, rows of matrices sharded, and its abstract twin."""
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    placed = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("data") if leaf.ndim > 1 else PartitionSpec())), tree
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:devices],
     )
-    return placed, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
+    placed = jax.tree.map(
+        lambda leaf: jax.device_put(
+            leaf, NamedSharding(mesh, PartitionSpec("data") if leaf.ndim > 1 else PartitionSpec())
+        ),
+        tree,
+    )
+    return placed, jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed
+    )
 
 
 def _assert_same(found: Any, wanted: Any) -> None:
@@ -73,7 +91,10 @@ def test_restores_bitwise_on_other_meshes(tmp_path: Path) -> None:
         _, abstract = _place(_state(seed=1), devices)
         found, host = again.restore(7, abstract)
         _assert_same(found, state)
-        assert found.learner.policy.network.embed.sharding == abstract.learner.policy.network.embed.sharding
+        assert (
+            found.learner.policy.network.embed.sharding
+            == abstract.learner.policy.network.embed.sharding
+        )
         assert host == {"next_index": 112, "rewards": [0.1, 1.0]}
         again.close()
 
@@ -87,12 +108,16 @@ def test_arrays_may_be_donated_at_once(tmp_path: Path) -> None:
         placed = overwrite(placed)
     jax.block_until_ready(placed)
     found, _ = checkpoints.restore(1, abstract)
-    np.testing.assert_array_equal(np.asarray(found["x"])[:, 0], np.arange(1 << 20, dtype=np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(found["x"])[:, 0], np.arange(1 << 20, dtype=np.float32)
+    )
     checkpoints.close()
 
 
 def test_arrays_without_elements_come_back(tmp_path: Path) -> None:
-    placed, abstract = _place({"accepted": jnp.zeros((8, 0), jnp.int32), "rounds": jnp.arange(8)}, 4)
+    placed, abstract = _place(
+        {"accepted": jnp.zeros((8, 0), jnp.int32), "rounds": jnp.arange(8)}, 4
+    )
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, placed, {})
     checkpoints.wait()
@@ -121,7 +146,9 @@ def test_refuses_another_structure(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(5, placed, {})
     checkpoints.wait()
-    _, abstract = _place({"a": jnp.zeros((4, 3)), "b": jnp.zeros(3, jnp.int32), "d": jnp.zeros(2)}, 1)
+    _, abstract = _place(
+        {"a": jnp.zeros((4, 3)), "b": jnp.zeros(3, jnp.int32), "d": jnp.zeros(2)}, 1
+    )
     with pytest.raises(ConfigError) as refused:
         checkpoints.restore(5, abstract)
     message = str(refused.value)
@@ -146,7 +173,9 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         if file.is_file():
             file.write_bytes(b"")
     again = Checkpoints(tmp_path)
-    with pytest.raises(ConfigError, match=r"checkpoint .*5 cannot be read .*put it back from a copy"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint .*5 cannot be read .*put it back from a copy"
+    ):
         again.restore(5, abstract)
     again.close()
 
@@ -176,9 +205,19 @@ def _whole_or_refused(folder: Path, abstract: Any, wanted: Any) -> bool:
     return False
 
 
-def test_any_damage_is_found_or_does_no_harm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every file of a checkpoint: emptied, cut in half, one byte short, and eight bytes flipped at four places."""
-    placed, abstract = _place({"x": jax.random.normal(jax.random.key(0), (16, 8)), "n": jnp.int32(3), "live": jnp.array([True, False])}, 4)
+def test_any_damage_is_found_or_does_no_harm(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every file of a checkpoint: emptied, cut in half, one byte short, and eight bytes flipped at
+    four places."""
+    placed, abstract = _place(
+        {
+            "x": jax.random.normal(jax.random.key(0), (16, 8)),
+            "n": jnp.int32(3),
+            "live": jnp.array([True, False]),
+        },
+        4,
+    )
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(5, placed, {"batch": 2, "line": {"reward/mean": 0.5}})
     checkpoints.close()
@@ -188,7 +227,9 @@ def test_any_damage_is_found_or_does_no_harm(tmp_path: Path, capfd: pytest.Captu
         content = file.read_bytes()
         size = len(content)
         damaged = [_cut(content, place) for place in (0, size // 2, size - 1)]
-        damaged += [_flip(content, place) for place in (0, size // 3, 2 * size // 3, max(0, size - 8))]
+        damaged += [
+            _flip(content, place) for place in (0, size // 3, 2 * size // 3, max(0, size - 8))
+        ]
         found[file.name] = found.get(file.name, 0)
         for bad in damaged:
             file.write_bytes(bad)
@@ -228,15 +269,25 @@ def test_digests_are_compiled_where_arrays_are_not_at_hand(monkeypatch: pytest.M
 def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: Path) -> None:
     told: list[str] = []
     folder = tmp_path / "checkpoints"
-    placed = {step: _place({"x": jax.random.normal(jax.random.key(step), (64, 32))}, 2) for step in (2, 4, 6)}
+    placed = {
+        step: _place({"x": jax.random.normal(jax.random.key(step), (64, 32))}, 2)
+        for step in (2, 4, 6)
+    }
     checkpoints = Checkpoints(folder, keep=3)
     for step, (arrays, _) in placed.items():
         checkpoints.save(step, arrays, {"batch": step})
     checkpoints.close()
     for step in (4, 6):
-        largest = max((file for file in (folder / str(step)).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+        largest = max(
+            (file for file in (folder / str(step)).rglob("*") if file.is_file()),
+            key=lambda file: file.stat().st_size,
+        )
         largest.write_bytes(_flip(largest.read_bytes(), 100))
-    files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    files = {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
     checkpoints = Checkpoints(folder, keep=3, say=told.append)
     restored = checkpoints.restore_newest(placed[2][1])
     assert restored is not None
@@ -244,9 +295,17 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: P
     assert restored[1] == {"batch": 2}
     for step, line in zip((6, 4), told, strict=True):
         assert line.startswith(f"warning: checkpoint {folder / str(step)} ")
-        assert f"{tmp_path / 'damaged-checkpoints' / str(step)}, and checkpoint 2 takes its place" in line
+        assert (
+            f"{tmp_path / 'damaged-checkpoints' / str(step)}, and checkpoint 2 takes its place"
+            in line
+        )
     aside = tmp_path / "damaged-checkpoints"
-    kept = {str(file.relative_to(root)): file.read_bytes() for root in (folder, aside) for file in root.rglob("*") if file.is_file()}
+    kept = {
+        str(file.relative_to(root)): file.read_bytes()
+        for root in (folder, aside)
+        for file in root.rglob("*")
+        if file.is_file()
+    }
     assert kept == files, "nothing is deleted"
     checkpoints.save(4, placed[4][0], {"batch": 4})
     checkpoints.wait()
@@ -261,7 +320,9 @@ def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: P
     checkpoints.save(1, placed, {})
     checkpoints.wait()
     (tmp_path / "1" / "host" / "metadata").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint .*/1 cannot be read .*put it back from a copy"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint .*/1 cannot be read .*put it back from a copy"
+    ):
         checkpoints.restore_newest(abstract)
     assert (tmp_path / "1").is_dir()
     checkpoints.close()
@@ -289,17 +350,23 @@ def test_the_step_whose_metadata_is_damaged_is_named(tmp_path: Path) -> None:
     _with_steps(tmp_path, 1, 2)[0].close()
     for content in ("[]", "7", '{"metrics": [1]}'):
         (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text(content)
-        with pytest.raises(Damaged, match=rf"^{tmp_path}/2/_CHECKPOINT_METADATA is damaged .*remove that file"):
+        with pytest.raises(
+            Damaged, match=rf"^{tmp_path}/2/_CHECKPOINT_METADATA is damaged .*remove that file"
+        ):
             Checkpoints(tmp_path)
 
 
 def test_what_may_not_be_opened_is_no_damage(tmp_path: Path) -> None:
-    """Orbax takes it for missing; a good checkpoint must not be set aside for that. A loop of links is refused to root as well."""
+    """Orbax takes it for missing; a good checkpoint must not be set aside for that. A loop of links
+    is refused to root as well."""
     checkpoints, abstract = _with_steps(tmp_path, 1, 2)
     for item in ("host", "arrays"):
         (tmp_path / "2" / item).rename(tmp_path / "elsewhere")
         (tmp_path / "2" / item).symlink_to(item)
-        with pytest.raises(ConfigError, match=rf"/2 cannot be read \({tmp_path}/2/{item}: Too many levels.*\); see to that") as refused:
+        with pytest.raises(
+            ConfigError,
+            match=rf"/2 cannot be read \({tmp_path}/2/{item}: Too many levels.*\); see to that",
+        ) as refused:
             checkpoints.restore_newest(abstract)
         assert not isinstance(refused.value, Damaged)
         (tmp_path / "2" / item).unlink()
@@ -307,7 +374,9 @@ def test_what_may_not_be_opened_is_no_damage(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_refuses_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that is out of file handles must not set a good checkpoint aside."""
     checkpoints, abstract = _with_steps(tmp_path, 1)
 
@@ -315,7 +384,9 @@ def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytes
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(ocp.JsonCheckpointHandler, "restore", fail)
-    with pytest.raises(ConfigError, match=r"/1 cannot be read \(Too many open files\); see to that") as refused:
+    with pytest.raises(
+        ConfigError, match=r"/1 cannot be read \(Too many open files\); see to that"
+    ) as refused:
         checkpoints.restore_newest(abstract)
     assert not isinstance(refused.value, Damaged)
     checkpoints.close()
@@ -360,7 +431,10 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
     checkpoints.wait()
     request.getfixturevalue("full_disk")
     checkpoints.save(2, large, {})
-    with pytest.raises(SaveError, match=r"checkpoint 2 cannot be saved in .*: File too large; earlier checkpoints are intact"):
+    with pytest.raises(
+        SaveError,
+        match=r"checkpoint 2 cannot be saved in .*: File too large; earlier checkpoints are intact",
+    ):
         checkpoints.wait()
     assert "Traceback" not in capfd.readouterr().err
     assert checkpoints.latest() == 1
@@ -368,7 +442,9 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
     checkpoints.close()
     with pytest.raises(SaveError, match=r"weights.npz cannot be written: File too large"):
         cache.save_tree(tmp_path / "weights.npz", large)
-    with pytest.raises(ConfigError, match=r"workdir .* cannot be written to: File too large; free some space"):
+    with pytest.raises(
+        ConfigError, match=r"workdir .* cannot be written to: File too large; free some space"
+    ):
         prepare_workdir(tmp_path / "run")
 
 
@@ -383,7 +459,8 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
         from jaxspec.host.job import reported
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         def work():
-            arrays = {f"x{number}": jax.random.normal(jax.random.key(0), (30_000,)) for number in range(60)}
+            array = jax.random.normal(jax.random.key(0), (30_000,))
+            arrays = {f"x{number}": array + 0 for number in range(60)}
             with contextlib.closing(Checkpoints(Path(sys.argv[1]))) as checkpoints:
                 checkpoints.save(1, arrays, {})
             return 0
@@ -391,11 +468,18 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     ended = subprocess.run(
-        command, env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=120
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 2
     (line,) = (ended.stdout + ended.stderr).splitlines()
-    assert line.startswith(f"error: checkpoint 1 cannot be saved in {tmp_path}: File too large; earlier checkpoints are intact")
+    assert line.startswith(
+        f"error: checkpoint 1 cannot be saved in {tmp_path}: File too large; earlier checkpoints"
+        " are intact"
+    )
 
 
 @pytest.mark.slow
@@ -418,18 +502,26 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
                 return str(reason)
 
         jax.config.update("jax_num_cpu_devices", 4)
-        jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), initialization_timeout=60)
+        port, process = sys.argv[1], int(sys.argv[2])
+        jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-        tree = jax.jit(lambda: {"x": jnp.arange(16.0), "n": jnp.int32(3)}, out_shardings={"x": rows, "n": everywhere})()
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+        tree = {"x": jnp.arange(16.0), "n": jnp.int32(3)}
+        tree = jax.jit(lambda: tree, out_shardings={"x": rows, "n": everywhere})()
+
+        def shape(leaf):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+        abstract = jax.tree.map(shape, tree)
         checkpoints = checkpoint.Checkpoints(Path(sys.argv[3]) / "checkpoints")
         checkpoints.save(4, tree, {"next_index": 9})
         checkpoints.wait()
         found, host = checkpoints.restore(4, abstract)
         assert host == {"next_index": 9}
-        assert all((a.data == b.data).all() for a, b in zip(found["x"].addressable_shards, tree["x"].addressable_shards))
-        # A damaged checkpoint that process 0 alone tries to move away, and cannot: both end; once it can, both go on from the one before.
+        pairs = zip(found["x"].addressable_shards, tree["x"].addressable_shards)
+        assert all((a.data == b.data).all() for a, b in pairs)
+        # A damaged checkpoint that process 0 alone tries to move away, and cannot: both end; once
+        # it can, both go on from the one before.
         checkpoints.save(5, tree, {})
         checkpoints.wait()
         inway = Path(sys.argv[3]) / "damaged-checkpoints"
@@ -444,19 +536,35 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         assert checkpoints.latest() == 4
         # What process 0 finds in the way, both are told.
         mine = Path(sys.argv[3]) / ("" if jax.process_index() == 0 else "elsewhere")
-        assert "checkpoints has 4, which cannot be read" in refusal(lambda: workdir.require_no_checkpoints(mine))
+        said = refusal(lambda: workdir.require_no_checkpoints(mine))
+        assert "checkpoints has 4, which cannot be read" in said
         checkpoints.close()
-        folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)}))
-        loaded = cache.load_tree(folder / "weights.npz", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)})
+
+        def build(folder):
+            cache.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)})
+
+        wanted = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)}
+        loaded = cache.load_tree(cache.cached("key", build) / "weights.npz", wanted)
         assert float(jax.jit(jnp.sum, out_shardings=everywhere)(loaded["w"])) == 28
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {
+        **os.environ,
+        "JAXSPEC_CACHE": str(tmp_path / "cache"),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+    }
     command = [sys.executable, "-c", textwrap.dedent(script), port]
     runs = [
-        subprocess.Popen([*command, str(index), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True) for index in range(2)
+        subprocess.Popen(
+            [*command, str(index), str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
     ]
     for run in runs:
         _, told = run.communicate(timeout=120)

@@ -1,4 +1,5 @@
-"""Signals are obeyed at the right moment, with the right status, also while the main thread is inside a long native call."""
+"""Signals are obeyed at the right moment, with the right status, also while the main thread is
+inside a long native call."""
 
 import ast
 import os
@@ -26,7 +27,7 @@ from jaxspec.system.begin import begin
 from jaxspec.system.interrupt import Interrupt
 
 def native():
-    # C code that holds the main thread for a long time and lets other threads run, like a compilation.
+    # C code that holds the main thread for long and lets other threads run, like a compilation.
     hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000_000)
 
 def steps(interrupt):
@@ -42,9 +43,13 @@ def ready():
 
 
 def _run(body: str, *numbers: int, pause: float = 0.3) -> tuple[int, str, float]:
-    """Status, output and seconds from the first signal to the end of a program that gets these signals once it is ready."""
+    """Status, output and seconds from the first signal to the end of a program that gets these
+    signals once it is ready."""
     run = subprocess.Popen(
-        [sys.executable, "-c", _PREAMBLE + textwrap.dedent(body)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", _PREAMBLE + textwrap.dedent(body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert run.stdout
     try:
@@ -63,14 +68,18 @@ def _run(body: str, *numbers: int, pause: float = 0.3) -> tuple[int, str, float]
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_unsaved_ends_at_once(number: int) -> None:
     body = """
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("compiling the step", lambda: print("cleaned up")):
+        cleanup = lambda: print("cleaned up")
+        with Interrupt() as interrupt, interrupt.nothing_unsaved("compiling the step", cleanup):
             ready()
             native()
     """
     status, text, seconds = _run(body, number)
     assert (status, text) == (
         128 + number,
-        "cleaned up\nstopped while compiling the step; nothing to save; the same command starts again\n",
+        (
+            "cleaned up\nstopped while compiling the step; nothing to save; the same command starts"
+            " again\n"
+        ),
     )
     assert seconds < 2
 
@@ -126,7 +135,11 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tmp_path: Path)
         sys.exit(interrupt.status)
     """
     ours, theirs = pty.openpty()
-    program = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + _PREAMBLE + textwrap.dedent(body)
+    program = (
+        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        + _PREAMBLE
+        + textwrap.dedent(body)
+    )
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", program], **terminal) as run:
         os.close(theirs)
@@ -149,7 +162,10 @@ def test_second_interrupt_forces_the_end_and_second_termination_does_not() -> No
     """
     status, text, seconds = _run(body, signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
     assert status == 130
-    assert text.splitlines()[-1] == "stopped at once; the same command goes on from the last checkpoint"
+    assert (
+        text.splitlines()[-1]
+        == "stopped at once; the same command goes on from the last checkpoint"
+    )
     assert seconds < 4
 
 
@@ -166,22 +182,29 @@ def test_flag_set_before_the_region_ends_there() -> None:
     """
     status, text, _ = _run(body, signal.SIGTERM)
     assert status == 143
-    assert text.splitlines()[1:] == ["stopped while compiling; nothing to save; the same command starts again"]
+    assert text.splitlines()[1:] == [
+        "stopped while compiling; nothing to save; the same command starts again"
+    ]
 
 
 @pytest.mark.parametrize(
     ("cleanup", "said"),
     [
         ("time.sleep(60)", ""),
-        ("1 / 0", "cleaned up\nstopped while loading; nothing to save; the same command starts again\n"),
+        (
+            "1 / 0",
+            "cleaned up\nstopped while loading; nothing to save; the same command starts again\n",
+        ),
     ],
 )
 def test_a_hanging_or_failing_cleanup_does_not_keep_the_process(cleanup: str, said: str) -> None:
-    """Nor does one that fails keep the others from cleaning up, or the last line from being said."""
+    """Nor does one that fails keep the others from cleaning up, or the last line from being
+    said."""
     body = f"""
         from jaxspec.system import interrupt as module
         module._GRACE_SECONDS = 0.5
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("loading", lambda: {cleanup}, lambda: print("cleaned up")):
+        cleanups = (lambda: {cleanup}), (lambda: print("cleaned up"))
+        with Interrupt() as interrupt, interrupt.nothing_unsaved("loading", *cleanups):
             ready()
             native()
     """
@@ -190,7 +213,9 @@ def test_a_hanging_or_failing_cleanup_does_not_keep_the_process(cleanup: str, sa
     assert seconds < 3
 
 
-def test_a_signal_is_obeyed_where_standard_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_obeyed_where_standard_output_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As after `>&-`; the thread that watches goes on."""
     monkeypatch.setattr(sys, "stdout", None)
     with Interrupt() as interrupt:
@@ -226,23 +251,44 @@ def test_watches_before_jax_is_imported() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_while_importing_is_one_line(number: int) -> None:
-    status, text, _ = _run("sys.modules['jax'] = sys; begin(); ready(); time.sleep(30)", number, pause=0)
-    assert (status, text) == (128 + number, "stopped; nothing to save; the same command starts again\n")
+    status, text, _ = _run(
+        "sys.modules['jax'] = sys; begin(); ready(); time.sleep(30)", number, pause=0
+    )
+    assert (status, text) == (
+        128 + number,
+        "stopped; nothing to save; the same command starts again\n",
+    )
 
 
 def test_every_program_begins_before_it_imports_anything_slow() -> None:
     """Read off the source: what stands before the call is imports of the standard library."""
     package = Path(interrupt.__file__).parents[1]
-    programs = [package / f"{name}.py" if (package / f"{name}.py").exists() else package / name / "__main__.py" for name in PROGRAMS]
+    programs = [
+        (
+            package / f"{name}.py"
+            if (package / f"{name}.py").exists()
+            else package / name / "__main__.py"
+        )
+        for name in PROGRAMS
+    ]
     for file in programs:
         _, first, second, *_ = ast.parse(file.read_text()).body
         assert ast.unparse(first) == "import sys", file
-        assert ast.unparse(second) == "if __name__ == '__main__':\n    from jaxspec.system.begin import begin\n    begin()", file
+        assert (
+            ast.unparse(second)
+            == "if __name__ == '__main__':\n    from jaxspec.system.begin import begin\n    begin()"
+        ), file
 
 
 def test_an_environment_that_jax_cannot_read_is_one_line() -> None:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "x"}
-    run = subprocess.run([sys.executable, "-m", "jaxspec.train"], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxspec.train"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (run.returncode, run.stdout) == (2, "")
     assert re.fullmatch(r'error: .*"x".*jax_num_cpu_devices.*\n', run.stderr)
 
@@ -268,7 +314,8 @@ def test_distributed_processes_agree(number: int, retaken: bool) -> None:
         sys.exit(interrupt.status)
     """
     status, text, _ = _run(body.format(port=_free_port(), retaken=retaken), number)
-    # Without the watcher's retaking, SIGTERM belongs to JAX, as it does in every process that got no signal itself.
+    # Without the watcher's retaking, SIGTERM belongs to JAX, as it does in every process that got
+    # no signal itself.
     assert status == 128 + number, text
     assert text.splitlines()[-1] == "saved True"
 
@@ -283,7 +330,10 @@ def test_distributed_process_with_nothing_unsaved_ends_at_once() -> None:
             native()
     """
     status, text, seconds = _run(body.format(port=_free_port()), signal.SIGTERM)
-    assert (status, text.splitlines()[-1]) == (143, "stopped while compiling; nothing to save; the same command starts again")
+    assert (status, text.splitlines()[-1]) == (
+        143,
+        "stopped while compiling; nothing to save; the same command starts again",
+    )
     assert seconds < 2
 
 

@@ -1,4 +1,5 @@
-"""Metrics survive kills and resumes, progress fits terminals and files, the closing table says what was measured."""
+"""Metrics survive kills and resumes, progress fits terminals and files, the closing table says what
+was measured."""
 
 import io
 import json
@@ -49,13 +50,35 @@ def test_lines_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None
             }
         )
         writer.write_samples(
-            0, [{"prompt": "1+2=", "response": "#3\u2713", "reward": np.float64(1.0), "logprobs": np.array([0.5, -math.inf])}]
+            0,
+            [
+                {
+                    "prompt": "1+2=",
+                    "response": "#3\u2713",
+                    "reward": np.float64(1.0),
+                    "logprobs": np.array([0.5, -math.inf]),
+                }
+            ],
         )
     wanted = {"step": 0, "reward/mean": 0.5, "loss/policy": None, "entropy": None, "status/eos": 3}
     assert metrics.read(tmp_path) == [wanted]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text("utf-8").splitlines()]
-    assert samples == [{"step": 0, "prompt": "1+2=", "response": "#3\u2713", "reward": 1.0, "logprobs": [0.5, None]}]
-    scalars = {value.tag: value.simple_value for event in _events(tmp_path) for value in event.summary.value}
+    samples = [
+        json.loads(line) for line in (tmp_path / "samples.jsonl").read_text("utf-8").splitlines()
+    ]
+    assert samples == [
+        {
+            "step": 0,
+            "prompt": "1+2=",
+            "response": "#3\u2713",
+            "reward": 1.0,
+            "logprobs": [0.5, None],
+        }
+    ]
+    scalars = {
+        value.tag: value.simple_value
+        for event in _events(tmp_path)
+        for value in event.summary.value
+    }
     assert scalars == {"reward/mean": 0.5, "status/eos": 3.0}
 
 
@@ -78,9 +101,17 @@ def test_resuming_cuts_back_to_the_restored_step(tmp_path: Path) -> None:
         writer.cut_back(2)
         writer.write({"step": 2, "run": 2})
         writer.write_samples(2, [{"run": 2}])
-    assert [(line["step"], line["run"]) for line in metrics.read(tmp_path)] == [(0, 1), (1, 1), (2, 2)]
+    assert [(line["step"], line["run"]) for line in metrics.read(tmp_path)] == [
+        (0, 1),
+        (1, 1),
+        (2, 2),
+    ]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl", "tensorboard"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "samples.jsonl",
+        "tensorboard",
+    ]
 
 
 def test_tensorboard_hides_what_was_cut(tmp_path: Path) -> None:
@@ -114,7 +145,9 @@ def test_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     writer.write({"step": 0, "entropy": 0.5})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
-        with pytest.raises(ConfigError, match=r"metrics.jsonl cannot be written: File too large; free some space"):
+        with pytest.raises(
+            ConfigError, match=r"metrics.jsonl cannot be written: File too large; free some space"
+        ):
             writer.write({"step": 1, "entropy": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -125,7 +158,9 @@ def test_plain_progress_prints_some_lines(capsys: pytest.CaptureFixture[str]) ->
     with Progress("RL", 100) as progress:
         progress.say("resuming [not markup] from step 3 " + "x" * 100)
         for step in range(1, 101):
-            progress.update(step, reward=0.51234, acceptance_length=3.2, tokens_per_s=12345.6, entropy=None)
+            progress.update(
+                step, reward=0.51234, acceptance_length=3.2, tokens_per_s=12345.6, entropy=None
+            )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "resuming [not markup] from step 3 " + "x" * 100
     assert lines[1].startswith("RL 1/100  reward 0.512  acceptance_length 3.2  tokens/s 12,346")
@@ -135,7 +170,9 @@ def test_plain_progress_prints_some_lines(capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) == 22
 
 
-def test_plain_progress_prints_after_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_progress_prints_after_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = iter(range(0, 4000, 4))
     monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
     with Progress("draft", 1000) as progress:
@@ -173,15 +210,23 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def _printed(table: object) -> list[str]:
     screen = io.StringIO()
     Console(file=screen, width=100).print(table)
-    return [re.sub(r"  +", " | ", line.strip()) for line in screen.getvalue().splitlines() if line.strip()]
+    return [
+        re.sub(r"  +", " | ", line.strip())
+        for line in screen.getvalue().splitlines()
+        if line.strip()
+    ]
 
 
 def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
-    """Over the whole step, learning included; generation alone has a name of its own, where it is timed."""
+    """Over the whole step, learning included; generation alone has a name of its own, where it is
+    timed."""
     whole = {"rollout/tokens": 120.0, "time/step": 3.0, "time/data": 0.5}
     assert token_rates(whole) == {"rollout/tokens_per_s": 40.0}
     staged = whole | {"time/generate": 1.5, "time/train": 1.0}
-    assert token_rates(staged) == {"rollout/tokens_per_s": 40.0, "rollout/generation_tokens_per_s": 80.0}
+    assert token_rates(staged) == {
+        "rollout/tokens_per_s": 40.0,
+        "rollout/generation_tokens_per_s": 80.0,
+    }
 
 
 def test_closing_table() -> None:
@@ -199,7 +244,14 @@ def test_closing_table() -> None:
         for step in range(40)
     ]
     lines[0]["eval/exact_match"], lines[39]["eval/exact_match"] = 0.5, 0.84
-    summary = {"plain/passes": 22.0, "spec/passes": 8.0, "plain/seconds": 0.5, "spec/seconds": 0.6, "round_cost": 1.8, "rows": 128}
+    summary = {
+        "plain/passes": 22.0,
+        "spec/passes": 8.0,
+        "plain/seconds": 0.5,
+        "spec/seconds": 0.6,
+        "round_cost": 1.8,
+        "rows": 128,
+    }
     assert _printed(closing_table(lines, summary)) == [
         "40 batches",
         "reward | 0.01 -> 0.38 (first and last 4 of 40)",
@@ -215,14 +267,25 @@ def test_closing_table() -> None:
 
 
 def test_closing_table_leaves_out_what_was_not_measured() -> None:
-    assert _printed(closing_table([{"step": 0, "reward/mean": 0.25}], {})) == ["1 batches", "reward | 0.25 -> 0.25 (first and last 1 of 1)"]
+    assert _printed(closing_table([{"step": 0, "reward/mean": 0.25}], {})) == [
+        "1 batches",
+        "reward | 0.25 -> 0.25 (first and last 1 of 1)",
+    ]
     assert _printed(closing_table([], {})) == ["0 batches"]
 
 
 def test_closing_table_says_what_has_no_number() -> None:
-    """The last three of 20 batches have no reward, and two of three evaluations no number; rows failed in a fourth batch too."""
+    """The last three of 20 batches have no reward, and two of three evaluations no number; rows
+    failed in a fourth batch too."""
     lines: list[dict[str, Any]] = [
-        {"step": step, "reward/mean": 0.38, "status/eos": 100, "status/length": 28, "status/failed": 0} for step in range(20)
+        {
+            "step": step,
+            "reward/mean": 0.38,
+            "status/eos": 100,
+            "status/length": 28,
+            "status/failed": 0,
+        }
+        for step in range(20)
     ]
     lines[3] |= {"status/eos": 98, "status/failed": 2}
     for line in lines[-3:]:
@@ -239,7 +302,11 @@ def test_closing_table_says_what_has_no_number() -> None:
 
 def test_batches_without_a_line_are_named() -> None:
     lines = [{"step": step} for step in (0, 1, 4)]
-    assert missing(lines, 5) == "metrics.jsonl has no line for batch 2, 3, which were made: the closing table is of the others"
+    assert (
+        missing(lines, 5)
+        == "metrics.jsonl has no line for batch 2, 3, which were made: the closing table is of the"
+        " others"
+    )
     assert "batch 2, 3, 5, 6, 7 and 2 more" in missing(lines, 10)
     assert missing(lines[:2], 2) == ""
 

@@ -19,16 +19,21 @@ from jaxspec.system.processes import Place, initialize_processes, meet
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `jax.distributed.initialize` was called with; the environment is that of a lone process."""
+    """What `jax.distributed.initialize` was called with; the environment is that of a lone
+    process."""
     for name in list(os.environ):
         if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *processes._OTHERS)):
             monkeypatch.delenv(name)
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments)
+    )
     return calls
 
 
-def test_a_lone_process_starts_nothing(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_process_starts_nothing(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     initialize_processes()
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
@@ -39,10 +44,14 @@ def test_a_lone_process_starts_nothing(started: list[tuple[Any, ...]], monkeypat
     assert started == []
 
 
-def test_explicit_processes(started: list[tuple[Any, ...]], met: list[processes.Place], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_processes(
+    started: list[tuple[Any, ...]], met: list[processes.Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAXSPEC_COORDINATOR", "host:1234")
     monkeypatch.setenv("JAXSPEC_PROCESSES", "4")
-    with pytest.raises(ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"):
+    with pytest.raises(
+        ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"
+    ):
         initialize_processes()
     monkeypatch.setenv("JAXSPEC_PROCESS_ID", "2")
     initialize_processes()
@@ -51,7 +60,12 @@ def test_explicit_processes(started: list[tuple[Any, ...]], met: list[processes.
 
 
 @pytest.mark.parametrize(
-    "environment", [{"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"JOB_COMPLETION_INDEX": "0"}]
+    "environment",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"JOB_COMPLETION_INDEX": "0"},
+    ],
 )
 def test_schedulers_that_jax_does_not_know_are_left_to_it(
     started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
@@ -73,7 +87,14 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[processes.Place]:
 def test_a_scheduler_that_jax_knows_says_where_to_meet(
     started: list[tuple[Any, ...]], met: list[processes.Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = {"NTASKS": "3", "PROCID": "1", "LOCALID": "1", "STEP_ID": "0", "JOB_ID": "70000", "STEP_NODELIST": "node[07-09]"}
+    slurm = {
+        "NTASKS": "3",
+        "PROCID": "1",
+        "LOCALID": "1",
+        "STEP_ID": "0",
+        "JOB_ID": "70000",
+        "STEP_NODELIST": "node[07-09]",
+    }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     initialize_processes()
@@ -85,27 +106,61 @@ def test_a_scheduler_that_jax_knows_says_where_to_meet(
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"JAXSPEC_PROCESSES": "two"}, "JAXSPEC_PROCESSES is 'two'; give a whole number, 1 or more"),
+        (
+            {"JAXSPEC_PROCESSES": "two"},
+            "JAXSPEC_PROCESSES is 'two'; give a whole number, 1 or more",
+        ),
         ({"JAXSPEC_PROCESSES": "-2"}, "JAXSPEC_PROCESSES is '-2'"),
         ({"JAXSPEC_PROCESSES": "0"}, "JAXSPEC_PROCESSES is '0'"),
         ({"JAXSPEC_PROCESS_ID": "x"}, "JAXSPEC_PROCESS_ID is 'x'; give a whole number, 0 or more"),
-        ({"JAXSPEC_PROCESS_ID": "2"}, "JAXSPEC_PROCESS_ID is 2, but JAXSPEC_PROCESSES is 2: ids go from 0 to 1"),
+        (
+            {"JAXSPEC_PROCESS_ID": "2"},
+            "JAXSPEC_PROCESS_ID is 2, but JAXSPEC_PROCESSES is 2: ids go from 0 to 1",
+        ),
         ({"JAXSPEC_WAIT_SECONDS": "soon"}, "JAXSPEC_WAIT_SECONDS is 'soon'"),
         ({"JAXSPEC_COORDINATOR": "here"}, "coordinator 'here' is not HOST:PORT"),
         ({"JAXSPEC_COORDINATOR": "here:http"}, "coordinator 'here:http' is not HOST:PORT"),
         ({"JAXSPEC_COORDINATOR": "here:70000"}, "coordinator 'here:70000' is not HOST:PORT"),
-        ({"JAXSPEC_COORDINATOR": f"here:{'1' * 5000}"}, "is not HOST:PORT .* set JAXSPEC_COORDINATOR to"),
-        ({"JAXSPEC_COORDINATOR": "a..b:23462"}, "coordinator 'a..b:23462' has no valid name of a host .* set JAXSPEC_COORDINATOR to"),
-        ({"JAXSPEC_COORDINATOR": f"{'a' * 100}:23462"}, "has no valid name of a host .* set JAXSPEC_COORDINATOR to"),
-        ({"JAXSPEC_PROCESSES": " "}, "JAXSPEC_COORDINATOR, JAXSPEC_PROCESS_ID set but not JAXSPEC_PROCESSES"),
-        ({"JAXSPEC_WAIT_SECONDS": "9" * 20}, "JAXSPEC_WAIT_SECONDS is '9{20}'; give a whole number, 1 or more and at most 2147483647"),
-        ({"JAXSPEC_WAIT_SECONDS": "9" * 5000}, "JAXSPEC_WAIT_SECONDS is '9{59}[.]{3}; give a whole number"),
+        (
+            {"JAXSPEC_COORDINATOR": f"here:{'1' * 5000}"},
+            "is not HOST:PORT .* set JAXSPEC_COORDINATOR to",
+        ),
+        (
+            {"JAXSPEC_COORDINATOR": "a..b:23462"},
+            "coordinator 'a..b:23462' has no valid name of a host .* set JAXSPEC_COORDINATOR to",
+        ),
+        (
+            {"JAXSPEC_COORDINATOR": f"{'a' * 100}:23462"},
+            "has no valid name of a host .* set JAXSPEC_COORDINATOR to",
+        ),
+        (
+            {"JAXSPEC_PROCESSES": " "},
+            "JAXSPEC_COORDINATOR, JAXSPEC_PROCESS_ID set but not JAXSPEC_PROCESSES",
+        ),
+        (
+            {"JAXSPEC_WAIT_SECONDS": "9" * 20},
+            (
+                "JAXSPEC_WAIT_SECONDS is '9{20}'; give a whole number, 1 or more and at most"
+                " 2147483647"
+            ),
+        ),
+        (
+            {"JAXSPEC_WAIT_SECONDS": "9" * 5000},
+            "JAXSPEC_WAIT_SECONDS is '9{59}[.]{3}; give a whole number",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(
-    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+    started: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    said: str,
 ) -> None:
-    told = {"JAXSPEC_COORDINATOR": "127.0.0.1:1234", "JAXSPEC_PROCESSES": "2", "JAXSPEC_PROCESS_ID": "1"}
+    told = {
+        "JAXSPEC_COORDINATOR": "127.0.0.1:1234",
+        "JAXSPEC_PROCESSES": "2",
+        "JAXSPEC_PROCESS_ID": "1",
+    }
     for name, value in (told | environment).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
@@ -113,11 +168,24 @@ def test_what_cannot_be_read_is_named(
     assert started == []
 
 
-def test_what_other_programs_on_jax_are_told_by_is_refused(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would train alone, all of them in one folder; a scheduler's job, and a lone process, may have them."""
-    for name, value in {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}.items():
+def test_what_other_programs_on_jax_are_told_by_is_refused(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would train alone, all of them in one folder; a scheduler's job, and a lone
+    process, may have them."""
+    for name, value in {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=rf"{name} set, which jaxspec does not read, .* Set {', '.join(processes.NAMES)} for each"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"{name} set, which jaxspec does not read, .* Set {', '.join(processes.NAMES)} for"
+                r" each"
+            ),
+        ):
             initialize_processes()
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     initialize_processes()
@@ -128,7 +196,9 @@ def test_what_other_programs_on_jax_are_told_by_is_refused(started: list[tuple[A
     assert started == [(None, None, None)]
 
 
-@pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "two", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "two"}])
+@pytest.mark.parametrize(
+    "environment", [{"SLURM_NTASKS": "two", "SLURM_STEP_ID": "0"}, {"OMPI_COMM_WORLD_SIZE": "two"}]
+)
 def test_a_schedulers_number_that_cannot_be_read_is_named(
     started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
@@ -138,13 +208,17 @@ def test_a_schedulers_number_that_cannot_be_read_is_named(
         initialize_processes()
 
 
-def test_what_jax_cannot_do_is_one_line(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_jax_cannot_do_is_one_line(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("UNKNOWN: Failed to start RPC server\nand a page more")
 
     monkeypatch.setattr(jax.distributed, "initialize", fails)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"^JAX cannot join .*: UNKNOWN: Failed to start RPC server\. Set [^\n]*$"):
+    with pytest.raises(
+        ConfigError, match=r"^JAX cannot join .*: UNKNOWN: Failed to start RPC server\. Set [^\n]*$"
+    ):
         initialize_processes()
 
 
@@ -188,7 +262,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_processes_wait_for_each_other_and_name_who_has_not_come(coordinator: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_wait_for_each_other_and_name_who_has_not_come(
+    coordinator: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = ""
 
     def hear(text: str) -> Callable[[], bool]:
@@ -200,12 +276,18 @@ def test_processes_wait_for_each_other_and_name_who_has_not_come(coordinator: st
         return heard
 
     first = Arrival(coordinator, 3, 2)
-    until(hear(f"process 2 of 3 has waited 0 s of 20 at {coordinator}: process 0 has not come (Connection refused)\n"))
+    until(
+        hear(
+            f"process 2 of 3 has waited 0 s of 20 at {coordinator}: process 0 has not come"
+            " (Connection refused)\n"
+        )
+    )
     second = Arrival(coordinator, 3, 0)
     until(hear(f"of 20 at {coordinator}: process 1 has not come\n"))
     until(hear("process 0 is there and waits for others, which it names\n"))
     host, _, port = coordinator.partition(":")
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"jaxspec one two\n", b""):  # what probes of a port say
+    # what probes of a port say
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"jaxspec one two\n", b""):
         with socket.create_connection((host, int(port))) as probe:
             probe.sendall(nonsense)
     time.sleep(0.2)
@@ -240,7 +322,10 @@ def _answers(host: str, port: int, hello: bytes) -> bool:
 
 def test_the_time_is_up_in_all_at_once(coordinator: str) -> None:
     zero, two = Arrival(coordinator, 3, 0, seconds=0.6), Arrival(coordinator, 3, 2)
-    told = f"process 0 of 3 has waited 0.6 s at {coordinator}: process 1 has not come. .*JAXSPEC_WAIT_SECONDS"
+    told = (
+        f"process 0 of 3 has waited 0.6 s at {coordinator}: process 1 has not come."
+        " .*JAXSPEC_WAIT_SECONDS"
+    )
     with pytest.raises(ConfigError, match=told):
         raise ConfigError(zero.ended())
     assert two.ended() == zero.refused
@@ -248,10 +333,16 @@ def test_the_time_is_up_in_all_at_once(coordinator: str) -> None:
 
 def test_processes_that_were_told_differently_are_refused(coordinator: str) -> None:
     zero = Arrival(coordinator, 3, 0, seconds=1.0)
-    assert Arrival(coordinator, 2, 1).ended().startswith("process 1 was told of 2 processes, process 0 of 3")
+    assert (
+        Arrival(coordinator, 2, 1)
+        .ended()
+        .startswith("process 1 was told of 2 processes, process 0 of 3")
+    )
     good = Arrival(coordinator, 3, 1)
     time.sleep(0.3)
-    assert Arrival(coordinator, 3, 1).ended().startswith("two processes say that they are process 1")
+    assert (
+        Arrival(coordinator, 3, 1).ended().startswith("two processes say that they are process 1")
+    )
     assert "process 2 has not come" in zero.ended()
     assert good.ended() == zero.refused
 
@@ -261,12 +352,19 @@ def test_a_taken_port_is_named_at_once(coordinator: str, count: int) -> None:
     port = int(coordinator.partition(":")[2])
     with socket.create_server(("", port)):
         refused = Arrival(coordinator, count, 0).ended()
-        assert refused.startswith(f"process 0 cannot listen at port {port} of this machine: Address already in use; choose a free port")
+        assert refused.startswith(
+            f"process 0 cannot listen at port {port} of this machine: Address already in use;"
+            " choose a free port"
+        )
         assert "(something else answers there)" in Arrival(coordinator, 2, 1, seconds=0.3).ended()
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"go\n", b"220 mail.example ESMTP\n", b"\xff" * 2000])
-def test_what_another_service_says_is_not_taken_for_process_0(coordinator: str, said: bytes) -> None:
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"go\n", b"220 mail.example ESMTP\n", b"\xff" * 2000]
+)
+def test_what_another_service_says_is_not_taken_for_process_0(
+    coordinator: str, said: bytes
+) -> None:
     host, _, port = coordinator.partition(":")
     with socket.create_server((host, int(port))) as service:
 
@@ -280,21 +378,35 @@ def test_what_another_service_says_is_not_taken_for_process_0(coordinator: str, 
                         return
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "process 0 has not come (something else answers there)" in Arrival(coordinator, 2, 1, seconds=0.3).ended()
+        assert (
+            "process 0 has not come (something else answers there)"
+            in Arrival(coordinator, 2, 1, seconds=0.3).ended()
+        )
         service.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(
     ("bind", "said"),
     [
-        ("nowhere", "the coordinator 'nowhere' is not HOST:PORT with a port from 1 to 65535; set JAX_COORDINATOR_BIND_ADDRESS to"),
+        (
+            "nowhere",
+            (
+                "the coordinator 'nowhere' is not HOST:PORT with a port from 1 to 65535; set"
+                " JAX_COORDINATOR_BIND_ADDRESS to"
+            ),
+        ),
         (
             "nowhere.invalid:1234",
-            "process 0 cannot listen at JAX_COORDINATOR_BIND_ADDRESS nowhere.invalid:1234: Name or service not known;",
+            (
+                "process 0 cannot listen at JAX_COORDINATOR_BIND_ADDRESS nowhere.invalid:1234: Name"
+                " or service not known;"
+            ),
         ),
     ],
 )
-def test_a_bad_address_to_listen_at_is_named_as_such(coordinator: str, monkeypatch: pytest.MonkeyPatch, bind: str, said: str) -> None:
+def test_a_bad_address_to_listen_at_is_named_as_such(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch, bind: str, said: str
+) -> None:
     def unknown(*_: Any, **__: Any) -> socket.socket:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -303,7 +415,9 @@ def test_a_bad_address_to_listen_at_is_named_as_such(coordinator: str, monkeypat
     assert Arrival(coordinator, 1, 0).ended().startswith(said)
 
 
-def test_a_name_that_is_not_known_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_not_known_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def unknown(*_: Any, **__: Any) -> socket.socket:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -311,6 +425,8 @@ def test_a_name_that_is_not_known_is_said_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(processes, "_TURN", 0.05)
     refused = Arrival("nowhere.invalid:1234", 2, 1, seconds=0.3).ended()
     assert "the name nowhere.invalid is not known here (Name or service not known)" in refused
-    assert capfd.readouterr().out == (
-        "process 1 of 2 finds that the name nowhere.invalid is not known here (Name or service not known); trying again\n"
+    assert (
+        capfd.readouterr().out
+        == "process 1 of 2 finds that the name nowhere.invalid is not known here (Name or service"
+        " not known); trying again\n"
     )

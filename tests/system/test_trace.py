@@ -49,10 +49,18 @@ def compiled() -> Any:
 def test_every_operation_knows_its_scopes(compiled: Any) -> None:
     found = set(paths_of([compiled]).values())
     assert {("learn", "train"), ("generate", "draft"), ("generate", "verify")} <= found
-    assert {name for path in found for name in path} == {"learn", "train", "generate", "draft", "verify"}
+    assert {name for path in found for name in path} == {
+        "learn",
+        "train",
+        "generate",
+        "draft",
+        "verify",
+    }
 
 
-def test_a_trace_has_the_calls_of_the_range_and_the_parts_of_each(compiled: Any, tmp_path: Path) -> None:
+def test_a_trace_has_the_calls_of_the_range_and_the_parts_of_each(
+    compiled: Any, tmp_path: Path
+) -> None:
     said: list[str] = []
     profiler = Profiler(range(2, 4), tmp_path / "new" / "trace.json.gz", [compiled], said.append)
     x = jnp.ones((64, 64)) / 64
@@ -65,22 +73,49 @@ def test_a_trace_has_the_calls_of_the_range_and_the_parts_of_each(compiled: Any,
     with gzip.open(tmp_path / "new" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "M"}
-    calls = {event["name"]: event for event in events if event["name"] in {f"call {number}" for number in range(6)}}
+    calls = {
+        event["name"]: event
+        for event in events
+        if event["name"] in {f"call {number}" for number in range(6)}
+    }
     assert sorted(calls) == ["call 2", "call 3"]
-    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     events = [event for event in events if event["ph"] == "X"]
-    parts = [event for event in events if tracks.get((event["pid"], event["tid"]), "").endswith("parts")]
+    parts = [
+        event for event in events if tracks.get((event["pid"], event["tid"]), "").endswith("parts")
+    ]
     assert sum(event["name"] == "draft" for event in parts) >= 10, "five rounds of two calls"
     for inner in parts:
         assert inner["dur"] >= 0
         if inner["name"] in ("draft", "verify"):  # and the phase spans it
-            around = [event for event in parts if event["name"] == "generate" and event["tid"] == inner["tid"]]
-            assert any(each["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= each["ts"] + each["dur"] for each in around)
-    operations = [event for event in events if tracks.get((event["pid"], event["tid"]), "").endswith("operations")]
-    assert {event["args"]["part"] for event in operations if "args" in event} >= {"learn / train", "generate / draft", "generate / verify"}
+            around = [
+                event
+                for event in parts
+                if event["name"] == "generate" and event["tid"] == inner["tid"]
+            ]
+            assert any(
+                each["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= each["ts"] + each["dur"]
+                for each in around
+            )
+    operations = [
+        event
+        for event in events
+        if tracks.get((event["pid"], event["tid"]), "").endswith("operations")
+    ]
+    assert {event["args"]["part"] for event in operations if "args" in event} >= {
+        "learn / train",
+        "generate / draft",
+        "generate / verify",
+    }
 
 
-def test_a_run_that_ends_within_the_range_keeps_what_was_traced(compiled: Any, tmp_path: Path) -> None:
+def test_a_run_that_ends_within_the_range_keeps_what_was_traced(
+    compiled: Any, tmp_path: Path
+) -> None:
     profiler = Profiler(range(1, 9), tmp_path / "trace.json.gz", [compiled], lambda _: None)
     with profiler.call(1):
         jax.block_until_ready(compiled(jnp.ones((64, 64))))
