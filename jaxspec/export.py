@@ -29,6 +29,7 @@ from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.hf.draft_config import Form, draft_config_json
 from jaxspec.hf.drafts import draft_tensors
 from jaxspec.hf.names import policy_rows
+from jaxspec.hf.peft import adapter_config, adapter_tensors
 from jaxspec.hf.policy_config import config_json
 from jaxspec.hf.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
 from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
@@ -37,11 +38,11 @@ from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_runs
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.lora import Adapted, adapter_config, adapter_tensors, merged
+from jaxspec.models.lora import Adapted, merged
 from jaxspec.models.mtp import Mtp
 from jaxspec.system.files import SaveError, expanded
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Progress
+from jaxspec.system.progress import Progress
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM,

@@ -45,7 +45,7 @@ from jaxspec.host.loaded_run import (
     restore,
 )
 from jaxspec.state import EOS, FAILED, LENGTH
-from jaxspec.system.metrics import short
+from jaxspec.system.progress import short
 
 COMMAND = "python -m jaxspec.sample"
 ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the

@@ -36,7 +36,8 @@ from jaxspec.step import Step, automatic
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import metrics as measures
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter, Progress
+from jaxspec.system.metrics import MetricsWriter
+from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
 
 KEPT_SAMPLES = 4

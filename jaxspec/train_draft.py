@@ -24,7 +24,7 @@ from jaxspec.host import draft_data
 from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
 from jaxspec.host.job import Job, process_0_first, run
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Screen
+from jaxspec.system.progress import Screen
 
 ABOUT = "Trains the draft, on responses sampled from the policy or on a text, and measures it."
 

@@ -29,13 +29,14 @@ from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.drafts.build import build_network
 from jaxspec.export import Options, export, main
 from jaxspec.hf.from_checkpoint import read_draft, resolved
+from jaxspec.hf.peft import merge_adapters
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config
 from jaxspec.hf.tensor_files import WEIGHTS
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import find_run
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
-from jaxspec.models.lora import Adapted, merge_adapters, merged
+from jaxspec.models.lora import Adapted, merged
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, SaveError
 from jaxspec.system.interrupt import Interrupt

@@ -21,7 +21,8 @@ from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter, Progress
+from jaxspec.system.metrics import MetricsWriter
+from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
 from jaxspec.train import Loop, close
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights

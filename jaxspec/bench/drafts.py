@@ -44,7 +44,7 @@ from jaxspec.step import build_step
 from jaxspec.storage.cache import load_tree
 from jaxspec.streams import Stream
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Progress, short
+from jaxspec.system.progress import Progress, short
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
 prompts, at its draft_length and temperature, and some with the lengths that each round chooses;

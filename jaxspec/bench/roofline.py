@@ -22,8 +22,8 @@ from jaxspec.config.cli import override
 from jaxspec.config.settings import ModelConfig
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_whole
-from jaxspec.system.metrics import Screen
 from jaxspec.system.processes import first_line
+from jaxspec.system.progress import Screen
 from jaxspec.terminal import say
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what

@@ -38,7 +38,7 @@ from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_st
 from jaxspec.rl.train_batch import planned
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
-from jaxspec.system.metrics import Screen
+from jaxspec.system.progress import Screen
 from jaxspec.system.trace import Profiler
 
 ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own

@@ -29,10 +29,11 @@ from jaxspec.hf.names import (
     to_ours,
     to_theirs,
 )
+from jaxspec.hf.peft import changes_of
 from jaxspec.hf.policy_config import model_config
 from jaxspec.hf.tensor_files import FLOATS, Stored, check_header, open_tensors
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import changed, changes_of
+from jaxspec.models.lora import changed
 from jaxspec.state import PyTree
 from jaxspec.system.files import expanded
 

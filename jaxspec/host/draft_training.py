@@ -36,7 +36,7 @@ from jaxspec.state import LearnerState, PyTree, Trained
 from jaxspec.storage.cache import cache_folder, cached, content_key, load_tree, save_tree
 from jaxspec.system.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Progress
+from jaxspec.system.progress import Progress
 
 ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""

@@ -22,7 +22,7 @@ from jaxspec.state import LearnerState
 from jaxspec.storage.cache import cached, content_key, load_tree, save_tree
 from jaxspec.streams import Stream, stream_rng
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Progress
+from jaxspec.system.progress import Progress
 
 WEIGHTS = "weights.npz"
 

@@ -48,7 +48,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.storage.cache import save_tree
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import Progress
+from jaxspec.system.progress import Progress
 from jaxspec.train_draft import closing_table, main
 from tests.conftest import (
     eagle3,

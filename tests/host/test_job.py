@@ -28,7 +28,8 @@ from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job, reported, sources
 from jaxspec.host.run_state import random_draft
 from jaxspec.storage import checkpoint
-from jaxspec.system.metrics import Progress, Screen, closing_table
+from jaxspec.system.closing_table import closing_table
+from jaxspec.system.progress import Progress, Screen
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 
