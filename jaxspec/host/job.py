@@ -35,6 +35,8 @@ _LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbea
 """What JAX says where it cannot reach another process any more."""
 _LONGEST_NAME = 200
 """Characters of a file's name in a message."""
+_LONGEST_MESSAGE = 4096
+"""Bytes of a message between processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,11 +273,23 @@ def process_0_first(work: Callable[[], _T]) -> _T:
 
 def agreed_by_process_0(answer: bool) -> bool:
     """What process 0 answers, in every process."""
-    return (
-        answer
-        if jax.process_count() == 1
-        else bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
-    )
+    if jax.process_count() == 1:
+        return answer
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+
+
+def refused_by_all(look: Callable[[], None]) -> None:
+    """Does `look` in process 0; what it refuses there, all processes refuse."""
+    told = ""
+    if jax.process_index() == 0:
+        try:
+            look()
+        except ConfigError as reason:
+            told = str(reason)
+    if jax.process_count() > 1:
+        sent = np.frombuffer(told.encode()[:_LONGEST_MESSAGE].ljust(_LONGEST_MESSAGE), np.uint8)
+        told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
+    require(not told, told)
 
 
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -2,14 +2,11 @@
 machine and with what versions it ran."""
 
 import contextlib
-import datetime
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,23 +23,15 @@ from jaxspec.config.settings import Config, ConfigError, require
 from jaxspec.config.version import version
 from jaxspec.data.tokenizer import FILES
 from jaxspec.hf.pretrained import fingerprint
-from jaxspec.host.job import Job, sources
+from jaxspec.host.job import Job, refused_by_all, sources
 from jaxspec.mesh import DATA, machine
 from jaxspec.step import Sizes
-from jaxspec.system.files import digest, expanded, locked, write_whole, writing
+from jaxspec.system.files import digest, expanded, now, write_whole, writing
+from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.metrics import read
 
-CONFIG, CHECKPOINTS, STARTS, LOCK, SAVED = (
-    "config.json",
-    "checkpoints",
-    "starts.jsonl",
-    "lock",
-    "saved",
-)
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""How a file system says that it has no locks."""
-_LONGEST = 4096
-"""Bytes of a message between processes."""
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+STARTS, SAVED = "starts.jsonl", "saved"
 
 
 @contextlib.contextmanager
@@ -60,25 +49,11 @@ def held(job: Job) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
 
         def look() -> None:
-            stack.enter_context(_lock(job, folder))
+            stack.enter_context(folder_lock(folder, job.say))
             _require_own(job, folder)
 
-        _refused_by_all(look)
+        refused_by_all(look)
         yield folder
-
-
-def _refused_by_all(look: Callable[[], None]) -> None:
-    """Does `look` in process 0; what it refuses there, all processes refuse."""
-    told = ""
-    if jax.process_index() == 0:
-        try:
-            look()
-        except ConfigError as reason:
-            told = str(reason)
-    if jax.process_count() > 1:
-        sent = np.frombuffer(told.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
-        told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
-    require(not told, told)
 
 
 def prepare_workdir(path: Path | str) -> Path:
@@ -115,66 +90,6 @@ def require_outside_runs(path: Path, name: str, remedy: str) -> None:
             f"{name} {path} lies among the checkpoints of the run in {folder.parent}, which removes"
             f" old ones; {remedy}",
         )
-
-
-@contextlib.contextmanager
-def _lock(job: Job, folder: Path) -> Iterator[None]:
-    """Has the folder for this process; a file system without locks is told, and trusted."""
-    path = folder / LOCK
-    with contextlib.ExitStack() as stack:
-        # The folder as well, where that can be locked (not on NFS): somebody may remove the file,
-        # and another run would make it anew.
-        lone, file = stack.enter_context(_folder_lock(folder)), None
-        try:
-            file = locked(path, wait=False)
-            lone = lone and file is not None
-        except OSError as reason:
-            told = f"{path} cannot be locked ({reason.strerror})"
-            require(reason.errno in _NO_LOCKS, f"{told}; see to that, or choose another --workdir")
-            job.say(f"warning: {told}; see to it that no other run uses this folder")
-        require(
-            lone,
-            f"{folder} is in use by another run: {_holder(path)}; wait for its end, or choose"
-            " another --workdir",
-        )
-        if file is not None:
-            stack.enter_context(file)
-            file.truncate(0)
-            file.write(
-                json.dumps({"pid": os.getpid(), "host": platform.node(), "since": _now()}) + "\n"
-            )
-            file.flush()
-        yield
-
-
-@contextlib.contextmanager
-def _folder_lock(folder: Path) -> Iterator[bool]:
-    """Whether no other process has this folder locked; it is locked here from then on, where the
-    file system can do that."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            pass  # the file is what counts there
-        yield True
-    finally:
-        os.close(opened)
-
-
-def _holder(path: Path) -> str:
-    try:
-        told = parse_json(path.read_bytes())
-        return f"process {told['pid']} on {told['host']}, since {told['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-        return "its process has not said which it is"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def saved_config(
@@ -229,17 +144,13 @@ def as_begun(job: Job, folder: Path) -> Job:
     On another kind of device it would not, so there all is chosen anew.
     """
     saved = np.full((len(Sizes._fields),), -1, np.int32)
-    if (
-        jax.process_index() == 0
-        and steps(folder)
-        and _last_backend(folder) == jax.default_backend()
-    ):
+    looks = jax.process_index() == 0 and steps(folder)
+    if looks and _last_backend(folder) == jax.default_backend():
         values = flat(saved_config(folder))
         names = ("learner.tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
-        found = (values.get(name) for name in names)
-        saved[:] = [
-            number if type(number) is int and 0 <= number <= INT32 else -1 for number in found
-        ]
+        for place, number in enumerate(map(values.get, names)):
+            if type(number) is int and 0 <= number <= INT32:
+                saved[place] = number
     if jax.process_count() > 1:
         saved = multihost_utils.broadcast_one_to_all(saved)
     taken = _to_take(job, Sizes(*np.asarray(saved).tolist()))
@@ -299,7 +210,7 @@ def note_saved(folder: Path) -> None:
     """Notes in the folder that a checkpoint has been saved, once there is one: if none is there
     later, they were taken away."""
     if jax.process_index() == 0 and not (folder / SAVED).exists() and (found := steps(folder)):
-        write_whole(folder / SAVED, f"checkpoint {found[0]} was saved at {_now()}\n")
+        write_whole(folder / SAVED, f"checkpoint {found[0]} was saved at {now()}\n")
 
 
 def _require_nothing_to_lose(job: Job, folder: Path, written: int) -> None:
@@ -333,7 +244,7 @@ def require_no_checkpoints(folder: Path) -> None:
         )
         require(not found, f"{told}; put them right, or choose another --workdir")
 
-    _refused_by_all(look)
+    refused_by_all(look)
 
 
 def _data(config: Config) -> dict[str, str]:
@@ -341,23 +252,20 @@ def _data(config: Config) -> dict[str, str]:
     data = config.data
     files = {"data.path": Path(data.path)} if data.path else {}
     files |= {"data.eval_path": Path(data.eval_path)} if data.path and data.eval_path else {}
-    files |= (
-        {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
-        if data.tokenizer
-        else {}
-    )
+    if data.tokenizer:
+        files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
     return {f"{name} {file}": digest(file) for name, file in files.items()}
 
 
 def _require_same_data(job: Job, folder: Path) -> None:
     """Refuses data that differs from what the run began with; a data file that is gone is named
     where it is read."""
-    starts, now = read_starts(folder), _data(job.config)
+    starts, current = read_starts(folder), _data(job.config)
     before = starts[0].get("data") if starts else None
     before = before if isinstance(before, dict) else {}
     found = {
         name: value
-        for name, value in now.items()
+        for name, value in current.items()
         if value != "-" or name.startswith("data.tokenizer")
     }
     if unknown := ", ".join(sorted(found.keys() - before.keys())):
@@ -416,22 +324,18 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
             f" {where['platform']}"
         )
         before = read_starts(folder)[-1:] if steps(folder) else []
-        for kind, was in (
-            (kind, last[kind])
-            for last in before
-            for kind in ("versions", "checkpoints")
-            if isinstance(last.get(kind), dict)
-        ):
+        for kind in ("versions", "checkpoints") if before else ():
+            was = before[0].get(kind)
+            was = was if isinstance(was, dict) else {}
             for name, value in start[kind].items():
-                if was.get(name, value) != value:
-                    more = (
-                        f": {was[name]} -> {value}"
-                        if kind == "versions"
-                        else "; the run goes on with the weights that it has saved"
-                    )
-                    job.say(f"warning: since the run's last start, {name} is another{more}")
+                if was.get(name, value) == value:
+                    continue
+                more = "; the run goes on with the weights that it has saved"
+                if kind == "versions":
+                    more = f": {was[name]} -> {value}"
+                job.say(f"warning: since the run's last start, {name} is another{more}")
 
-    _refused_by_all(look)
+    refused_by_all(look)
     return start
 
 
@@ -442,25 +346,26 @@ def _start(job: Job) -> dict[str, Any]:
         "lora.path": job.config.lora.path,
         "rollout.draft.path": job.config.rollout.draft.path,
     }
+    given = {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path}
+    versions = {
+        "jaxspec": _jaxspec(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+    }
+    where = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processes": jax.process_count(),
+        "backend": jax.default_backend(),
+        **machine(job.mesh),
+    }
     return {
-        "time": _now(),
-        "versions": {
-            "jaxspec": _jaxspec(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": metadata.version("jaxlib"),
-        },
-        "machine": {
-            "host": platform.node(),
-            "platform": platform.platform(),
-            "processes": jax.process_count(),
-            "backend": jax.default_backend(),
-            **machine(job.mesh),
-        },
+        "time": now(),
+        "versions": versions,
+        "machine": where,
         "data": _data(job.config),
-        "checkpoints": {
-            f"{name} {path}": fingerprint(path) for name, path in paths.items() if path
-        },
+        "checkpoints": given,
     }
 
 

@@ -2,6 +2,7 @@
 digested, and named when it fails."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import hashlib
@@ -146,3 +147,8 @@ def locked(path: Path, *, wait: bool) -> TextIO | None:
         file.close()
         return None
     return file
+
+
+def now() -> str:
+    """The time in UTC, as it is written into files."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

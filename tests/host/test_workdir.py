@@ -1,93 +1,27 @@
-"""The folder of a run: held by one process, refused where something would be lost or mean something
-else, and telling how it was made."""
+"""The folder of a run: refused where something would be lost or mean something else, and telling
+how it was made."""
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec.config.as_json import to_json
-from jaxspec.config.settings import Config, ConfigError, DataConfig, EngineConfig
+from jaxspec.config.settings import ConfigError, DataConfig, EngineConfig
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import workdir
 from jaxspec.host.job import Job, make_job
 from tests.conftest import answering_config, small_mesh
-
-HOLDER = """
-import fcntl, json, os, sys
-file = open(sys.argv[1], "a+")
-fcntl.flock(file, fcntl.LOCK_EX)
-holder = {"pid": os.getpid(), "host": "elsewhere", "since": "2026-01-02T03:04:05+00:00"}
-file.write(json.dumps(holder))
-file.flush()
-print("held", flush=True)
-sys.stdin.read()
-"""
-PROBE = """
-import fcntl, sys
-fcntl.flock(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Listening(Job):
-    """A job whose lines are kept."""
-
-    told: list[str]
-
-    def say(self, message: str) -> None:
-        self.told.append(message)
+from tests.host.run_folders import Listening, begun, job_of, refusal
 
 
 @pytest.fixture(scope="module")
 def job() -> Job:
     return make_job(answering_config(), small_mesh())
-
-
-def job_of(job: Job, folder: Path, **changes: Any) -> Listening:
-    config = dataclasses.replace(job.config, workdir=str(folder), save_every=4, **changes)
-    return Listening(config=config, tokenizer=job.tokenizer, mesh=job.mesh, step=job.step, told=[])
-
-
-def begun(
-    folder: Path, config: Config | None, batches: int = 0, checkpoints: tuple[int, ...] | None = ()
-) -> None:
-    """What a run leaves: config.json, metrics and samples of some batches, folders of
-    checkpoints."""
-    folder.mkdir(exist_ok=True)
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(to_json(config)))
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (folder / name).write_text("".join(f'{{"step": {step}}}\n' for step in range(batches)))
-    if checkpoints is not None:
-        (folder / "checkpoints").mkdir()
-        for number in checkpoints:
-            (folder / "checkpoints" / str(number)).mkdir()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file() and file.name != "lock"
-    }
-
-
-def refusal(job: Job) -> str:
-    """What holding the folder is refused with; nothing in it may have changed."""
-    before = content(Path(job.config.workdir))
-    with pytest.raises(ConfigError) as refused, workdir.held(job):
-        pass
-    assert content(Path(job.config.workdir)) == before
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def test_prepare_workdir(tmp_path: Path) -> None:
@@ -99,72 +33,6 @@ def test_prepare_workdir(tmp_path: Path) -> None:
         ConfigError, match=r"workdir .*file/run cannot be written to: Not a directory; .*--workdir"
     ):
         workdir.prepare_workdir(tmp_path / "file" / "run")
-
-
-class TestLock:
-    @pytest.fixture
-    def holder(self, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, "-S", "-c", HOLDER, str(tmp_path / "lock")]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout
-            assert process.stdout.readline() == "held\n"
-            yield process
-            process.kill()
-
-    def test_a_second_run_is_told_who_has_the_folder(
-        self, job: Job, tmp_path: Path, holder: subprocess.Popen[str]
-    ) -> None:
-        begun(tmp_path, None)
-        told = refusal(job_of(job, tmp_path))
-        assert (
-            f"{tmp_path} is in use by another run: process {holder.pid} on elsewhere, since"
-            " 2026-01-02T03:04:05+00:00" in told
-        )
-        assert "another --workdir" in told
-        holder.kill()
-        holder.wait()
-        with workdir.held(job_of(job, tmp_path)) as folder:
-            assert folder == tmp_path
-
-    def test_the_folder_is_had_until_the_end(self, job: Job, tmp_path: Path) -> None:
-        probe = [sys.executable, "-S", "-c", PROBE, str(tmp_path / "lock")]
-        with workdir.held(job_of(job, tmp_path)):
-            assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-            (tmp_path / "checkpoints").mkdir()
-            assert subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0
-        assert subprocess.run(probe).returncode == 0
-
-    def test_the_folder_is_had_without_the_file_of_the_lock_as_well(
-        self, job: Job, tmp_path: Path
-    ) -> None:
-        with workdir.held(job_of(job, tmp_path)):
-            (tmp_path / "lock").unlink()
-            with (
-                pytest.raises(ConfigError, match="is in use by another run"),
-                workdir.held(job_of(job, tmp_path)),
-            ):
-                pass
-
-    def test_a_lock_that_cannot_be_opened_is_refused(self, job: Job, tmp_path: Path) -> None:
-        (tmp_path / "lock").mkdir()
-        with (
-            pytest.raises(ConfigError, match=r"lock cannot be locked \(Is a directory\)"),
-            workdir.held(job_of(job, tmp_path)),
-        ):
-            pass
-
-    def test_a_file_system_without_locks_is_told(
-        self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail(path: Path, *, wait: bool) -> None:
-            raise OSError(37, "No locks available")
-
-        monkeypatch.setattr(workdir, "locked", fail)
-        here = job_of(job, tmp_path)
-        with workdir.held(here):
-            assert "cannot be locked (No locks available)" in here.told[0]
 
 
 class TestNothingIsErased:
