@@ -31,7 +31,7 @@ from jaxspec.config.settings import (
     Temperature,
     VerifyRule,
 )
-from jaxspec.data.problems import Problem
+from jaxspec.data.problem_source import Problem
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import at_once
 from jaxspec.host.loaded_run import (

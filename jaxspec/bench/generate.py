@@ -25,7 +25,8 @@ from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, L
 from jaxspec.config.checked import called
 from jaxspec.config.cli import override
 from jaxspec.config.settings import AUTO_LENGTHS, Config, numbers_of
-from jaxspec.data.problems import Problem, PromptStream, all_problems, pad_prompts
+from jaxspec.data.problem_source import Problem
+from jaxspec.data.problems import PromptStream, all_problems, pad_prompts
 from jaxspec.data.tokenizer import load_tokenizer
 from jaxspec.drafts.build import build_draft, build_network
 from jaxspec.hf.from_checkpoint import read_draft

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -25,6 +25,7 @@ from jaxspec.config.json_keys import (
 )
 from jaxspec.config.settings import ConfigError, require
 from jaxspec.data.chat_template import ChatTemplate
+from jaxspec.data.turns import PROBE, Turn, turn_of
 from jaxspec.system.files import expanded
 
 CHARACTERS = "0123456789+-=,#;?"
@@ -33,20 +34,6 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gene
 """What `load_tokenizer` reads."""
 # base models of the Qwen family end with it, whatever the chat's own end token
 BASE_END = "<|endoftext|>"
-_PROBE = "jaxspec7probe"
-"""A message that occurs in no chat template."""
-
-
-class Turn(NamedTuple):
-    """How a chat template writes one turn of the assistant: header, what is put in its mouth, its
-    own text, closing."""
-
-    header: str
-    begun: str
-    """What the generation prompt has beyond the header (Qwen3 without thinking: an empty think
-    block); not every turn of a chat has it."""
-    closing: str
-    """End of the turn, with what closes its line."""
 
 
 class Tokenizer:
@@ -65,12 +52,8 @@ class Tokenizer:
         end_ids: Iterable[int] = (),
         enable_thinking: bool = True,
     ) -> None:
-        self._backend, self._settings, self.source, self.enable_thinking = (
-            backend,
-            dict(settings),
-            source,
-            enable_thinking,
-        )
+        self._backend, self._settings = backend, dict(settings)
+        self.source, self.enable_thinking = source, enable_thinking
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         require(
             self.size > 0,
@@ -95,10 +78,8 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         pad = self._id("pad_token")
         self.pad_id: int = pad if pad is not None else self.stop_ids[-1]
-        adds_bos = Keys(self._settings, f"{source}/tokenizer_config.json").flag(
-            "add_bos_token", True
-        )
-        bos = self._id("bos_token") if adds_bos else None
+        keys = Keys(self._settings, f"{source}/tokenizer_config.json")
+        bos = self._id("bos_token") if keys.flag("add_bos_token", True) else None
         self.bos_ids: tuple[int, ...] = () if bos is None else (bos,)
         self._template = self._compile_template()
 
@@ -119,12 +100,9 @@ class Tokenizer:
         beginning token if there is no template."""
         if self._template is None:
             return self._specials["bos_token"] + problem if self.bos_ids else problem
-        return self._fill(
-            self._template,
-            [{"role": "user", "content": problem}],
-            "a single user message",
-            add_generation_prompt=True,
-        )
+        messages = [{"role": "user", "content": problem}]
+        what = "a single user message"
+        return self._fill(self._template, messages, what, add_generation_prompt=True)
 
     def chat(self, problem: str) -> list[int]:
         """Return the ids of `render(problem)`."""
@@ -152,10 +130,8 @@ class Tokenizer:
         text = self._fill(
             self._template, messages, "these messages", tools=tools, add_generation_prompt=False
         )
-        spans, turns = (
-            self._spans(text),
-            sum(message.get("role") == "assistant" for message in messages),
-        )
+        spans = self._turn.spans(text)
+        turns = sum(message.get("role") == "assistant" for message in messages)
         if len(spans) != turns:
             raise ConfigError(
                 f"{self.source}: the chat template writes {len(spans)} turns of the assistant for"
@@ -196,11 +172,8 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:
-            _refuse(
-                error,
-                f"{self.source}/tokenizer.json cannot encode {shown(text)}",
-                "correct the text, or the tokenizer",
-            )
+            what = f"{self.source}/tokenizer.json cannot encode {shown(text)}"
+            _refuse(error, what, "correct the text, or the tokenizer")
             raise
 
     def _token(self, name: str) -> str:
@@ -241,54 +214,8 @@ class Tokenizer:
 
     @cached_property
     def _turn(self) -> Turn:
-        """What the template writes around an answer, by its own rendering of chats with and without
-        one."""
         assert self._template is not None, "only asked for where there is one"
-        user, assistant = ({"role": role, "content": _PROBE} for role in ("user", "assistant"))
-        chats = (
-            ([user], True),
-            ([user], False),
-            ([user, assistant], False),
-            ([user, assistant, user], False),
-        )
-        asked, bare, answered, went_on = (
-            self._fill(self._template, chat, "a chat", add_generation_prompt=ask)
-            for chat, ask in chats
-        )
-        prompt, (opening, _, rest) = (
-            asked.removeprefix(bare),
-            went_on.removeprefix(bare).partition(_PROBE),
-        )
-        header, closing = min(prompt, opening, key=len), answered.rpartition(_PROBE)[2]
-        same = (
-            asked.startswith(bare)
-            and went_on.startswith(bare)
-            and prompt.startswith(header)
-            and opening.startswith(header)
-        )
-        if not (header.strip() and closing and same and rest.startswith(closing)):
-            raise ConfigError(
-                f"{self.source}: the chat template does not show what the assistant writes: a"
-                f" generation prompt adds {shown(prompt)}, an answer follows {shown(opening)} and"
-                f" ends with {shown(closing)}; correct chat_template, or give text instead of"
-                " messages"
-            )
-        return Turn(header, prompt.removeprefix(header), closing)
-
-    def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where in a rendered chat the assistant's own text stands, with its closing."""
-        header, begun, closing = self._turn
-        spans: list[tuple[int, int]] = []
-        place = text.find(header)
-        while place >= 0:
-            start = place + len(header)
-            start += len(begun) if text.startswith(begun, start) else 0
-            end = text.find(closing, start)
-            if end < 0:
-                break
-            spans.append((start, end + len(closing)))
-            place = text.find(header, spans[-1][1])
-        return spans
+        return turn_of(partial(self._fill, self._template), self.source)
 
     def _compile_template(self) -> ChatTemplate | None:
         found, where = self._settings.get("chat_template"), f"{self.source}/tokenizer_config.json"
@@ -355,7 +282,7 @@ def _check_template(tokenizer: Tokenizer, file: Path) -> None:
     """Whether the prompts of two problems differ; a template that refuses them may still take a
     whole chat."""
     try:
-        one, other = (tokenizer.render(f"{_PROBE}{number}") for number in "12")
+        one, other = (tokenizer.render(f"{PROBE}{number}") for number in "12")
     except ConfigError:
         return
     require(

@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 
 from jaxspec import mesh as meshes
 from jaxspec.data.history import History
-from jaxspec.data.problems import Problem, Problems, PromptStream, pad_prompts
+from jaxspec.data.problem_source import Problem, Problems
+from jaxspec.data.problems import PromptStream, pad_prompts
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
 from jaxspec.rewards.exact import Outcome, score

@@ -48,7 +48,10 @@ CODE = (
     *(
         "host/draft_training.py",
         "host/draft_data.py",
+        "data/problem_source.py",
+        "data/json_lines.py",
         "data/problems.py",
+        "data/turns.py",
         "data/chat_template.py",
         "data/template_process.py",
     ),

@@ -318,8 +318,9 @@ def sources(*names: str) -> str:
             f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is"
             " made"
         )
-    files = sorted({file for some in found.values() for file in some})
-    return "".join(
-        f"{os.fspath(file.relative_to(_PACKAGE))}\n{file.read_text(encoding='utf-8')}"
-        for file in files
-    )
+
+    def named_text(file: Path) -> str:
+        name = os.fspath(file.relative_to(_PACKAGE))
+        return f"{name}\n{file.read_text(encoding='utf-8')}"
+
+    return "".join(map(named_text, sorted({file for some in found.values() for file in some})))

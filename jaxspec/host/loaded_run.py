@@ -17,7 +17,8 @@ from jaxspec.config.as_json import from_json
 from jaxspec.config.check import check
 from jaxspec.config.checked import read_from
 from jaxspec.config.settings import Config, MeshConfig, require
-from jaxspec.data.problems import Problem, pad_prompts
+from jaxspec.data.problem_source import Problem
+from jaxspec.data.problems import pad_prompts
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put

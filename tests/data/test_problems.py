@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import ConfigError, DataConfig
-from jaxspec.data.problems import (
-    LeftOut,
-    PromptStream,
-    load_problems,
-    pad_prompts,
-    reference_answer,
-    remarks,
-)
+from jaxspec.data.json_lines import reference_answer
+from jaxspec.data.problem_source import LeftOut
+from jaxspec.data.problems import PromptStream, load_problems, pad_prompts, remarks
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared/data"

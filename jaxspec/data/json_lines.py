@@ -1,0 +1,198 @@
+"""Problems in a file of JSON lines: how a line becomes one, and which lines give none."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from jaxspec.config.checked import read_from
+from jaxspec.config.json_keys import is_whole_text, json_line, listed, named, shown
+from jaxspec.config.settings import ConfigError, DataConfig
+from jaxspec.data.problem_source import LeftOut, Problem, Problems
+from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.rewards.extract import extract, normalise
+
+_EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
+_ANSWERS = (
+    *("answer", "answers", "solution", "solutions"),
+    *("response", "completion", "output", "target"),
+)
+"""Columns that are never proposed for problems."""
+
+
+@dataclass(frozen=True)
+class RowParser:
+    """How a line of a JSON-lines file becomes a problem; `key` and `path` name the file in
+    messages."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    key: str
+    path: str
+
+    def parse(self, line: bytes, index: int) -> Problem:
+        """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where
+        the problem is empty.
+
+        Raises `ConfigError` naming file, line and column.
+        """
+        row = json_line(line, self.where(index))
+        problem = self._column(row, "prompt_column", index)
+        answer = reference_answer(self._column(row, "answer_column", index))
+        if not problem.strip():
+            return Problem("", (), answer, index)
+        text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
+        if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
+            raise ConfigError(
+                f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set"
+                " data.tokenizer to a tokenizer's folder"
+            )
+        with read_from(self.where(index)):
+            prompt = self.tokenizer.render(text)
+            return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index)
+
+    def where(self, index: int) -> str:
+        """Return the place of row `index` for a message."""
+        return f"{self.key} {self.path}, line {index + 1}"
+
+    def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
+        name: str = getattr(self.config, setting)
+        if name not in row:
+            columns = listed(map(shown, row)) or "none"
+            raise ConfigError(
+                f"{self.where(index)}: no column {shown(name)} among {columns};"
+                f" {self._remedy(row, setting)}"
+            )
+        value, holds = row[name], f"{self.where(index)}: column {name!r} holds"
+        if isinstance(value, str) and not is_whole_text(value):
+            raise ConfigError(f"{holds} half of a character, {shown(value)}; correct the text")
+        kind, remedy = type(value).__name__, f"set --data.{setting} to a column of text"
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ConfigError(f"{holds} a {kind} instead of text; {remedy}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{holds} a {kind} that is not finite instead of text; {remedy}")
+        return str(value)
+
+    def _remedy(self, row: dict[str, Any], setting: str) -> str:
+        """What to do about a column that is absent: never advice that would train on the answers,
+        or break the other file."""
+        if self.key != "data.path":
+            return f"give the file the columns of data.path, which --data.{setting} names for both"
+        taken = {self.config.prompt_column}
+        if setting == "prompt_column":
+            taken = {self.config.answer_column, *_ANSWERS}
+        free = [column for column in row if column.lower() not in taken]
+        near = difflib.get_close_matches(getattr(self.config, setting), free, 1)
+        if near:
+            return f"did you mean --data.{setting} {named(near[0])}?"
+        return f"set --data.{setting}"
+
+
+class JsonLines(Problems):
+    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row
+    number and the prompt's hash."""
+
+    def __init__(
+        self, parser: RowParser, places: Int64[np.ndarray, "rows 4"], left_out: LeftOut
+    ) -> None:
+        self.left_out = left_out
+        self._parser, self._places = parser, places
+        self._file = os.open(parser.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < len(self):
+            raise IndexError(f"problem {index} of {len(self)}")
+        offset, size, row, _ = self._places[index].tolist()
+        return self._parser.parse(os.pread(self._file, size, offset), row)
+
+    def shared(self, other: JsonLines) -> int:
+        """Return how many of these problems are among those of `other`."""
+        return int(np.isin(self._places[:, 3], other._places[:, 3]).sum())
+
+
+def reference_answer(text: str) -> str:
+    """Return the normalised answer of a reference: what follows its last `####`, else its last
+    \\boxed{}, else all of it.
+
+    An empty box, without another, is no answer.
+    """
+    _, mark, rest = text.rpartition("####")
+    if mark:
+        return normalise(rest.strip().partition("\n")[0])
+    whole = "" if _EMPTY_BOX.search(text) else text
+    return normalise(extract(text, "boxed") or whole)
+
+
+def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
+    """Return the places of the usable rows and what was left out, after a look at every line of the
+    file."""
+    limit = parser.config.max_prompt_length
+    places: list[tuple[int, int, int, int]] = []
+    seen: set[int] = set()
+    offset, counts, shortest = 0, Counter[str](), 0
+    try:
+        with Path(parser.path).open("rb") as file:
+            for index, line in enumerate(file):
+                problem = parser.parse(line, index) if line.strip() else None
+                reason = _unusable(problem, limit, seen)
+                counts[reason] += 1
+                if problem and reason == "too_long":
+                    shortest = min(shortest or len(problem.ids), len(problem.ids))
+                elif problem and not reason:
+                    places.append((offset, len(line), index, hash(problem.prompt)))
+                    seen.add(hash(problem.prompt))
+                offset += len(line)
+    except OSError as error:
+        where = f"{parser.key} {parser.path}: {error.strerror}"
+        raise ConfigError(f"{where}; give a readable JSON-lines file") from error
+    left_out = LeftOut(**{reason: count for reason, count in counts.items() if reason})
+    if not places:
+        why = _why_none(parser.config, left_out, shortest)
+        raise ConfigError(f"{parser.key} {parser.path}: {why}")
+    return np.array(places, np.int64), left_out
+
+
+def _why_none(config: DataConfig, left_out: LeftOut, shortest: int) -> str:
+    """Return why no line of a file gives a problem, and the remedy; `shortest` is the length of the
+    shortest prompt that does not fit."""
+    if left_out.too_long:
+        return (
+            f"none of {left_out.too_long} prompts fits data.max_prompt_length ="
+            f" {config.max_prompt_length}; the shortest takes {shortest} tokens, so raise"
+            " data.max_prompt_length"
+        )
+    if left_out.unanswered:
+        column = f"column {config.answer_column!r} states no answer in any of"
+        return f"{column} {left_out.unanswered} lines; set data.answer_column"
+    if left_out.problems:
+        column = f"column {config.prompt_column!r} is empty in all of"
+        return f"{column} {left_out.empty} lines; set data.prompt_column"
+    return "the file is empty; give one JSON object a line"
+
+
+def _unusable(problem: Problem | None, limit: int, seen: set[int]) -> str:
+    """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable
+    one."""
+    if problem is None:
+        return "blank"
+    if not problem.prompt:
+        return "empty"
+    if not problem.answer:
+        return "unanswered"
+    if len(problem.ids) > limit:
+        return "too_long"
+    return "repeated" if hash(problem.prompt) in seen else ""

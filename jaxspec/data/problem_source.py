@@ -1,0 +1,64 @@
+"""What a source of problems is: problems by position, and the count of what it has beside them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt as it is tokenised, its ids, the normalised reference answer, and the number of its
+    row in the source."""
+
+    prompt: str
+    ids: tuple[int, ...]
+    answer: str
+    index: int
+
+
+class LeftOut(NamedTuple):
+    """Lines of a file that give no problem, by the reason."""
+
+    too_long: int = 0
+    repeated: int = 0
+    """Their prompt is that of an earlier line."""
+    unanswered: int = 0
+    """They state no answer."""
+    empty: int = 0
+    """Their problem is empty, or white space."""
+    blank: int = 0
+    """They hold nothing at all."""
+
+    @property
+    def problems(self) -> int:
+        """All but blank lines."""
+        return sum(self) - self.blank
+
+    def __str__(self) -> str:
+        reasons = "too long", "repeated", "without an answer", "with an empty problem"
+        counted = ", ".join(
+            f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count
+        )
+        problems = f"{self.problems} problems left out ({counted})" if counted else ""
+        return " and ".join(
+            filter(None, (problems, f"{self.blank} blank lines passed over" if self.blank else ""))
+        )
+
+
+class Problems(ABC):
+    """Problems by position, readable from several threads at once."""
+
+    left_out = LeftOut()
+    """What the source has beside them."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Problem: ...
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self[index] for index in range(len(self)))
