@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.drafts import VARIANTS, Variant, config_of
-from jaxspec.bench.generate import Loaded
+from jaxspec.bench.loaded import Loaded
 from jaxspec.bench.measure import PeakMemory
 from jaxspec.bench.workload import GenerateOptions
 from jaxspec.config.check import check

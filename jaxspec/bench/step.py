@@ -6,9 +6,8 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,23 +15,12 @@ from rich import box
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.generate import Loaded, check_logprob, load
-from jaxspec.bench.measure import Budget, Timed, check_model, common, process_seconds, timed
+from jaxspec.bench.loaded import Loaded, check_logprob, load
+from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
 from jaxspec.bench.roofline import remembered, work_of
-from jaxspec.bench.workload import GenerateOptions, Length, PromptLength
-from jaxspec.config.architecture import Count, Natural
-from jaxspec.config.checked import Checked, Range, require
+from jaxspec.bench.workload import StepOptions
 from jaxspec.config.cli import override
-from jaxspec.config.settings import (
-    Config,
-    DraftConfig,
-    DraftKind,
-    GroupSize,
-    ModelConfig,
-    Seed,
-    VerifyRule,
-    numbers_of,
-)
+from jaxspec.config.settings import ModelConfig, numbers_of
 from jaxspec.host.round_cost import with_pace
 from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.rl.train_batch import planned
@@ -48,107 +36,8 @@ warm up; steps that others on the machine disturbed do not count. The phases are
 step compiled phase by phase; `logprob pass` is a forward pass over the rollout, which a step with
 one update does not need. With --draft the same step by plain decoding is measured as well. The last
 line of the output is one JSON object."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions(Checked, prefix="--"):
-    """What to measure."""
-
-    model: str = ""
-    """Folder of a Hugging Face checkpoint."""
-    batch: Count = 32
-    """Answers a step."""
-    group: GroupSize = 8
-    """Answers to each prompt (G)."""
-    beta: Annotated[float, Range(least=0)] = 0.0
-    """Weight of a KL term; 0 is what jaxspec's loss has."""
-    prompt: PromptLength = 64
-    """Prompt tokens a row; of --data, the most of them."""
-    new: Count = 128
-    """New tokens a row; with --data, the most of them."""
-    data: str = ""
-    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where
-    the policy ends them; empty: random digits, and every answer has --new tokens."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, keys and values in generation."""
-    draft: DraftKind = "none"
-    """What proposes tokens."""
-    draft_path: str = ""
-    """Folder of a trained draft; empty: random weights."""
-    draft_length: Length = 3
-    """Tokens drafted a round (K); `auto`: each round chooses."""
-    verify: VerifyRule = "block"
-    """Lossless rule."""
-    online: bool = True
-    """Train a learned draft in the step, too, as runs do by default; off: it is frozen."""
-    threads: Natural = 0
-    """CPU cores to use; 0: all."""
-    remat: bool = False
-    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is
-    compared with."""
-    micro_batch: Natural = 0
-    """Positions that each data shard learns from at once (learner.tokens); 0: as a run chooses."""
-    repeats: Count = 5
-    """Timed steps wanted."""
-    budget: Budget = 15.0
-    """Seconds after which disturbed steps are no longer made up for."""
-    seed: Seed = 0
-    """Of prompts, sampling and random weights."""
-    profile: str = ""
-    """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
-    ./trace-step.json.gz. Empty: none."""
-
-    def check(self) -> None:
-        whole = self.batch >= self.group and self.batch % self.group == 0
-        require(
-            whole,
-            f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
-            " prompt has all its answers",
-        )
-        learned = DraftConfig(kind=self.draft).learned
-        require(
-            learned or self.online,
-            f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
-            " leave it out",
-        )
-        require(
-            self.beta == 0,
-            f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured",
-        )
-
-    def learning(self, config: Config) -> Config:
-        """A run's config that asks and learns as is wanted."""
-        model, learner = (
-            dataclasses.replace(config.model, remat=self.remat),
-            dataclasses.replace(config.learner, tokens=self.micro_batch),
-        )
-        data = dataclasses.replace(config.data, path=self.data)
-        training = dataclasses.replace(config.draft_training, online=self.online)
-        return dataclasses.replace(
-            config, model=model, learner=learner, data=data, draft_training=training
-        )
-
-    def workload(self) -> GenerateOptions:
-        """The generation of such a step."""
-        shared = (
-            "model",
-            "batch",
-            "prompt",
-            "new",
-            "dtype",
-            "draft",
-            "draft_path",
-            "draft_length",
-            "verify",
-            "threads",
-        )
-        calls = {
-            "repeats": self.repeats,
-            "budget": self.budget,
-            "seed": self.seed,
-            "profile": self.profile,
-        }
-        return GenerateOptions(**{name: getattr(self, name) for name in shared}, **calls)
+PHASES = ("data", "prepare", "generate", "score", "train")
+"""Of a step, in their order."""
 
 
 class Stepper:
@@ -197,15 +86,12 @@ class Stepper:
         assert called.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(called.rollout), self._like.rewards)
-        ended, lengths = (
-            np.isin(np.asarray(called.rollout.status), (EOS, LENGTH)),
-            np.asarray(called.rollout.lengths),
-        )
+        lengths = np.asarray(called.rollout.lengths)
+        ended = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH))
         read = np.where(ended, lengths - 1, 0).astype(np.int32)
         plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
-        valid, plan, learn = put(
-            (ended, plan, True), (self._like.valid, self._like.plan, self._like.learn)
-        )
+        like = self._like.valid, self._like.plan, self._like.learn
+        valid, plan, learn = put((ended, plan, True), like)
         self.state = called.state
         self.finished = Finished(
             rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
@@ -229,10 +115,8 @@ class Stepper:
             self._loaded.job.tokenizer.decode(row[start:end].tolist())
             for row, start, end in zip(tokens, starts, ends, strict=True)
         ]
-        return np.array(
-            [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts],
-            np.float32,
-        )
+        shares = [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts]
+        return np.array(shares, np.float32)
 
 
 def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner, dict[str, float]]:
@@ -246,11 +130,7 @@ def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner
     def median(name: str) -> float:
         return float(np.median([each[f"time/{name}"] for each in stepper.seconds[2:]]))
 
-    return (
-        stepper,
-        runner,
-        {name: median(name) for name in ("data", "prepare", "generate", "score", "train")},
-    )
+    return stepper, runner, {name: median(name) for name in PHASES}
 
 
 def acceptance_length(stepper: Stepper) -> float:
@@ -294,9 +174,8 @@ def speculation(
     and of a step with a logprob pass; and what its rounds cost, both ways."""
     step = loaded.job.step
     alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
-    alone = dataclasses.replace(
-        alone, learner=dataclasses.replace(step.learner, objective=None, taps=())
-    )
+    learner = dataclasses.replace(step.learner, objective=None, taps=())
+    alone = dataclasses.replace(alone, learner=learner)
     stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.grpo.prompts))
     plain = timed(stepper, options.repeats, options.budget)
     # which the draft has learnt nothing of
@@ -333,10 +212,8 @@ def main(argv: Sequence[str]) -> int:
     staged, runner, phases = in_phases(loaded, step, options.repeats)
     logprob = logprob_seconds(staged, step, options.repeats)
     told = speculation(loaded, options, whole, taken, logprob) if options.draft != "none" else {}
-    work, best = (
-        np.mean([learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]),
-        remembered(options.dtype),
-    )
+    works = [learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]
+    work, best = np.mean(works), remembered(options.dtype)
     # the work is the policy's; the seconds are a draft's too
     rate = None if step.learner.objective else work / phases["train"]
     memory = runner.programs["train"].memory_analysis()
@@ -379,13 +256,7 @@ def _table(line: dict[str, Any]) -> Table:
     table.add_row(
         "step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}"
     )
-    table.add_row(
-        "phases",
-        ", ".join(
-            f"{name} {phases[name]:.3f}"
-            for name in ("data", "prepare", "generate", "score", "train")
-        ),
-    )
+    table.add_row("phases", ", ".join(f"{name} {phases[name]:.3f}" for name in PHASES))
     table.add_row("generation", f"{line['generation_share']:.0%} of the phases")
     rate, share = line["learning_flops_per_s"], line["learning_roofline_share"]
     of_best = (

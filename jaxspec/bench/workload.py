@@ -1,7 +1,7 @@
 """What `bench generate` and `bench step` run: their options, as the config of a run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from jaxspec import mesh as meshes
@@ -16,6 +16,7 @@ from jaxspec.config.settings import (
     DraftKind,
     DraftLength,
     EngineConfig,
+    GroupSize,
     GrpoConfig,
     LookupConfig,
     ModelConfig,
@@ -186,3 +187,86 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         config = resolved(asked, say)
         check(config, 1)  # of the mesh, `mesh_for` makes one that fits
     return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Checked, prefix="--"):
+    """What to measure."""
+
+    model: str = ""
+    """Folder of a Hugging Face checkpoint."""
+    batch: Count = 32
+    """Answers a step."""
+    group: GroupSize = 8
+    """Answers to each prompt (G)."""
+    beta: Annotated[float, Range(least=0)] = 0.0
+    """Weight of a KL term; 0 is what jaxspec's loss has."""
+    prompt: PromptLength = 64
+    """Prompt tokens a row; of --data, the most of them."""
+    new: Count = 128
+    """New tokens a row; with --data, the most of them."""
+    data: str = ""
+    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where
+    the policy ends them; empty: random digits, and every answer has --new tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, keys and values in generation."""
+    draft: DraftKind = "none"
+    """What proposes tokens."""
+    draft_path: str = ""
+    """Folder of a trained draft; empty: random weights."""
+    draft_length: Length = 3
+    """Tokens drafted a round (K); `auto`: each round chooses."""
+    verify: VerifyRule = "block"
+    """Lossless rule."""
+    online: bool = True
+    """Train a learned draft in the step, too, as runs do by default; off: it is frozen."""
+    threads: Natural = 0
+    """CPU cores to use; 0: all."""
+    remat: bool = False
+    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is
+    compared with."""
+    micro_batch: Natural = 0
+    """Positions that each data shard learns from at once (learner.tokens); 0: as a run chooses."""
+    repeats: Count = 5
+    """Timed steps wanted."""
+    budget: Budget = 15.0
+    """Seconds after which disturbed steps are no longer made up for."""
+    seed: Seed = 0
+    """Of prompts, sampling and random weights."""
+    profile: str = ""
+    """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
+    ./trace-step.json.gz. Empty: none."""
+
+    def check(self) -> None:
+        whole = self.batch >= self.group and self.batch % self.group == 0
+        require(
+            whole,
+            f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
+            " prompt has all its answers",
+        )
+        learned = DraftConfig(kind=self.draft).learned
+        require(
+            learned or self.online,
+            f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
+            " leave it out",
+        )
+        require(
+            self.beta == 0,
+            f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured",
+        )
+
+    def learning(self, config: Config) -> Config:
+        """A run's config that asks and learns as is wanted."""
+        return replace(
+            config,
+            model=replace(config.model, remat=self.remat),
+            learner=replace(config.learner, tokens=self.micro_batch),
+            data=replace(config.data, path=self.data),
+            draft_training=replace(config.draft_training, online=self.online),
+        )
+
+    def workload(self) -> GenerateOptions:
+        """The generation of such a step."""
+        texts, calls = "model batch prompt new dtype threads", "repeats budget seed profile"
+        shared = f"{texts} draft draft_path draft_length verify {calls}".split()
+        return GenerateOptions(**{name: getattr(self, name) for name in shared})

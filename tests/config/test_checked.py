@@ -39,7 +39,6 @@ MODULES = (
     "export",
     "bench.workload",
     "bench.load",
-    "bench.step",
     "bench.roofline",
 )
 
