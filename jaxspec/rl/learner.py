@@ -3,7 +3,6 @@ with an optimizer of its own."""
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,58 +14,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
-from jaxspec.kernels.order import after, computed, needed_on, sequence
+from jaxspec.kernels.order import after, computed, needed_on
 from jaxspec.mesh import DATA
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.models.lora import ADAPTER_AXES, Adapted, applied
+from jaxspec.models.lora import ADAPTER_AXES, Adapted
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
+from jaxspec.rl.draft_objective import Compared, Objective
 from jaxspec.rl.fsdp import Pair, Shards
-from jaxspec.rl.logprobs import in_chunks, label_logprobs
-from jaxspec.rl.losses import LossInputs, PolicyLoss
-from jaxspec.rl.train_batch import (
-    Pack,
-    TrainBatch,
-    exchanged,
-    filler,
-    learnt_before,
-    packed,
-    read_lengths,
-)
+from jaxspec.rl.losses import PolicyLoss
+from jaxspec.rl.micro_batch import Counts, Losses, Sums
+from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, packed, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
 Metrics = dict[str, Num[Array, ""]]
-
-
-class Sums(NamedTuple):
-    """What a pass adds up over the labels to learn, on all shards; A depths of the draft (none
-    without one)."""
-
-    policy_loss: Float[Array, ""]
-    entropy: Float[Array, ""]
-    gap: Float[Array, ""]
-    """Of |sampled - policy| logprobs."""
-    largest_gap: Float[Array, ""]
-    draft: Compared
-
-    def plus(self, other: "Sums") -> "Sums":
-        """Both together."""
-        largest = jnp.maximum(self.largest_gap, other.largest_gap)
-        return jax.tree.map(jnp.add, self, other)._replace(largest_gap=largest)
-
-
-class Counts(NamedTuple):
-    """What sums are divided by: known of the whole batch before the first micro-batch is read, so
-    that means are of the batch."""
-
-    tokens: Float[Array, ""]
-    """Labels to learn."""
-    by_depth: Float[Array, " A"]
-    """Those that each depth of the draft predicts."""
-    read: Float[Array, ""]
-    """Positions that hold a text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +54,14 @@ class Learner:
     def wide(self) -> np.dtype:
         """Type of losses and of what is added up."""
         return np.promote_types(self.dtype, np.float32)
+
+    @property
+    def losses(self) -> Losses:
+        """What a micro-batch is read for."""
+        ordered = needed_on(self.mesh)
+        return Losses(
+            self.policy_loss, self.objective, self.processing, self.taps, self.wide, ordered
+        )
 
     def layout(self, tree: PyTree) -> PyTree:
         """Shardings of networks and optimizer states: split over all axes of the mesh (ZeRO-3), but
@@ -121,66 +91,44 @@ class Learner:
         """
         wanted = jnp.asarray(wanted)
         batch = batch.replace(plan=batch.plan.replace(used=jnp.where(wanted, batch.plan.used, 0)))
-        draft = None if state.draft is None else state.draft.network
+        policy, draft = state.policy, state.draft
+        network = None if draft is None else draft.network
         gradients, sums, counts = self._pass(
-            state.policy.network, draft, state.online, batch, learning=True
+            policy.network, network, state.online, batch, learning=True
         )
         metrics: Metrics = {}
-        policy = state.policy
         if self.policy_loss is not None:
             loss = jnp.where(counts.tokens > 0, sums.policy_loss / counts.tokens, jnp.nan)
             policy, norm = optimizers.update(
-                state.policy, gradients[0], loss, self.policy_optimizer, wanted
+                policy, gradients[0], loss, self.policy_optimizer, wanted
             )
-            positions = self.mesh.shape[DATA] * self.tokens * batch.plan.used[0]
-            least = jnp.maximum(counts.tokens, 1)
             metrics |= {
                 "loss/policy": loss,
                 "grad_norm/policy": norm,
-                "entropy": sums.entropy / least,
-                "rollout/logprob_gap_mean": sums.gap / least,
-                "rollout/logprob_gap_max": sums.largest_gap,
                 "skipped/policy": policy.skipped,
                 "skipped_in_row/policy": policy.skipped_in_row,
-                "learner/micro_batches": batch.plan.used[0],
-                "learner/packing": counts.read
-                / jnp.maximum(positions, 1).astype(counts.read.dtype),
-                "learner/lag": jnp.max(
-                    jnp.where(read_lengths(batch.chosen) > 0, state.version - batch.version, 0)
-                ),
+                **self._read(state, batch, sums, counts),
             }
-        trained = state.draft
-        if trained is not None and self.objective is not None:
-            trained, more = self._draft_update(
-                trained, gradients[1], state.online & wanted, sums, counts
-            )
-            metrics |= more
-        policy, trained = (
-            self._kept_split(policy),
-            None if trained is None else self._kept_split(trained),
-        )
-        nothing = {
-            name: jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
-            for name, value in metrics.items()
-        }
-        metrics = {
-            name: jnp.where(wanted, value, jnp.asarray(nothing[name], value.dtype))
-            for name, value in metrics.items()
-        }
+        if draft is not None and self.objective is not None:
+            online = state.online & wanted
+            draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
+            metrics |= of_draft
+        policy = self._kept_split(policy)
+        draft = None if draft is None else self._kept_split(draft)
+        metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
-        if self._ordered:
+        if self.losses.ordered:
             version = after(version, [computed(value) for value in metrics.values()])
         return LearnerState(
-            policy=policy, draft=trained, online=state.online, version=version
+            policy=policy, draft=draft, online=state.online, version=version
         ), metrics
 
     def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and
         `gap` are those of `learn`."""
-        return dataclasses.replace(self, objective=None, taps=())._pass(
-            policy, None, jnp.zeros((), bool), batch, learning=False
-        )[1]
+        alone = dataclasses.replace(self, objective=None, taps=())
+        return alone._pass(policy, None, jnp.zeros((), bool), batch, learning=False)[1]
 
     def compare(
         self, policy: Decoder, network: PyTree, batch: TrainBatch
@@ -193,42 +141,42 @@ class Learner:
         _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
         return sums.draft, counts.by_depth
 
-    @property
-    def _ordered(self) -> bool:
-        """Whether collectives need an order by data, as on several CPU devices."""
-        return needed_on(self.mesh)
-
-    def _kept_split(self, trained: Trained) -> Trained:
-        """The same: old and new weights are chosen between where they are, before they go anywhere
-        else."""
-        return trained.replace(
-            network=lax.with_sharding_constraint(trained.network, self.layout(trained.network))
-        )
+    def _read(self, state: LearnerState, batch: TrainBatch, sums: Sums, counts: Counts) -> Metrics:
+        """Metrics of what was read, and how."""
+        least, used = jnp.maximum(counts.tokens, 1), batch.plan.used[0]
+        positions = jnp.maximum(self.mesh.shape[DATA] * self.tokens * used, 1)
+        lag = jnp.where(read_lengths(batch.chosen) > 0, state.version - batch.version, 0)
+        return {
+            "entropy": sums.entropy / least,
+            "rollout/logprob_gap_mean": sums.gap / least,
+            "rollout/logprob_gap_max": sums.largest_gap,
+            "learner/micro_batches": used,
+            "learner/packing": counts.read / positions.astype(counts.read.dtype),
+            "learner/lag": jnp.max(lag),
+        }
 
     def _draft_update(
         self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts
     ) -> tuple[Trained, Metrics]:
         """The draft after its update where it is `online`; where it is frozen, as it was, with NaN
         for metrics."""
-        loss = self._draft_loss(sums.draft.loss, counts)
+        loss = self.losses.of_draft(sums.draft.loss, counts)
         loss = jnp.where(counts.tokens > 0, loss, jnp.nan)
         draft, norm = optimizers.update(draft, gradients, loss, self.draft_optimizer, online)
-        acceptance = sums.draft.acceptance / jnp.maximum(counts.by_depth, 1)
         measured = {"loss/draft": loss, "grad_norm/draft": norm}
-        measured |= {
-            f"draft/expected_acceptance_{depth}": value
-            for depth, value in enumerate(acceptance, start=1)
-        }
+        acceptance = sums.draft.acceptance / jnp.maximum(counts.by_depth, 1)
+        for depth, value in enumerate(acceptance, start=1):
+            measured[f"draft/expected_acceptance_{depth}"] = value
         counted = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
         return draft, {
             name: jnp.where(online, value, jnp.nan) for name, value in measured.items()
         } | counted
 
-    def _draft_loss(self, by_depth: Float[Array, " A"], counts: Counts) -> Float[Array, ""]:
-        """The weighted sum of the depths' means."""
-        assert self.objective is not None, "only a draft with an objective has a loss"
-        weights = jnp.asarray(self.objective.weights(len(by_depth)), by_depth.dtype)
-        return jnp.sum(weights * by_depth / jnp.maximum(counts.by_depth, 1))
+    def _kept_split(self, trained: Trained) -> Trained:
+        """The same: old and new weights are chosen between where they are, before they go anywhere
+        else."""
+        layout = self.layout(trained.network)
+        return trained.replace(network=lax.with_sharding_constraint(trained.network, layout))
 
     # ---- the pass, on every data shard
 
@@ -246,23 +194,19 @@ class Learner:
         It runs in a `shard_map` that is manual over `data`: a shard has its own rows from the
         embedding to the loss, and all that goes between shards is what is written here.
         """
-        splits = jax.tree.map(
-            lambda sharding: sharding.spec, (self.layout(policy), self.layout(draft))
-        )
-        shards = Shards(splits, self.dtype, self._ordered)
+        layouts = self.layout(policy), self.layout(draft)
+        splits = jax.tree.map(lambda sharding: sharding.spec, layouts)
+        shards = Shards(splits, self.dtype, self.losses.ordered)
         specs = jax.tree.map(
             lambda spec: P(*(DATA if axis == DATA else None for axis in spec)), splits
         )
         by_row = jax.tree.map(lambda leaf: P(DATA), batch)
         plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
-        inputs = (*specs, P(), by_row.replace(plan=plan))
-        run = partial(self._on_a_shard, shards=shards, learning=learning)
-        outputs = (self._trained(specs) if learning else (None, None), P(), P())
         mapped = jax.shard_map(
-            run,
+            partial(self._on_a_shard, shards=shards, learning=learning),
             mesh=self.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
+            in_specs=(*specs, P(), by_row.replace(plan=plan)),
+            out_specs=(self._trained(specs) if learning else (None, None), P(), P()),
             axis_names={DATA},
             check_vma=False,
         )
@@ -286,10 +230,11 @@ class Learner:
         learning: bool,
     ) -> tuple[PyTree, Sums, Counts]:
         """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
+        losses = self.losses
         batch = exchanged(batch, self.mesh.shape[DATA])
-        counts, spare = self._count(batch, draft), filler(batch)
+        counts, spare = losses.counts(batch, draft), filler(batch)
         # The compiler moves gathering of what no micro-batch changes out of the loop.
-        policy, draft = shards.tied((policy, draft), [computed(spare)] if self._ordered else [])
+        policy, draft = shards.tied((policy, draft), [computed(spare)] if losses.ordered else [])
         weights, trained = self._trained((policy, draft)), shards.of(self._trained)
 
         def whole(weights: Pair) -> tuple[Pair, Pair]:
@@ -299,13 +244,8 @@ class Learner:
         def loss_of(
             weights: Pair, networks: Pair, pack: Pack, row: Int[Array, "1 T"]
         ) -> tuple[Float[Array, ""], Sums]:
-            sums = self._sums(*_filled(networks, weights), shards, online, pack, row, batch)
-            loss = jnp.zeros((), sums.policy_loss.dtype)
-            if self.policy_loss is not None:
-                loss = loss + sums.policy_loss / jnp.maximum(counts.tokens, 1)
-            if self.objective is not None:
-                loss = loss + self._draft_loss(sums.draft.loss, counts)
-            return loss, sums
+            sums = losses.sums(*_filled(networks, weights), shards, online, pack, row, batch)
+            return losses.total(sums, counts), sums
 
         def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
             pack, row = packed(batch, 0, number, self.tokens, spare)
@@ -321,129 +261,17 @@ class Learner:
 
         nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
         gradients, sums = lax.fori_loop(
-            0, batch.plan.used[0], read, (nothing, self._no_sums(counts))
+            0, batch.plan.used[0], read, (nothing, losses.nothing(counts))
         )
         largest = lax.pmax(sums.largest_gap, DATA)
         sums = lax.psum(sums, DATA)._replace(largest_gap=largest)
         return trained.summed(gradients) if learning else gradients, sums, counts
 
-    def _count(self, batch: TrainBatch, draft: PyTree) -> Counts:
-        """Counts over all shards."""
-        depths = 0 if self.objective is None else depths_of(draft, self.objective)
-        here = batch.chosen[:, 1:] & (batch.plan.micro[0] >= 0)[:, None]
-        positions = jnp.broadcast_to(jnp.arange(here.shape[1], dtype=jnp.int32), here.shape)
-        wide = self.wide
-        by_depth = (
-            jnp.sum(predicts(draft, here, positions, depths), axis=(0, 1), dtype=wide)
-            if depths
-            else jnp.zeros((0,), wide)
-        )
-        read = jnp.sum(
-            jnp.where(batch.plan.micro[0] >= 0, read_lengths(batch.chosen), 0), dtype=wide
-        )
-        return lax.psum(Counts(jnp.sum(here, dtype=wide), by_depth, read), DATA)
 
-    def _no_sums(self, counts: Counts) -> Sums:
-        zero = jnp.zeros_like(counts.tokens)
-        return Sums(zero, zero, zero, zero, Compared(*[jnp.zeros_like(counts.by_depth)] * 3))
-
-    def _sums(
-        self,
-        policy: Decoder | Adapted,
-        draft: PyTree,
-        shards: Shards,
-        online: Bool[Array, ""],
-        pack: Pack,
-        row: Int[Array, "1 T"],
-        batch: TrainBatch,
-    ) -> Sums:
-        """One micro-batch: the policy's forward pass, and from the same logits its own loss and the
-        draft's."""
-        target = applied(policy)
-        forward = target(
-            pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole
-        )
-        following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
-        wide = self.wide
-        sampled, produced = batch.sampled_logprobs[row, following].astype(wide), learnt_before(pack)
-        depths = 0 if self.objective is None else depths_of(draft, self.objective)
-        network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
-        if self.objective is not None:
-            last, network = shards.draft_first(forward.hidden, draft)
-            forward = forward._replace(hidden=last)
-            hidden = self._drafted(network, online, target, forward, pack, depths)
-            if self._ordered:
-                (hidden,), last = sequence((hidden,), last)
-                forward = forward._replace(hidden=last)
-
-        def chunk(
-            hidden_target: Any, hidden: Any, labels: Any, produced: Any
-        ) -> tuple[Any, Any, Compared]:
-            logits = target.logits(hidden_target)
-            logprobs, entropy = label_logprobs(logits, labels, produced, self.processing)
-            nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
-            if self.objective is None:
-                return logprobs, entropy, nothing
-            if self._ordered:
-                (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
-            run = partial(compared, network, lax.stop_gradient(target), objective=self.objective)
-            return (
-                logprobs,
-                entropy,
-                lax.cond(online, run, lambda *_: nothing, lax.stop_gradient(logits), hidden),
-            )
-
-        elements = len(pack.tokens) * target.config.vocab * (1 + depths)
-        logprobs, entropy, found = in_chunks(
-            chunk, elements, forward.hidden, hidden, pack.labels, produced
-        )
-
-        def total(values: Float[Array, "1 T"]) -> Float[Array, ""]:
-            return jnp.sum(jnp.where(pack.chosen, values, 0))
-
-        loss, gap = jnp.zeros((), wide), jnp.abs(lax.stop_gradient(logprobs) - sampled)
-        if self.policy_loss is not None:
-            advantages = batch.advantages[row].astype(wide)
-            loss = total(
-                self.policy_loss(
-                    LossInputs(
-                        logprobs, lax.stop_gradient(logprobs), sampled, advantages, pack.chosen
-                    )
-                )
-            )
-        inside = (
-            predicts(network, pack.chosen, pack.positions, depths)
-            if depths
-            else jnp.zeros(found.loss.shape, bool)
-        )
-        draft_sums = Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found))
-        return Sums(
-            loss,
-            total(lax.stop_gradient(entropy)),
-            total(gap),
-            jnp.max(jnp.where(pack.chosen, gap, 0)),
-            draft_sums,
-        )
-
-    def _drafted(
-        self,
-        network: PyTree,
-        online: Bool[Array, ""],
-        target: Decoder,
-        forward: Forward,
-        pack: Pack,
-        depths: int,
-    ) -> Float[Array, "1 T A D"]:
-        """What the draft's head reads; zeros where it does not learn."""
-        detached = lax.stop_gradient((target, forward))
-        if self._ordered:
-            pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
-
-        def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
-            return drafted(network, *detached, pack, depths)
-
-        shape = jax.eval_shape(unroll, network)
-        return lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)
+def _where_wanted(wanted: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
+    """A metric; NaN, or 0 for a count, where it is not of an update."""
+    nothing = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
+    return jnp.where(wanted, value, jnp.asarray(nothing, value.dtype))
 
 
 def _filled(networks: Pair, weights: Pair) -> Pair:

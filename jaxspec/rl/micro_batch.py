@@ -1,0 +1,194 @@
+"""What one micro-batch adds to a batch: one forward pass of the policy, and from the same logits
+its own loss and the draft's."""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.kernels.order import after, computed, sequence
+from jaxspec.mesh import DATA
+from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.lora import Adapted, applied
+from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
+from jaxspec.rl.fsdp import Shards
+from jaxspec.rl.logprobs import in_chunks, label_logprobs
+from jaxspec.rl.losses import LossInputs, PolicyLoss
+from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
+from jaxspec.sampling import Processing
+from jaxspec.state import PyTree
+
+
+class Sums(NamedTuple):
+    """What a pass adds up over the labels to learn, on all shards; A depths of the draft (none
+    without one)."""
+
+    policy_loss: Float[Array, ""]
+    entropy: Float[Array, ""]
+    gap: Float[Array, ""]
+    """Of |sampled - policy| logprobs."""
+    largest_gap: Float[Array, ""]
+    draft: Compared
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both together."""
+        largest = jnp.maximum(self.largest_gap, other.largest_gap)
+        return jax.tree.map(jnp.add, self, other)._replace(largest_gap=largest)
+
+
+class Counts(NamedTuple):
+    """What sums are divided by: known of the whole batch before the first micro-batch is read, so
+    that means are of the batch."""
+
+    tokens: Float[Array, ""]
+    """Labels to learn."""
+    by_depth: Float[Array, " A"]
+    """Those that each depth of the draft predicts."""
+    read: Float[Array, ""]
+    """Positions that hold a text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """The losses of policy and draft; None for one that does not learn."""
+
+    policy: PolicyLoss | None
+    draft: Objective | None
+    processing: Processing
+    taps: tuple[int, ...]
+    """Layer boundaries whose hidden states the draft reads."""
+    wide: np.dtype
+    """Type of losses and of what is added up."""
+    ordered: bool
+    """Whether collectives need an order by data, as on several CPU devices."""
+
+    def depths(self, draft: PyTree) -> int:
+        """Depths of the draft that learn."""
+        return 0 if self.draft is None else depths_of(draft, self.draft)
+
+    def counts(self, batch: TrainBatch, draft: PyTree) -> Counts:
+        """Counts over all shards, from one of them."""
+        depths, wide = self.depths(draft), self.wide
+        is_read = batch.plan.micro[0] >= 0
+        here = batch.chosen[:, 1:] & is_read[:, None]
+        by_depth = jnp.zeros((0,), wide)
+        if depths:
+            positions = jnp.broadcast_to(jnp.arange(here.shape[1], dtype=jnp.int32), here.shape)
+            inside = predicts(draft, here, positions, depths)
+            by_depth = jnp.sum(inside, axis=(0, 1), dtype=wide)
+        read = jnp.sum(jnp.where(is_read, read_lengths(batch.chosen), 0), dtype=wide)
+        return lax.psum(Counts(jnp.sum(here, dtype=wide), by_depth, read), DATA)
+
+    def nothing(self, counts: Counts) -> Sums:
+        """The sums before the first micro-batch."""
+        zero = jnp.zeros_like(counts.tokens)
+        return Sums(zero, zero, zero, zero, Compared(*[jnp.zeros_like(counts.by_depth)] * 3))
+
+    def total(self, sums: Sums, counts: Counts) -> Float[Array, ""]:
+        """The sums' part of the batch's loss, the draft's beside the policy's: neither has a
+        gradient in the other's weights."""
+        loss = jnp.zeros((), sums.policy_loss.dtype)
+        if self.policy is not None:
+            loss = loss + sums.policy_loss / jnp.maximum(counts.tokens, 1)
+        if self.draft is not None:
+            loss = loss + self.of_draft(sums.draft.loss, counts)
+        return loss
+
+    def of_draft(self, by_depth: Float[Array, " A"], counts: Counts) -> Float[Array, ""]:
+        """The weighted sum of the depths' means."""
+        assert self.draft is not None, "only a draft with an objective has a loss"
+        weights = jnp.asarray(self.draft.weights(len(by_depth)), by_depth.dtype)
+        return jnp.sum(weights * by_depth / jnp.maximum(counts.by_depth, 1))
+
+    def sums(
+        self,
+        policy: Decoder | Adapted,
+        draft: PyTree,
+        shards: Shards,
+        online: Bool[Array, ""],
+        pack: Pack,
+        row: Int[Array, "1 T"],
+        batch: TrainBatch,
+    ) -> Sums:
+        """Those of one micro-batch, whose position i is of the batch's row `row[0, i]`; the draft
+        is read where it is `online`."""
+        target, wide, depths = applied(policy), self.wide, self.depths(draft)
+        forward = target(
+            pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole
+        )
+        network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
+        if self.draft is not None:
+            last, network = shards.draft_first(forward.hidden, draft)
+            forward = forward._replace(hidden=last)
+            hidden = self._drafted(network, online, target, forward, pack, depths)
+            if self.ordered:
+                (hidden,), last = sequence((hidden,), last)
+                forward = forward._replace(hidden=last)
+
+        def chunk(
+            hidden_target: Any, hidden: Any, labels: Any, produced: Any
+        ) -> tuple[Any, Any, Compared]:
+            logits = target.logits(hidden_target)
+            logprobs, entropy = label_logprobs(logits, labels, produced, self.processing)
+            nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
+            if self.draft is None:
+                return logprobs, entropy, nothing
+            if self.ordered:
+                (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
+            run = partial(compared, network, lax.stop_gradient(target), objective=self.draft)
+            logits = lax.stop_gradient(logits)
+            return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, logits, hidden)
+
+        elements = len(pack.tokens) * target.config.vocab * (1 + depths)
+        logprobs, entropy, found = in_chunks(
+            chunk, elements, forward.hidden, hidden, pack.labels, learnt_before(pack)
+        )
+
+        def over_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(pack.chosen, values, 0))
+
+        following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
+        sampled, old = (
+            batch.sampled_logprobs[row, following].astype(wide),
+            lax.stop_gradient(logprobs),
+        )
+        loss, gap = jnp.zeros((), wide), jnp.abs(old - sampled)
+        if self.policy is not None:
+            advantages = batch.advantages[row].astype(wide)
+            inputs = LossInputs(logprobs, old, sampled, advantages, pack.chosen)
+            loss = over_labels(self.policy(inputs))
+        inside = jnp.zeros(found.loss.shape, bool)
+        if depths:
+            inside = predicts(network, pack.chosen, pack.positions, depths)
+        return Sums(
+            policy_loss=loss,
+            entropy=over_labels(lax.stop_gradient(entropy)),
+            gap=over_labels(gap),
+            largest_gap=jnp.max(jnp.where(pack.chosen, gap, 0)),
+            draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
+        )
+
+    def _drafted(
+        self,
+        network: PyTree,
+        online: Bool[Array, ""],
+        target: Decoder,
+        forward: Forward,
+        pack: Pack,
+        depths: int,
+    ) -> Float[Array, "1 T A D"]:
+        """What the draft's head reads; zeros where it does not learn."""
+        detached = lax.stop_gradient((target, forward))
+        if self.ordered:
+            pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
+
+        def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
+            return drafted(network, *detached, pack, depths)
+
+        shape = jax.eval_shape(unroll, network)
+        return lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)
