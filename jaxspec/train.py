@@ -35,9 +35,10 @@ from jaxspec.state import TrainState
 from jaxspec.step import Step, automatic
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import metrics as measures
+from jaxspec.system.closing_table import closing_table, missing, without_result
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
-from jaxspec.system.progress import Progress
+from jaxspec.system.progress import Progress, Screen
 from jaxspec.system.trace import Profiler
 
 KEPT_SAMPLES = 4
@@ -72,7 +73,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run
-            # that has ended needs no step.
+            # that has ended, whose checkpoint has an odd number, needs no step.
             newest = checkpoints.latest() or 0
             runner = None
             if newest <= 2 * config.steps or newest % 2 == 0:
@@ -83,14 +84,12 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 workdirs.require_no_checkpoints(workdir)
                 run = start(job, interrupt, batches, text)
             if run.batch >= config.steps and run.pending is None:
-                job.say(
-                    f"{workdir} has all {config.steps} batches already; raise --steps to go on, or"
-                    " choose another --workdir"
-                )
+                has_all = f"{workdir} has all {config.steps} batches already"
+                job.say(f"{has_all}; raise --steps to go on, or choose another --workdir")
                 return close(job, batches, run, workdir)
-            # the checkpoint of its end was damaged; the one before has a batch to plan for these
-            # programs
             if runner is None:
+                # The checkpoint of its end was damaged; the one before it has a batch, which is
+                # planned anew for the micro-batches of the programs that are compiled only here.
                 job, runner = compiled(job, stack)
                 history, batches = batches.history, Batches(job, *problems)
                 batches.history, run.finished = history, batches.replanned(run.finished)
@@ -110,27 +109,20 @@ def loop_to_the_end(
 ) -> int:
     """All calls that are left, and the closing table."""
     config = job.config
-    with contextlib.closing(checkpoints), MetricsWriter(workdir, jax.process_index()) as writer:
+    process = jax.process_index()
+    with contextlib.closing(checkpoints), MetricsWriter(workdir, process) as writer:
         writer.cut_back(run.over)
-        trace = workdir / f"trace-{jax.process_index()}.json.gz"
-        profiler = Profiler(
-            numbers_of("profile", config.profile), trace, tuple(runner.programs.values()), print
-        )
-        with (
-            contextlib.closing(profiler),
-            Progress("rl", config.steps, jax.process_index()) as progress,
-        ):
+        calls, trace = numbers_of("profile", config.profile), workdir / f"trace-{process}.json.gz"
+        profiler = Profiler(calls, trace, tuple(runner.programs.values()), print)
+        with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
             loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
             done = loop.go(run)
     workdirs.note_saved(workdir)
     if not done:
         where = "goes on from there"
         if loop.unsaved:
-            where = (
-                "starts over"
-                if checkpoints.latest() is None
-                else "goes on from the newest checkpoint"
-            )
+            has = checkpoints.latest() is not None
+            where = "goes on from the newest checkpoint" if has else "starts over"
         job.say(f"stopped before batch {run.batch}; the same command {where}")
         return interrupt.status
     with interrupt.nothing_unsaved("comparing with plain decoding"):
@@ -150,47 +142,35 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
     began = time.perf_counter()
 
     def runner_of(step: Step) -> Runner:
-        # In slices, so that a signal need not wait for the end of generation.
-        return (
-            staged_step(step, prompts, config.rollout.slice_rounds)
-            if config.staged
-            else whole_step(step, prompts)
-        )
+        if config.staged:  # in slices, so that a signal need not wait for the end of generation
+            return staged_step(step, prompts, config.rollout.slice_rounds)
+        return whole_step(step, prompts)
 
     fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh))
-    job.say(
-        f"compiled in {time.perf_counter() - began:.1f} s;"
-        f" {memory.told(fit.step, fit.parts, fit.limit)}"
-    )
+    sizes = memory.told(fit.step, fit.parts, fit.limit)
+    job.say(f"compiled in {time.perf_counter() - began:.1f} s; {sizes}")
     stack.enter_context(memory.explained(fit.parts))
     return job.with_sizes(**fit.step.sizes._asdict()), fit.runner
 
 
+@dataclasses.dataclass
 class Loop:
     """Calls, and what the host does between two of them."""
 
-    def __init__(
-        self,
-        job: Job,
-        interrupt: Interrupt,
-        batches: Batches,
-        checkpoints: Checkpoints,
-        writer: MetricsWriter,
-        progress: Progress,
-        runner: Runner,
-        profiler: Profiler,
-    ):
-        self.job, self.interrupt, self.batches, self.checkpoints = (
-            job,
-            interrupt,
-            batches,
-            checkpoints,
-        )
-        self.writer, self.progress, self.runner, self.profiler = writer, progress, runner, profiler
+    job: Job
+    interrupt: Interrupt
+    batches: Batches
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    progress: Progress
+    runner: Runner
+    profiler: Profiler
+    unsaved: str = ""
+    """Why the run that was last to be saved is not; empty where it is."""
+
+    def __post_init__(self) -> None:
         self._looks = 0
-        self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(job.mesh))
-        self.unsaved = ""
-        """Why the run that was last to be saved is not; empty where it is."""
+        self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(self.job.mesh))
 
     def go(self, run: RunState) -> bool:
         """Runs from `run`, which it moves, to the end; False when asked to stop before."""
@@ -216,11 +196,8 @@ class Loop:
         """Whether a batch's line lacks an evaluation of the weights that sampled it; the last
         batch's evaluation comes after its update."""
         last = line["step"] == self.job.config.steps - 1
-        return (
-            line["step"] % self.job.config.eval_every == 0
-            and not last
-            and "eval/exact_match" not in line
-        )
+        turn = line["step"] % self.job.config.eval_every == 0
+        return turn and not last and "eval/exact_match" not in line
 
     def call(self, run: RunState) -> bool:
         """One call: learns what is pending and, unless all batches are done, generates and scores
@@ -243,16 +220,13 @@ class Loop:
         if not last:
             began = time.perf_counter()
             scored = self.batches.score_training(batch, called.rollout)
-            seconds = {
-                "time/data": data_seconds,
-                "time/reward": time.perf_counter() - began,
-            } | called.seconds
-            seconds["time/step"] += data_seconds + seconds["time/reward"]
+            reward_seconds = time.perf_counter() - began
+            seconds = {"time/data": data_seconds, "time/reward": reward_seconds, **called.seconds}
+            seconds["time/step"] += data_seconds + reward_seconds
             run.finished, run.batch = scored.finished, batch + 1
-            samples = (
-                scored.samples[:KEPT_SAMPLES] if batch % self.job.config.eval_every == 0 else []
-            )
-            run.pending = Pending(_line(batch, scored, seconds, called.generated), samples)
+            kept = KEPT_SAMPLES if batch % self.job.config.eval_every == 0 else 0
+            line = _line(batch, scored, seconds, called.generated)
+            run.pending = Pending(line, scored.samples[:kept])
         return True
 
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
@@ -261,33 +235,17 @@ class Loop:
         line |= measures.token_rates(line)
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
-        shown = {
-            "reward": "reward/mean",
-            "acceptance_length": "rollout/acceptance_length",
-            "tokens_per_s": "rollout/tokens_per_s",
-        }
-        skipped = {
-            f"skipped_{name}": line[f"skipped/{name}"]
-            for name in ("policy", "draft")
-            if line.get(f"skipped/{name}")
-        }
-        failed = {"failed": line["status/failed"]} if line["status/failed"] else {}
-        self.progress.update(
-            line["step"] + 1,
-            **{name: line[key] for name, key in shown.items()},
-            **failed,
-            **skipped,
-        )
+        self.progress.update(line["step"] + 1, **measures.headline(line))
+        unrewarded = "None of its rows has a reward. " if np.isnan(line["reward/mean"]) else ""
         for name in ("policy", "draft"):
             look = (
-                f"{'None of its rows has a reward. ' if np.isnan(line['reward/mean']) else ''}Look"
-                f" at loss/{name}, grad_norm/{name}, status/failed and rollout/logprob_gap_max in"
-                f" {self.job.config.workdir}/metrics.jsonl and at samples.jsonl beside it; a lower"
-                " learning rate is the usual remedy. Earlier checkpoints are intact."
+                f"{unrewarded}Look at loss/{name}, grad_norm/{name}, status/failed and"
+                f" rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at"
+                " samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier"
+                " checkpoints are intact."
             )
-            require_progress(
-                line.get(f"skipped_in_row/{name}", 0.0), name, f"batch {line['step']}", look
-            )
+            skipped = line.get(f"skipped_in_row/{name}", 0.0)
+            require_progress(skipped, name, f"batch {line['step']}", look)
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its
@@ -299,38 +257,28 @@ class Loop:
         for number in range(self.batches.evaluations):
             if stop():
                 return {}
-            called = self.runner(
-                run.state, self.batches.nothing_finished(), self.batches.evaluate(number), _never
-            )
+            finished, prompts = self.batches.nothing_finished(), self.batches.evaluate(number)
+            called = self.runner(run.state, finished, prompts, _never)
             run.state = called.state
             assert called.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, called.rollout)
             if ended := called.generated["status/eos"] + called.generated["status/length"]:
                 rewards.append(scored.reward)
                 weights.append(ended)
-        return {
-            "eval/exact_match": (
-                float(np.average(rewards, weights=weights)) if weights else float("nan")
-            )
-        }
+        exact = float(np.average(rewards, weights=weights)) if weights else float("nan")
+        return {"eval/exact_match": exact}
 
     def save(self, run: RunState) -> None:
         """Starts a checkpoint of everything the next call needs, unless it is nothing to go on
         from: then `unsaved` says why."""
-        found = zip(
-            ("policy", "draft"), np.asarray(self._conditions(run.state)).tolist(), strict=False
-        )
-        faults = [
-            f"the {name}'s {_FAULTS[condition]}" for name, condition in found if condition != SOUND
-        ]
+        conditions = np.asarray(self._conditions(run.state)).tolist()
+        found = zip(("policy", "draft"), conditions, strict=False)
+        faults = [f"the {name}'s {_FAULTS[how]}" for name, how in found if how != SOUND]
         self.unsaved = " and ".join(faults)
         if faults:
-            newest = self.checkpoints.latest()
-            kept = (
-                "there is none before it"
-                if newest is None
-                else f"checkpoint {newest} stays the newest"
-            )
+            newest, kept = self.checkpoints.latest(), "there is none before it"
+            if newest is not None:
+                kept = f"checkpoint {newest} stays the newest"
             self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
         pending = None if run.pending is None else dataclasses.asdict(run.pending)
@@ -376,22 +324,20 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
             "rows": made.rows,
             "plain/passes": made.plain_passes,
             "spec/passes": made.spec_passes,
-        }
-        summary |= {
             "plain/seconds": made.plain_seconds,
             "spec/seconds": made.spec_seconds,
             "round_cost": made.round_cost,
         }
-    goes_on = (
-        "the same command goes on from the newest checkpoint, with more --steps beyond this end"
-    )
-    why = f"the end of the run is not saved, because {unsaved}; {goes_on}" if unsaved else ""
+    why = ""
+    if unsaved:
+        goes_on = "the same command goes on from the newest checkpoint, with more --steps"
+        why = f"the end of the run is not saved, because {unsaved}; {goes_on} beyond this end"
     if jax.process_index() == 0:  # the only one that surely sees the run's folder
         lines = measures.read(workdir)
-        if gone := measures.missing(lines, run.batch):
+        if gone := missing(lines, run.batch):
             job.say(f"warning: {gone}")
-        measures.Screen().print(measures.closing_table(lines, summary))
-        why = "; ".join(filter(None, (measures.without_result(lines), why)))
+        Screen().print(closing_table(lines, summary))
+        why = "; ".join(filter(None, (without_result(lines), why)))
     if remark := random_draft(job.config):
         job.say(remark)
     if agreed_by_process_0(bool(why)):
@@ -400,10 +346,5 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_program(
-            "train",
-            "Post-trains a language model with GRPO and lossless speculative rollouts.",
-            main,
-        )
-    )
+    about = "Post-trains a language model with GRPO and lossless speculative rollouts."
+    sys.exit(run_program("train", about, main))

@@ -222,6 +222,23 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def headline(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a batch's complete line that the terminal shows: what speaks of its
+    result, and failed rows and skipped updates where there are any."""
+    shown = {
+        "reward": "reward/mean",
+        "acceptance_length": "rollout/acceptance_length",
+        "tokens_per_s": "rollout/tokens_per_s",
+    }
+    faults = {
+        "failed": "status/failed",
+        "skipped_policy": "skipped/policy",
+        "skipped_draft": "skipped/draft",
+    }
+    numbers = {name: line[key] for name, key in shown.items()}
+    return numbers | {name: line[key] for name, key in faults.items() if line.get(key)}
+
+
 def token_rates(line: Mapping[str, Any]) -> dict[str, float]:
     """Returns the tokens a second of a batch's complete line: over the whole step, and over
     generation where that is timed by itself."""
