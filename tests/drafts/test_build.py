@@ -32,8 +32,9 @@ from jaxspec.rollout.generate import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
-from tests.conftest import eagle3, numpy_weights, tiny_config, tiny_model, tiny_network
+from tests.conftest import eagle3, tiny_config, tiny_model, tiny_network
 from tests.rollout.harness import drafter
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

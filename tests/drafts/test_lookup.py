@@ -15,7 +15,8 @@ from jaxspec.drafts.lookup import HistoryState, PreferringState, history, ngram,
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from tests.conftest import eagle3, numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
+from tests.twins import numpy_decoder
 
 TARGET = jax.eval_shape(lambda: Decoder(tiny_model(dtype="float32"), jax.random.key(0)))
 """Shapes alone: a lookup reads nothing of a target."""

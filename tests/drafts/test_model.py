@@ -14,7 +14,8 @@ from jaxspec.drafts.model import ModelState, external
 from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.kv import KVCache
-from tests.conftest import numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import tiny_model, tiny_network, tiny_prompts
+from tests.twins import numpy_decoder
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -16,17 +16,14 @@ from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.kv import KVCache
 from jaxspec.models.mtp import Mtp
-from tests.conftest import (
-    eagle3,
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
+from tests.twins import (
     numpy_decoder,
     numpy_eagle_read,
     numpy_eagle_slot,
     numpy_softmax,
     numpy_taps,
     numpy_weights,
-    tiny_model,
-    tiny_network,
-    tiny_prompts,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")

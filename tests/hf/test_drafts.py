@@ -24,8 +24,9 @@ from jaxspec.hf.drafts import (
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.mtp import Mtp
-from tests.conftest import eagle3, numpy_weights, tiny_model, tiny_network
+from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

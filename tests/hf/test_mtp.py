@@ -17,9 +17,10 @@ from jaxspec.hf.drafts import draft_tensors
 from jaxspec.hf.from_checkpoint import read_draft, resolved
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from tests.conftest import numpy_weights, small_mesh, tiny_model, tiny_network
+from tests.conftest import small_mesh, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
 from tests.hf_checkpoints import edit_config, load, logits, make, tokens_of, whole
+from tests.twins import numpy_weights
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("x64")]

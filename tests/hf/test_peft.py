@@ -13,8 +13,9 @@ from jaxspec.config.settings import ConfigError, LoraConfig
 from jaxspec.hf.peft import adapter_config, adapter_tensors, merge_adapters
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import TARGETS, merged
-from tests.conftest import numpy_weights, tiny_network
+from tests.conftest import tiny_network
 from tests.models.adapters import MODEL, TOKENS, adapted, logits, same_bits
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

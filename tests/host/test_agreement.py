@@ -24,10 +24,6 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.step import build_step
 from tests.conftest import (
     eagle3,
-    numpy_decoder,
-    numpy_eagle_slot,
-    numpy_softmax,
-    numpy_weights,
     small_mesh,
     tiny_config,
     tiny_model,
@@ -35,6 +31,7 @@ from tests.conftest import (
     value_and_grad,
     with_weights,
 )
+from tests.twins import numpy_decoder, numpy_eagle_slot, numpy_softmax, numpy_weights
 
 MODEL = tiny_model(layers=8, vocab=24, dtype="float32", head_size=8, rope_theta=3.0)
 TAPS, IDS = (2, 4, 5), np.array([0, 1, 2, 4, 6, 7, 9, 10, 11, 12, 13])

@@ -38,7 +38,8 @@ from jaxspec.host.draft_data import (
 )
 from jaxspec.host.job import Job, make_job
 from jaxspec.models.decoder import Decoder
-from tests.conftest import numpy_decoder, small_mesh, tiny_model, tiny_network, with_weights
+from tests.conftest import small_mesh, tiny_model, tiny_network, with_weights
+from tests.twins import numpy_decoder
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.stop_ids[0]

@@ -50,15 +50,8 @@ from jaxspec.storage.cache import save_tree
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 from jaxspec.train_draft import closing_table, main
-from tests.conftest import (
-    eagle3,
-    numpy_decoder,
-    numpy_softmax,
-    small_mesh,
-    tiny_model,
-    tiny_network,
-    with_weights,
-)
+from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, with_weights
+from tests.twins import numpy_decoder, numpy_softmax
 
 ROOT = Path(__file__).parents[2]
 VOCAB = character_tokenizer().size

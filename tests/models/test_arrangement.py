@@ -27,8 +27,9 @@ from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import Blocked, Split, Transposed
 from jaxspec.models.mtp import Mtp
 from jaxspec.step import Step, build_step
-from tests.conftest import eagle3, numpy_weights, small_mesh, tiny_config, tiny_model, tiny_network
+from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -10,7 +10,8 @@ import pytest
 
 from jaxspec.models.decoder import Decoder, tap_boundaries
 from jaxspec.models.kv import KVCache
-from tests.conftest import numpy_decoder, numpy_weights, tiny_model, tiny_network
+from tests.conftest import tiny_model, tiny_network
+from tests.twins import numpy_decoder, numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

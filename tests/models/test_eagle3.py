@@ -12,8 +12,9 @@ import pytest
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
 from jaxspec.rl import optimizers
-from tests.conftest import eagle3, numpy_eagle_slot, numpy_weights, tiny_model, tiny_network
+from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
+from tests.twins import numpy_eagle_slot, numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

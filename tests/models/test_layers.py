@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models.layers import rms_norm
-from tests.conftest import numpy_rms_norm
+from tests.twins import numpy_rms_norm
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])

@@ -21,7 +21,6 @@ from jaxspec.rl import optimizers
 from jaxspec.state import TrainState
 from jaxspec.step import build_step
 from tests.conftest import (
-    numpy_weights,
     small_mesh,
     tiny_config,
     tiny_model,
@@ -31,6 +30,7 @@ from tests.conftest import (
     weight_name,
 )
 from tests.models.adapters import MODEL, adapted, logits, same_bits
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

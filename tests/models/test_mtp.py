@@ -14,15 +14,9 @@ from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
-from tests.conftest import (
-    numpy_mtp_slot,
-    numpy_weights,
-    small_mesh,
-    tiny_model,
-    tiny_network,
-    trimmed,
-)
+from tests.conftest import small_mesh, tiny_model, tiny_network, trimmed
 from tests.dense import attend, up_to_position
+from tests.twins import numpy_mtp_slot, numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -16,17 +16,14 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.rl import logprobs, optimizers
 from jaxspec.rl.draft_objective import KL_DECAY, LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.train_batch import whole_rows
-from tests.conftest import (
-    eagle3,
+from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
+from tests.twins import (
     numpy_decoder,
     numpy_eagle_slot,
     numpy_mtp_slot,
     numpy_softmax,
     numpy_taps,
     numpy_weights,
-    tiny_model,
-    tiny_network,
-    with_weights,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -14,7 +14,8 @@ from jaxspec.rl.train_batch import whole_rows
 from jaxspec.rollout.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
-from tests.conftest import numpy_decoder, numpy_softmax, numpy_weights, tiny_model, tiny_network
+from tests.conftest import tiny_model, tiny_network
+from tests.twins import numpy_decoder, numpy_softmax, numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -26,14 +26,13 @@ from jaxspec.state import Drafter, Pace, Prompts, Rollout
 from tests.conftest import (
     eagle3,
     no_history,
-    numpy_decoder,
-    numpy_softmax,
     small_mesh,
     tiny_model,
     tiny_network,
     tiny_prompts,
     with_weights,
 )
+from tests.twins import numpy_decoder, numpy_softmax
 
 GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
 STOP = (1, 3)

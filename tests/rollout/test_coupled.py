@@ -16,7 +16,7 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout
-from tests.conftest import eagle3, numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -32,6 +32,7 @@ from tests.rollout.harness import (
     numpy_processed,
     plain,
 )
+from tests.twins import numpy_decoder
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -19,16 +19,7 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, Rollout
-from tests.conftest import (
-    eagle3,
-    numpy_decoder,
-    numpy_softmax,
-    numpy_taps,
-    tiny_model,
-    tiny_network,
-    tiny_prompts,
-    with_weights,
-)
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts, with_weights
 from tests.rollout.harness import (
     assert_same_rows,
     bigram_draft,
@@ -37,6 +28,7 @@ from tests.rollout.harness import (
     drafter,
     last_token_prompts,
 )
+from tests.twins import numpy_decoder, numpy_softmax, numpy_taps
 
 pytestmark = pytest.mark.usefixtures("x64")
 

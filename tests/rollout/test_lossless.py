@@ -22,7 +22,7 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout
-from tests.conftest import chi_square, numpy_decoder, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import chi_square, tiny_model, tiny_network, tiny_prompts
 from tests.dense import positions_of
 from tests.rollout.harness import (
     GROUP,
@@ -43,6 +43,7 @@ from tests.rollout.harness import (
     sequence_law,
 )
 from tests.rollout.measured import Measured, constant_table
+from tests.twins import numpy_decoder
 
 pytestmark = pytest.mark.usefixtures("x64")
 

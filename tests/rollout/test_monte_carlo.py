@@ -15,7 +15,7 @@ from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from tests.conftest import chi_square, numpy_softmax
+from tests.conftest import chi_square
 from tests.rollout.harness import (
     bigram_draft,
     bigram_target,
@@ -24,6 +24,7 @@ from tests.rollout.harness import (
     last_token_prompts,
     marked,
 )
+from tests.twins import numpy_softmax
 
 pytestmark = pytest.mark.usefixtures("x64")
 
