@@ -19,7 +19,7 @@ from jaxspec.rl import optimizers
 from jaxspec.step import HOST, Step, build_step
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import small_mesh
-from tests.test_step import (
+from tests.whole_step import (
     MODEL,
     PROMPTS,
     STOP,

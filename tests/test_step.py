@@ -1,224 +1,45 @@
 """The whole step in float64: the same numbers phase by phase, on every mesh, with and without a
 draft."""
 
-import dataclasses
-import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import NamedSharding
 
-from jaxspec.config.settings import (
-    DataConfig,
-    DraftConfig,
-    DraftTrainingConfig,
-    EngineConfig,
-    GrpoConfig,
-    LearnerConfig,
-    MeshConfig,
-    RolloutConfig,
-)
-from jaxspec.host.runner import abstract, put, staged_step
-from jaxspec.mesh import replicated, rows_sharding
-from jaxspec.models.decoder import Decoder
-from jaxspec.rl.draft_objective import draft_loss
-from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.losses import LossInputs, clipped_ratio
-from jaxspec.rl.train_batch import plan_layout, planned, whole_rows
 from jaxspec.rollout.draft_temperature import DECAY, GRID
-from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
-from jaxspec.step import Step, build_step
-from tests.conftest import (
-    eagle3,
-    small_mesh,
-    tiny_config,
-    tiny_model,
-    tiny_network,
-    tiny_prompts,
-    with_weights,
+from jaxspec.state import Finished
+from jaxspec.step import Step
+from tests.whole_step import (
+    GROUP,
+    LENGTH,
+    MODEL,
+    NEW,
+    POISON,
+    PROMPTS,
+    ROWS,
+    STOP,
+    assert_bitwise,
+    assert_close,
+    assert_same_rollout,
+    drive,
+    finish,
+    host,
+    moved,
+    nothing_finished,
+    place,
+    poisoned,
+    program,
+    prompts_of,
+    score,
+    start,
+    twenty,
+    with_a_failed_row,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-PROMPTS, GROUP, WIDTH, NEW, LENGTH = 8, 2, 5, 6, 2
-ROWS = PROMPTS * GROUP
-TOKENS = 40
-"""Of a micro-batch: one shard alone has three of them, each of several texts."""
-MODEL = tiny_model(vocab=16, kv_heads=4)
-STOP = (1,)
-
-
-def config_of(
-    verify: Any = "coupled",
-    kind: Any = "eagle3",
-    shard_above: int = 2**20,
-    temperature: float = 1.0,
-    sampling: Any = "sample",
-) -> Any:
-    draft, engine = (
-        DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling),
-        EngineConfig(tail=False),
-    )
-    return tiny_config(
-        MODEL,
-        learner=LearnerConfig(tokens=TOKENS),
-        rollout=RolloutConfig(
-            max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature
-        ),
-        grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
-        data=DataConfig(max_prompt_length=WIDTH),
-        mesh=MeshConfig(shard_above=shard_above),
-        draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3),
-    )
-
-
-class Program(NamedTuple):
-    step: Step
-    call: Any
-    traces: list[int]
-    """Grows by one entry with each trace."""
-
-
-@functools.cache
-def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
-    step = build_step(config_of(**options), small_mesh(data, tensor), STOP, MODEL.vocab)
-    traces: list[int] = []
-
-    def train_step(state: TrainState, finished: Finished, prompts: Prompts) -> Any:
-        traces.append(len(traces))
-        return step.train_step(state, finished, prompts)
-
-    return Program(
-        step,
-        jax.jit(
-            train_step, out_shardings=(step.state_shardings(), rows_sharding(step.mesh), None, None)
-        ),
-        traces,
-    )
-
-
-def start(step: Step, online: bool = True) -> TrainState:
-    network = None if step.generator.draft is None else tiny_network(eagle3, MODEL, 2)
-    state = jax.jit(step.start, out_shardings=step.state_shardings())(
-        tiny_network(Decoder, MODEL, 1), network
-    )
-    online_there = jax.device_put(jnp.asarray(online), replicated(step.mesh))
-    return state.replace(learner=state.learner.replace(online=online_there))
-
-
-def place(step: Step, tree: Any) -> Any:
-    def one(leaf: Any) -> jax.Array:
-        sharding: NamedSharding = (
-            rows_sharding(step.mesh) if np.ndim(leaf) else replicated(step.mesh)
-        )
-        return jax.device_put(np.asarray(leaf), sharding)
-
-    return jax.tree.map(one, tree)
-
-
-def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray) -> Finished:
-    """A finished batch with its plan, on the mesh; only valid rows are read."""
-    read = np.where(valid, np.asarray(rollout.lengths) - 1, 0).astype(np.int32)
-    plan = planned(read, step.mesh.shape["data"], step.learner.tokens)
-    parts: dict[str, Any] = {
-        "rewards": rewards.astype(np.float32),
-        "valid": valid,
-        "learn": np.asarray(True),
-    }
-    return Finished(
-        rollout=place(step, rollout),
-        plan=jax.device_put(plan, plan_layout(step.mesh)),
-        **place(step, parts),
-    )
-
-
-def nothing_finished(step: Step) -> Finished:
-    """What a first call learns from."""
-    nothing = step.nothing_finished(ROWS)
-    placed: Finished = place(step, nothing.replace(plan=None))
-    return placed.replace(plan=jax.device_put(nothing.plan, plan_layout(step.mesh)))
-
-
-def prompts_of(step: Step, batch: int) -> Prompts:
-    return place(step, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab, seed=batch))
-
-
-def assert_same_rollout(found: Rollout, wanted: Rollout) -> None:
-    """Tokens and counts exactly, sums of logprobs and laws to rounding."""
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10),
-        host(found),
-        host(wanted),
-    )
-
-
-def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
-    """A reward anyone can recompute: the share of response tokens divisible by 3; one row of each
-    batch has none."""
-    host = jax.tree.map(np.asarray, rollout)
-    at = np.arange(host.tokens.shape[1])
-    inside = (at >= host.prompt_lengths[:, None]) & (at < host.lengths[:, None])
-    rewards = ((host.tokens % 3 == 0) & inside).sum(1) / np.maximum(inside.sum(1), 1)
-    valid = np.arange(ROWS) != batch % ROWS
-    return finish(step, host, rewards, valid)
-
-
-class Run(NamedTuple):
-    states: list[Any]
-    """After each call; the first call learns nothing."""
-    rollouts: list[Rollout]
-    rewards: list[np.ndarray]
-    learnt: list[dict[str, float]]
-
-
-def host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
-
-
-def drive(made: Program, calls: int, online: bool = True) -> Run:
-    step, run = made.step, Run([], [], [], [])
-    state, finished = start(step, online), nothing_finished(step)
-    for batch in range(calls):
-        state, rollout, learnt, _ = made.call(state, finished, prompts_of(step, batch))
-        finished = score(step, rollout, batch)
-        run.states.append(host(state))
-        run.rollouts.append(host(rollout))
-        run.rewards.append(np.asarray(finished.rewards))
-        run.learnt.append({name: float(value) for name, value in learnt.items()})
-    return run
-
-
-@functools.cache
-def twenty(online: bool, /) -> Run:
-    return drive(program(), 20, online)
-
-
-def assert_bitwise(found: Any, wanted: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-def assert_close(found: Any, wanted: Any, relative: float) -> None:
-    def one(left: np.ndarray, right: np.ndarray) -> None:
-        np.testing.assert_allclose(
-            left, right, rtol=0, atol=relative * max(np.abs(right).max(initial=0), 1e-30)
-        )
-
-    jax.tree.map(one, found, wanted)
-
-
-def moved(after: Any, before: Any) -> bool:
-    return any(
-        np.any(left != right)
-        for left, right in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-    )
-
-
-# ---- identities
 
 
 @pytest.mark.slow
@@ -338,9 +159,6 @@ def test_every_call_has_noise_of_its_own() -> None:
     assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 9
 
 
-# ---- what does not learn
-
-
 def test_nothing_to_learn_leaves_the_state_untouched() -> None:
     made = program()
     state, run = start(made.step), twenty(True)
@@ -439,41 +257,6 @@ def test_rows_without_a_reward_have_no_influence() -> None:
     assert moved(states[4].learner.draft, states[0].learner.draft)
 
 
-# ---- rows without a reward that overflow
-
-POISON = 9
-"""A token with an infinite embedding: whoever reads it has NaN for activations."""
-FAILED_ROW = 5
-LAST_WORDS = (0, 10)
-"""Rows with a reward whose last token is the poison: generation never read it."""
-
-
-def poisoned(state: TrainState) -> TrainState:
-    learner = state.learner
-    poisonous = learner.policy.replace(network=with_poison(learner.policy.network, jnp.inf))
-    return state.replace(learner=learner.replace(policy=poisonous))
-
-
-def with_poison(network: Decoder, value: float) -> Decoder:
-    return with_weights(network, embedding=network.embedding[...].at[POISON].set(value))
-
-
-def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> Finished:
-    """One row says nothing but `says` and has no reward; others say `POISON` at most at their
-    end."""
-    tokens = np.where(rollout.tokens == POISON, POISON + 1, rollout.tokens)
-    tokens[LAST_WORDS, rollout.lengths[list(LAST_WORDS)] - 1] = POISON
-    row = np.arange(ROWS)[:, None] == FAILED_ROW
-    tokens = np.where(
-        row & np.asarray(response_mask(jax.tree.map(jnp.asarray, rollout))), says, tokens
-    ).astype(np.int32)
-    return score(
-        step,
-        rollout.replace(tokens=tokens, status=np.where(row[:, 0], FAILED, rollout.status)),
-        batch=FAILED_ROW,
-    )
-
-
 @pytest.mark.parametrize(("data", "tensor", "options"), [(1, 1, {}), (4, 2, {"shard_above": 0})])
 def test_a_failed_row_that_overflows_changes_nothing(
     data: int, tensor: int, options: dict[str, Any]
@@ -496,101 +279,6 @@ def test_a_failed_row_that_overflows_changes_nothing(
     )
     assert moved(host(state.learner.draft.network), host(start(step)).learner.draft.network)
     assert float(learnt["grad_norm/policy"]) > 1e-3
-
-
-def descending(step: Step) -> Step:
-    """The step with plain gradient descent at rate 1: what weights lose is the gradient."""
-    return dataclasses.replace(
-        step,
-        learner=dataclasses.replace(
-            step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0)
-        ),
-    )
-
-
-def gradients_without(
-    step: Step, state: TrainState, finished: Finished, row: int
-) -> tuple[Any, Any]:
-    """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has
-    no advantage."""
-    assert GROUP == 2
-    others = np.arange(ROWS) != row
-    rows, rewards = finished.rollout, np.asarray(finished.rewards, np.float64).reshape(-1, GROUP)
-    deviation = rewards.std(1, keepdims=True)
-    advantages = ((rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-6)).ravel()
-    advantages[row // GROUP * GROUP : row // GROUP * GROUP + GROUP] = 0
-    whole = rows.tokens, rows.prompt_lengths, advantages, response_mask(rows)
-    tokens, starts, chosen, mask = (jnp.asarray(np.asarray(part)[others]) for part in whole)
-
-    @jax.jit
-    def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
-        # of the other rows none has it before a token that is learnt
-        policy = with_poison(policy, 0)
-        texts = whole_rows(tokens, mask)
-        forward = policy(texts.tokens, texts.positions, taps=step.generator.taps)
-
-        def loss_of(network: Decoder) -> jax.Array:
-            logits = network.logits(network(texts.tokens, texts.positions).hidden)
-            produced = texts.positions + 1 - starts[:, None]
-            logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
-            old = jax.lax.stop_gradient(logprobs)
-            losses = clipped_ratio(
-                LossInputs(
-                    logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen
-                )
-            )
-            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(
-                texts.chosen, dtype=losses.dtype
-            )
-
-        def draft_loss_of(network: Any) -> jax.Array:
-            assert step.learner.objective is not None
-            return draft_loss(network, policy, forward, texts, step.learner.objective).loss
-
-        return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
-
-    assert state.learner.draft is not None
-    return host(gradients(state.learner.policy.network, state.learner.draft.network))
-
-
-def assert_learns_from_the_others(step: Step, learn: Any) -> None:
-    """`learn` makes of a state and a finished batch the next state and its metrics."""
-    state = poisoned(start(step))
-    finished = with_a_failed_row(step, twenty(True).rollouts[0], POISON)
-    before, wanted = host(state), gradients_without(step, host(state), finished, FAILED_ROW)
-    after, metrics = learn(state, finished)
-    networks = [
-        (with_poison(each.learner.policy.network, 0), each.learner.draft.network)
-        for each in (jax.tree.map(jnp.asarray, before), after)
-    ]
-    for name, gradient, old, new in zip(("policy", "draft"), wanted, *networks, strict=True):
-        found = jax.tree.map(np.subtract, host(old), host(new))
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
-        assert_close(found, gradient, 1e-9)
-        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))
-        assert float(metrics[f"grad_norm/{name}"]) == pytest.approx(norm)
-        assert norm > 1e-3
-        assert np.isfinite(float(metrics[f"loss/{name}"]))
-        assert float(metrics[f"skipped/{name}"]) == 0
-
-
-@pytest.mark.slow
-def test_a_failed_row_that_overflows_leaves_the_gradient_of_the_others() -> None:
-    step = descending(build_step(config_of(shard_above=0), small_mesh(4, 2), STOP, MODEL.vocab))
-    assert_learns_from_the_others(step, jax.jit(step.learn))
-
-
-@pytest.mark.slow
-def test_phase_by_phase_it_does_too() -> None:
-    step = descending(build_step(config_of(), small_mesh(2), STOP, MODEL.vocab))
-    runner, (*_, like) = staged_step(step, PROMPTS), abstract(step, PROMPTS)
-    prompts = put(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
-
-    def learn(state: TrainState, finished: Finished) -> Any:
-        called = runner(state, finished, prompts, lambda: True)
-        return called.state, called.learnt
-
-    assert_learns_from_the_others(step, learn)
 
 
 def test_where_no_row_has_a_reward_nothing_is_updated_and_it_counts_as_skipped() -> None:

@@ -14,7 +14,7 @@ from jaxspec.config.settings import LoraConfig
 from jaxspec.host.runner import whole_step
 from jaxspec.models import kv
 from tests.conftest import small_mesh
-from tests.test_step import (
+from tests.whole_step import (
     LENGTH,
     MODEL,
     NEW,

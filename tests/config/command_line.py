@@ -1,0 +1,24 @@
+"""Configs as the command line of training reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxspec.config.checked import ConfigError
+from jaxspec.config.cli import load_config
+from jaxspec.config.settings import Config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = ("draft_offline.py", "rl_think.py", "rl_zero.py")
+
+
+def load(*argv: str) -> tuple[Config, str]:
+    return load_config(argv, "train", "Trains.")
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    return str(caught.value)

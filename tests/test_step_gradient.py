@@ -1,0 +1,143 @@
+"""Where a row without a reward overflows, the step's gradient is that of the other rows."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspec.host.runner import abstract, put, staged_step
+from jaxspec.models.decoder import Decoder
+from jaxspec.rl.draft_objective import draft_loss
+from jaxspec.rl.logprobs import label_logprobs, response_mask
+from jaxspec.rl.losses import LossInputs, clipped_ratio
+from jaxspec.rl.train_batch import whole_rows
+from jaxspec.state import Finished, Rollout, TrainState
+from jaxspec.step import Step, build_step
+from tests.conftest import small_mesh
+from tests.whole_step import (
+    FAILED_ROW,
+    GROUP,
+    MODEL,
+    POISON,
+    PROMPTS,
+    ROWS,
+    STOP,
+    assert_close,
+    config_of,
+    drive,
+    host,
+    poisoned,
+    program,
+    prompts_of,
+    start,
+    with_a_failed_row,
+    with_poison,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@functools.cache
+def first_rollout() -> Rollout:
+    """What the first call of the step in one program generates."""
+    return drive(program(), 1).rollouts[0]
+
+
+def descending(step: Step) -> Step:
+    """The step with plain gradient descent at rate 1: what weights lose is the gradient."""
+    return dataclasses.replace(
+        step,
+        learner=dataclasses.replace(
+            step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0)
+        ),
+    )
+
+
+def gradients_without(
+    step: Step, state: TrainState, finished: Finished, row: int
+) -> tuple[Any, Any]:
+    """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has
+    no advantage."""
+    assert GROUP == 2
+    others = np.arange(ROWS) != row
+    rows, rewards = finished.rollout, np.asarray(finished.rewards, np.float64).reshape(-1, GROUP)
+    deviation = rewards.std(1, keepdims=True)
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-6)).ravel()
+    advantages[row // GROUP * GROUP : row // GROUP * GROUP + GROUP] = 0
+    whole = rows.tokens, rows.prompt_lengths, advantages, response_mask(rows)
+    tokens, starts, chosen, mask = (jnp.asarray(np.asarray(part)[others]) for part in whole)
+
+    @jax.jit
+    def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
+        # of the other rows none has it before a token that is learnt
+        policy = with_poison(policy, 0)
+        texts = whole_rows(tokens, mask)
+        forward = policy(texts.tokens, texts.positions, taps=step.generator.taps)
+
+        def loss_of(network: Decoder) -> jax.Array:
+            logits = network.logits(network(texts.tokens, texts.positions).hidden)
+            produced = texts.positions + 1 - starts[:, None]
+            logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
+            old = jax.lax.stop_gradient(logprobs)
+            losses = clipped_ratio(
+                LossInputs(
+                    logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen
+                )
+            )
+            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(
+                texts.chosen, dtype=losses.dtype
+            )
+
+        def draft_loss_of(network: Any) -> jax.Array:
+            assert step.learner.objective is not None
+            return draft_loss(network, policy, forward, texts, step.learner.objective).loss
+
+        return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
+
+    assert state.learner.draft is not None
+    return host(gradients(state.learner.policy.network, state.learner.draft.network))
+
+
+def assert_learns_from_the_others(step: Step, learn: Any) -> None:
+    """`learn` makes of a state and a finished batch the next state and its metrics."""
+    state = poisoned(start(step))
+    finished = with_a_failed_row(step, first_rollout(), POISON)
+    before, wanted = host(state), gradients_without(step, host(state), finished, FAILED_ROW)
+    after, metrics = learn(state, finished)
+    networks = [
+        (with_poison(each.learner.policy.network, 0), each.learner.draft.network)
+        for each in (jax.tree.map(jnp.asarray, before), after)
+    ]
+    for name, gradient, old, new in zip(("policy", "draft"), wanted, *networks, strict=True):
+        found = jax.tree.map(np.subtract, host(old), host(new))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+        assert_close(found, gradient, 1e-9)
+        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))
+        assert float(metrics[f"grad_norm/{name}"]) == pytest.approx(norm)
+        assert norm > 1e-3
+        assert np.isfinite(float(metrics[f"loss/{name}"]))
+        assert float(metrics[f"skipped/{name}"]) == 0
+
+
+@pytest.mark.slow
+def test_a_failed_row_that_overflows_leaves_the_gradient_of_the_others() -> None:
+    step = descending(build_step(config_of(shard_above=0), small_mesh(4, 2), STOP, MODEL.vocab))
+    assert_learns_from_the_others(step, jax.jit(step.learn))
+
+
+@pytest.mark.slow
+def test_phase_by_phase_it_does_too() -> None:
+    step = descending(build_step(config_of(), small_mesh(2), STOP, MODEL.vocab))
+    runner, (*_, like) = staged_step(step, PROMPTS), abstract(step, PROMPTS)
+    prompts = put(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
+
+    def learn(state: TrainState, finished: Finished) -> Any:
+        called = runner(state, finished, prompts, lambda: True)
+        return called.state, called.learnt
+
+    assert_learns_from_the_others(step, learn)
