@@ -1,5 +1,5 @@
-"""Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong is
-named before any array is made."""
+"""Folders of weights: what was written is read back bit for bit on any mesh, and what is wrong
+is named before any array is made."""
 
 import json
 import os
@@ -15,59 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.json_keys import read_json
 from jaxspec.config.settings import ConfigError, ModelConfig
 from jaxspec.hf import tensor_files
-from jaxspec.hf.pretrained import (
-    Checkpoint,
-    find_folder,
-    fingerprint,
-    merger,
-    policy_checkpoint,
-    policy_config,
-)
-from jaxspec.hf.tensor_files import WEIGHTS, open_tensors, write_tensors
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.hf.pretrained import find_folder, fingerprint, policy_checkpoint, policy_config
+from jaxspec.hf.tensor_files import WEIGHTS
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
-from tests.conftest import save_policy, small_mesh, tiny_model, tiny_network
-
-MODEL = tiny_model(dtype="float32")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint in one file."""
-    return save_policy(tmp_path / "checkpoint", MODEL)
-
-
-def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same checkpoint in several files with an index."""
-    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 4000)
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    list(
-        write_tensors(
-            folder,
-            [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()],
-        )
-    )
-    return folder
-
-
-def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
-    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    placed = shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        placed,
-    )
-
-
-def opened(folder: Path, **model: Any) -> Checkpoint:
-    config = policy_config(ModelConfig(path=str(folder), **model))
-    return policy_checkpoint(config, shapes_of(config))
+from tests.conftest import tiny_network
+from tests.hf.policy_folders import MODEL, NORM, file_of, opened, shapes_of, split
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2), (2, 1)])
@@ -145,7 +99,6 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
-NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
@@ -256,181 +209,6 @@ def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
         assert word in str(error.value)
 
 
-def file_of(folder: Path, tensor: str) -> str:
-    return read_json(folder / f"{WEIGHTS}.index.json")["weight_map"][tensor]
-
-
-def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    split(folder, monkeypatch)
-    index = folder / f"{WEIGHTS}.index.json"
-    places = read_json(index)
-    lost = sorted(folder.glob("*.safetensors"))[1]
-    hidden = lost.rename(lost.with_suffix(".away"))
-    with pytest.raises(ConfigError, match=rf"lacks 1 of the \d+ files .*{lost.name}"):
-        opened(folder)
-    hidden.rename(lost)
-    index.write_text(json.dumps({"weight_map": {**places["weight_map"], "other": lost.name}}))
-    with pytest.raises(ConfigError, match=rf"{lost.name} lacks the tensor other"):
-        opened(folder)
-    index.write_text(json.dumps({"weights": 3}))
-    with pytest.raises(ConfigError, match="no key 'weight_map'"):
-        opened(folder)
-
-
-@pytest.mark.parametrize(
-    "shard",
-    [
-        "../other.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "..",
-        ".",
-        "",
-        "a\\b",
-        "a\0b",
-        "x" * 300,
-        3,
-        None,
-        ["a"],
-        {"a": 1},
-    ],
-)
-def test_an_index_may_only_name_files_beside_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, shard: Any
-) -> None:
-    """Whatever lies at the other end: here the checkpoint itself, whole."""
-    split(folder, monkeypatch)
-    index, elsewhere = folder / f"{WEIGHTS}.index.json", folder.parent / "other.safetensors"
-    places = read_json(index)["weight_map"]
-    shutil.copy(folder / places[NORM], elsewhere)
-    index.write_text(json.dumps({"weight_map": {**places, NORM: shard}}))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"index\.json: weight_map has 'model\.norm\.weight' in .* not the plain name of a file"
-        ),
-    ) as error:
-        opened(folder)
-    assert "\n" not in str(error.value)
-
-
-SLOW = [
-    "(q|(a*))*!",
-    "((a*)b){2,}!",
-    "((a+)b(c)?)+!",
-    "(_|[a-z_]|.)+!",
-    ".*.*.*.*!",
-    "a?a?a?a?!",
-    "(a)(b)(c)(d)",
-    "(?:.)*",
-    "(?=q)q",
-    "q" * 501,
-]
-
-
-@pytest.mark.parametrize("places", [3, [], "x", {}, None])
-def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ConfigError, match=r"index\.json: .*weight_map"):
-        opened(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"r": "2"}, r"r is '2'; it must be a whole number"),
-        ({"r": None}, "no key 'r'"),
-        ({"lora_alpha": "6"}, r"lora_alpha is '6'; it must be a positive number"),
-        ({"lora_alpha": None}, "no key 'lora_alpha'"),
-        ({"use_rslora": "no"}, "use_rslora is 'no'; it must be true or false"),
-        ({"target_modules": 3}, "target_modules is 3; it must be a list of strings"),
-        ({"target_modules": [3]}, r"target_modules is \[3\]"),
-        (
-            {"layers_to_transform": "1"},
-            "layers_to_transform is '1'; it must be a list of whole numbers",
-        ),
-        ({"rank_pattern": [2]}, r"rank_pattern is \[2\]; it must be an object"),
-        ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern: q_proj is '2'"),
-        ({"alpha_pattern": {"(": 2}}, r"alpha_pattern: '\(' is no regular expression"),
-        (
-            {"alpha_pattern": {"(?i)q_proj": 4}},
-            r"alpha_pattern: '\(\?i\)q_proj' is no regular expression",
-        ),
-        (
-            {"alpha_pattern": {"([a-z_.0-9]+)+!": 4}},
-            r"alpha_pattern: '\(.*' may take for ever to match; .*repeats no group",
-        ),
-        *(
-            (
-                {"rank_pattern": {slow: 4}},
-                r"may take for ever.*write it so, or name the modules one by one",
-            )
-            for slow in SLOW
-        ),
-        ({"a\nb": "c\nd\x1b" * 99}, r"a\\nb is 'c\\nd\\x1bc.*\.\.\., which cannot be merged"),
-        ({"target_modules": "(("}, r"target_modules: '\(\(' is no regular expression"),
-        ({"peft_type": 3}, "peft_type is 3"),
-    ],
-)
-def test_settings_of_adapters_of_another_type_are_named(
-    folder: Path, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    lora, name = tmp_path / "lora", "base_model.model.model.layers.1.self_attn.q_proj"
-    lora.mkdir()
-    settings = {
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj"],
-        "layers_to_transform": [1],
-    }
-    (lora / "adapter_config.json").write_text(json.dumps(settings | changes))
-    a, b = np.zeros((2, 16), np.float32), np.zeros((16, 2), np.float32)
-    save_file(
-        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
-    )
-    with pytest.raises(ConfigError, match=rf"^{lora}.*adapter_config\.json.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
-
-
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({}, "no tensors"),
-        (
-            {"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.int32)},
-            "is of type I32; it must be one of F64",
-        ),
-        (
-            {"layers.1.self_attn.q_proj.lora_A.weight": np.ones((2, 16), ml_dtypes.float8_e4m3fn)},
-            "is of type F8_E4M3; it must be",
-        ),
-        (
-            {"layers.1.self_attn.q_proj.lora_A.weight": np.float32(1)},
-            r"has shape \[\]; it must have 1 or 2 axes",
-        ),
-        (
-            {"layers.01.self_attn.q_proj.lora_A.weight": np.ones((2, 16), np.float32)},
-            r"layers\.01\..*not a LoRA matrix",
-        ),
-    ],
-)
-def test_adapters_of_another_type_are_named(
-    folder: Path, tmp_path: Path, tensors: dict[str, np.ndarray], words: str
-) -> None:
-    lora, name = tmp_path / "lora", "base_model.model.model."
-    lora.mkdir()
-    (lora / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6})
-    )
-    save_file(
-        {name + key: np.asarray(tensor) for key, tensor in tensors.items()},
-        lora / "adapter_model.safetensors",
-    )
-    with pytest.raises(ConfigError, match=rf"^{lora}.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
-
-
 def test_unknown_tensors_can_be_left_out(folder: Path) -> None:
     """So are those that follow from the config, and MiMo's own prediction layers, without being
     asked."""
@@ -501,68 +279,3 @@ def test_a_fingerprint_passes_over_what_is_no_file(folder: Path) -> None:
     os.mkfifo(folder / "c.safetensors")
     (folder / "foo_config.json").mkdir()
     assert fingerprint(str(folder)) == first
-
-
-def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
-    """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing
-    but shapes at hand."""
-    lora, config = tmp_path / "lora", policy_config(ModelConfig(path=str(folder)))
-    lora.mkdir()
-    random = np.random.default_rng(0)
-    a, b = (
-        random.normal(size=(2, 16)).astype(np.float32),
-        random.normal(size=(16, 2)).astype(np.float32),
-    )
-    name = "base_model.model.model.layers.1.self_attn.q_proj"
-    settings = {
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj"],
-        "layers_to_transform": [1],
-    }
-    (lora / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(
-        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
-    )
-    shapes = shapes_of(config, 2, 2)
-    before = policy_checkpoint(config, shapes).load(lambda _: None)
-    wanted, layout = np.asarray(before.layers.query[...]).copy(), before.layers.query[...].sharding
-    wanted[1] += 3 * (b @ a).T.reshape(16, 4, 4)
-    found = merger(str(lora), shapes)(before)
-    np.testing.assert_allclose(found.layers.query[...], wanted, rtol=0, atol=1e-5)
-    assert found.layers.query[...].sharding == layout
-    save_file(
-        {f"{name}.lora_A.weight": a[:, :8], f"{name}.lora_B.weight": b},
-        lora / "adapter_model.safetensors",
-    )
-    with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \[2, 8\]"):
-        merger(str(lora), shapes)
-    b[3, 1] = np.inf
-    save_file(
-        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            rf"adapter_model\.safetensors: the tensor {name}\.lora_B\.weight has values that are"
-            r" not finite"
-        ),
-    ):
-        merger(str(lora), shapes)
-
-
-def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = load_file(folder / WEIGHTS)
-    several = open_tensors(split(folder, monkeypatch))
-    assert several.keys() == one.keys()
-    for name, stored in several.items():
-        np.testing.assert_array_equal(stored.read(), one[name])
-    sizes = {
-        file: sum(tensor.nbytes for tensor in load_file(file).values())
-        for file in folder.glob("*.safetensors")
-    }
-    assert all(size <= 4000 or len(load_file(file)) == 1 for file, size in sizes.items())
-    assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(
-        sizes.values()
-    )

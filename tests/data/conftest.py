@@ -1,0 +1,17 @@
+"""Folders of tokenizers."""
+
+import pytest
+
+from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
+from tests.data.tokenizers import QWEN
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return load_tokenizer(str(QWEN))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    character_tokenizer().save(str(tmp_path / "tokenizer"))
+    return tmp_path / "tokenizer"

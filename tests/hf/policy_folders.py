@@ -1,0 +1,56 @@
+"""Folders of a tiny policy's weights, whole or in several files, and what is read from them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.config.json_keys import read_json
+from jaxspec.config.settings import ModelConfig
+from jaxspec.hf import tensor_files
+from jaxspec.hf.pretrained import Checkpoint, policy_checkpoint, policy_config
+from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
+from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import LOGICAL_AXES
+from tests.conftest import small_mesh, tiny_model
+
+MODEL = tiny_model(dtype="float32")
+
+
+def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same checkpoint in several files with an index."""
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 4000)
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    list(
+        write_tensors(
+            folder,
+            [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()],
+        )
+    )
+    return folder
+
+
+def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
+    shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    placed = shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        placed,
+    )
+
+
+def opened(folder: Path, **model: Any) -> Checkpoint:
+    config = policy_config(ModelConfig(path=str(folder), **model))
+    return policy_checkpoint(config, shapes_of(config))
+
+
+NORM = "model.norm.weight"
+
+
+def file_of(folder: Path, tensor: str) -> str:
+    return read_json(folder / f"{WEIGHTS}.index.json")["weight_map"][tensor]

@@ -1,0 +1,77 @@
+"""Jobs that train a draft on one-digit sums, in the built-in characters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.config.settings import (
+    Config,
+    DataConfig,
+    DraftConfig,
+    DraftTrainingConfig,
+    MeshConfig,
+    OfflineConfig,
+    RolloutConfig,
+    SftConfig,
+)
+from jaxspec.data.tokenizer import character_tokenizer
+from jaxspec.host import draft_training
+from jaxspec.host.draft_data import training_text
+from jaxspec.host.draft_training import cached_draft
+from jaxspec.host.job import Job, make_job
+from jaxspec.system.interrupt import Interrupt
+from tests.conftest import small_mesh, tiny_model
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.stop_ids[0]
+VOCAB = TOKENIZER.size
+
+
+def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
+    """One-digit sums, a random float32 policy, batches of 4 samples."""
+    return Config(
+        model=tiny_model(vocab=TOKENIZER.size, dtype="float32"),
+        rollout=RolloutConfig(
+            **{"max_new_tokens": 6, "draft": DraftConfig(draft_length=2), **(rollout or {})}
+        ),
+        data=DataConfig(digits=1, max_prompt_length=6),
+        sft=SftConfig(steps=0),
+        offline=OfflineConfig(**{"samples": 16, "rows": 4, **offline}),
+        mesh=MeshConfig(data=1),
+    )
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+def a_job(
+    kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = None, **parts: Any
+) -> Job:
+    """One-digit sums, a random float32 policy, 8 samples in batches of 4, 6 updates."""
+    config = Config(
+        **{
+            "model": tiny_model(vocab=VOCAB, dtype="float32"),
+            "rollout": RolloutConfig(
+                max_new_tokens=6, draft=DraftConfig(kind=kind, draft_length=2, **(draft or {}))
+            ),
+            "data": DataConfig(digits=1, max_prompt_length=6),
+            "sft": SftConfig(steps=0),
+            "draft_training": DraftTrainingConfig(ttt_steps=2),
+            "offline": OfflineConfig(samples=8, rows=4, steps=6, learning_rate=1e-2),
+            "mesh": MeshConfig(data=shards),
+            **parts,
+        }
+    )
+    return make_job(config, small_mesh(shards))
+
+
+def trained_draft(job: Job, interrupt: Interrupt) -> Path:
+    return cached_draft(job, interrupt, training_text(job.config, job.tokenizer, job.say))
+
+
+def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is kept after every step."""
+    monkeypatch.setattr(draft_training, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(draft_training, "KEEP_COST", 0.0)
