@@ -27,8 +27,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.system.interrupt import Interrupt
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
-from tests.host.test_draft_training import same_bits
-from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept, trained_draft
+from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept, same_bits, trained_draft
 
 
 class TestCachedDraft:

@@ -20,7 +20,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.storage.cache import save_tree
 from jaxspec.system.progress import Progress
 from tests.conftest import small_mesh, tiny_network
-from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept
+from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept, same_bits
 from tests.twins import numpy_decoder, numpy_softmax
 
 
@@ -51,14 +51,6 @@ def random_rows(count: int, seed: int = 0) -> Rows:
         (starts + random.integers(0, 7, count)).astype(np.int32),
     )
     return answered(SftBatch(tokens, starts, lengths))
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    return jax.tree.all(
-        jax.tree.map(
-            lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other
-        )
-    )
 
 
 class TestTrain:

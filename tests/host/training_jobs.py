@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jaxspec.config.settings import (
@@ -75,3 +77,11 @@ def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is kept after every step."""
     monkeypatch.setattr(draft_training, "KEEP_SECONDS", 0.0)
     monkeypatch.setattr(draft_training, "KEEP_COST", 0.0)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return jax.tree.all(
+        jax.tree.map(
+            lambda left, right: np.array_equal(np.asarray(left), np.asarray(right)), one, other
+        )
+    )

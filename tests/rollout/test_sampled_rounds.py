@@ -15,9 +15,13 @@ from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing, Uniforms
 from tests.conftest import FOR_LONG_RUNS, chi_square
 from tests.rollout.harness import RULES
-from tests.rollout.test_verify_sampled import FLOAT, LENGTH, THIRD, TWO_THIRDS
 
 pytestmark = pytest.mark.usefixtures("x64")
+
+LENGTH, FLOAT = 2, jnp.dtype(jnp.float32)
+THIRD, TWO_THIRDS = (
+    jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+)
 
 
 class Draws(NamedTuple):

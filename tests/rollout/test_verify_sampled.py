@@ -1,7 +1,6 @@
 """The lossless rules on sampled rows: extreme coins, rounding and NaNs, and noise that the rules
 share with plain sampling."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -232,11 +231,3 @@ def test_coupled_drafts_agree_as_often_as_the_source_promises() -> None:
         minlength=vocab,
     )
     assert chi_square(counts, rows * target) > 1e-3
-
-
-LENGTH, FLOAT = 2, jnp.dtype(jnp.float32)
-
-
-THIRD, TWO_THIRDS = (
-    jnp.log(jnp.array(law, jnp.float32)) for law in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
-)

@@ -1,18 +1,13 @@
 """The benchmark of drafts: a table, and one line of JSON whose numbers agree with one another."""
 
 import dataclasses
-import gzip
 import io
 import json
-import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -20,9 +15,6 @@ from rich.console import Console
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.drafts import VARIANTS, Variant, config_of
-from jaxspec.bench.loaded import Loaded
-from jaxspec.bench.measure import PeakMemory
-from jaxspec.bench.workload import GenerateOptions
 from jaxspec.config.check import check
 from jaxspec.config.settings import (
     Config,
@@ -36,16 +28,11 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_problems
-from jaxspec.data.tokenizer import character_tokenizer
-from jaxspec.hf.names import named_leaves, places, policy_rows
-from jaxspec.hf.policy_config import config_json
-from jaxspec.hf.tensor_files import write_tensors
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
-from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
-from tests.conftest import save_policy, small_mesh, tiny_model
+from tests.conftest import small_mesh
 
 CONFIG = Config(
     model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
@@ -96,8 +83,11 @@ ROWS = [
     "tokens_per_target_pass",
     "coverage",
     "conditional_rate",
+    "expected_acceptance",
+    "draft_temperature",
+    "round_cost",
+    "tokens_per_s",
 ]
-ROWS += ["expected_acceptance", "draft_temperature", "round_cost", "tokens_per_s"]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
@@ -266,113 +256,6 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     assert max(map(len, file.getvalue().splitlines())) <= width
 
 
-@pytest.mark.parametrize(("argv", "status"), [([], 2), (["everything"], 2), (["--help"], 0)])
-def test_the_first_word_names_the_benchmark(
-    capsys: pytest.CaptureFixture[str], argv: list[str], status: int
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == status
-    printed = capsys.readouterr()
-    assert "drafts" in printed.out + printed.err
-
-
-def test_reading_a_checkpoint_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Onto eight devices; the sizes are those of the weights, worked out by hand, in the type that
-    was asked for."""
-    model = tiny_model(dtype="float32")
-    save_policy(tmp_path, model)
-    layer = 16 * 4 * (4 + 2 + 2 + 4) + 3 * 16 * 24 + 2 * 16 + 2 * 4
-    elements = 2 * 11 * 16 + 4 * layer + 16
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        assert (
-            main(
-                ["load", "--model", str(tmp_path), "--data", "4", "--tensor", "2", "--dtype", dtype]
-            )
-            == 0
-        )
-        *_, words, last = capsys.readouterr().out.splitlines()
-        line = json.loads(last)
-        assert (line["bench"], line["dtype"], line["weight_bytes"]) == (
-            "load",
-            dtype,
-            size * elements,
-        )
-        assert (line["machine"]["mesh"], line["held_bytes"] >= line["weight_bytes"]) == (
-            {"data": 4, "tensor": 2},
-            True,
-        )
-        assert f"{line['peak_over_weights']:.2f} x the weights" in words
-    assert main(["load"]) == 2
-    assert main(["load", "--model", str(tmp_path / "nothing")]) == 2
-    assert "no such folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_reading_needs_little_more_memory_than_the_weights(
-    tmp_path: Path, repository: Path
-) -> None:
-    """0.26 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in
-    the type that is stored and held."""
-    model = ModelConfig(
-        vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False
-    )
-    shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
-    random = np.random.default_rng(0)
-    tensors = [place for row in policy_rows(model) for place in places(row, shapes[row.ours].shape)]
-    made = [
-        (
-            at.name,
-            4 * math.prod(at.shape),
-            lambda at=at: random.standard_normal(at.shape, np.float32),
-        )
-        for at in tensors
-    ]
-    list(write_tensors(tmp_path, made))
-    (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
-    variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
-    command = [
-        sys.executable,
-        "-m",
-        "jaxspec.bench",
-        "load",
-        "--model",
-        str(tmp_path),
-        "--data",
-        "8",
-    ]
-    done = subprocess.run(
-        command,
-        env=variables,
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
-    assert line["weight_bytes"] > 2.5e8
-    assert line["machine"]["mesh"] == {"data": 8, "tensor": 1}
-    assert 1 <= line["peak_over_weights"] <= 1.3
-
-
-def test_peak_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path: Path) -> None:
-    size = 64 * 2**20
-    with PeakMemory() as memory:
-        filled = np.ones(size, np.uint8)
-        time.sleep(0.1)
-        del filled
-    assert 0.9 * size < memory.peak < 1.5 * size
-    file = tmp_path / "mapped"
-    file.write_bytes(bytes(size))
-    with PeakMemory() as memory:
-        assert np.memmap(file, np.uint8, "r").sum() == 0
-    assert memory.peak < 0.1 * size
-
-
 @pytest.mark.slow
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
     wanted = [("none", False), ("eagle3", True), ("model", False), ("history", False)]
@@ -468,160 +351,3 @@ sys.exit(main(sys.argv[1:]))
     assert 0 < history["coverage"] < 1
     assert history["draft_temperature"] == []
     assert len(model["draft_temperature"]) == 3
-
-
-@pytest.mark.slow
-def test_a_step_and_a_generation_are_measured_and_traced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a folder of random weights; both have the keys that the comparison with other programs
-    reads."""
-    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
-    character_tokenizer().save(str(folder))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    shared = [
-        "--model",
-        str(folder),
-        "--prompt",
-        "6",
-        "--new",
-        "16",
-        "--repeats",
-        "2",
-        "--budget",
-        "0",
-    ]
-    needed = {
-        "peer",
-        "kind",
-        "model",
-        "batch",
-        "prompt",
-        "new",
-        "threads",
-        "tokens",
-        "wall_s",
-        "tokens_per_s",
-        "phases_s",
-        "peak_rss_mib",
-    }
-
-    def line_of(*argv: str) -> dict[str, Any]:
-        assert main([*argv, *shared]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    step = line_of("step", "--batch", "8", "--group", "4", "--draft", "eagle3", "--profile", "2:3")
-    assert step.keys() >= {*needed, "group", "beta", "versions", "compile_s", "check_logprob"}
-    assert (step["peer"], step["kind"], step["tokens"]) == ("jaxspec/eagle3", "grpo_step", 8 * 16)
-    phases = {
-        "import",
-        "load",
-        "first_call",
-        "data",
-        "prepare",
-        "generate",
-        "score",
-        "ref",
-        "train",
-    }
-    assert step["phases_s"].keys() == phases
-    assert 0 < step["generation_share"] < 1
-    assert 0 < step["packing"] <= 1
-    assert step["tokens_per_s"] == pytest.approx(8 * 16 / step["wall_s"])
-    assert 1 <= step["acceptance_length"] <= 4
-    problems = [
-        {"question": f"{number}+{number}=", "answer": str(2 * number)} for number in range(6)
-    ]
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    asked = line_of(
-        "step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl"
-    )
-    assert 0 < asked["tokens"] < 8 * 16  # a policy of random weights ends some of its answers
-    assert 0 < asked["plain_generation_share"] < 1
-    made = line_of(
-        "generate",
-        "--batch",
-        "4",
-        "--draft",
-        "eagle3",
-        "--draft_length",
-        "2",
-        "--live",
-        "1",
-        "--profile",
-        "1:2",
-    )
-    assert made.keys() >= {*needed, "versions", "compile_s", "check_logprob", "rounds"}
-    assert made["check_logprob"] == step["check_logprob"]
-    assert [row["K"] for row in made["rounds"]] == [0, 2]
-    plain, drafted = made["rounds"]
-    assert (plain["tokens_per_pass"], plain["round_cost"], plain["speedup"]) == (1, 1, 1)
-    assert 1 <= drafted["tokens_per_pass"] <= 3
-    for name in ("step", "generate"):
-        with gzip.open(tmp_path / f"trace-{name}.json.gz", "rt") as file:
-            named = {event["name"] for event in json.load(file)["traceEvents"]}
-        assert {"generate", "draft", "verify", "commit"} <= named
-    assert {"learn", "train", "train_draft"} & named == set()
-
-
-def test_a_draft_vocabulary_larger_than_the_policys_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
-    character_tokenizer().save(str(folder))
-    assert (
-        main(["generate", "--model", str(folder), "--draft", "eagle3", "--draft_vocab", "33"]) == 2
-    )
-    error = " ".join(capsys.readouterr().err.split())
-    assert [
-        word for word in ("--draft_vocab 33", "model.vocab 32", "at most that") if word not in error
-    ] == []
-
-
-def test_every_call_asks_digits_of_its_own() -> None:
-    """So that a draft which learns in the steps is never asked what it has learnt from."""
-    nothing: Any = None
-    loaded = Loaded(
-        nothing, nothing, nothing, GenerateOptions(model="folder", prompt=16, seed=3), None, {}
-    )
-    first, second = (loaded.texts(4, call) for call in (0, 1))
-    assert not set(first) & set(second)
-    assert first == loaded.texts(4, 0)
-    assert [len(text) for text in first] == [16] * 4
-
-
-def test_problems_that_cannot_be_asked_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_policy(tmp_path / "model", tiny_model(vocab=32, dtype="float32"))
-    character_tokenizer().save(str(folder))
-    absent, long = tmp_path / "absent.jsonl", tmp_path / "long.jsonl"
-    long.write_text('{"question": "1000000+1=", "answer": "1000001"}\n')
-    for file, words in (
-        (absent, ["--data", "absent.jsonl", "No such file"]),
-        (long, ["--data", "none of 1 prompts fits --prompt = 6"]),
-    ):
-        assert main(["step", "--model", str(folder), "--prompt", "6", "--data", str(file)]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert [word for word in words if word not in error] == []
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--batch", "6"], ["--batch is 6", "multiple of --group 8"]),
-        (["--group", "1"], ["--group is 1"]),
-        (["--beta", "0.04"], ["--beta is 0.04", "no KL"]),
-        (["--profile", "5"], ["--profile is '5'", "10:12"]),
-        (["--draft", "ngram", "--no_online"], ["--draft ngram", "no use for --no_online"]),
-    ],
-)
-def test_a_step_that_cannot_be_measured_is_refused(
-    capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
-) -> None:
-    assert main(["step", "--model", "nowhere", *argv]) == 2
-    error = capsys.readouterr().err
-    assert [word for word in words if word not in error] == []
-    assert len(error.splitlines()) == 1
