@@ -1,9 +1,8 @@
 """Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test
 fail.
 
-The rows are those of the table in the README's section on losslessness (drafters.md, section 7,
-with the engines' issue numbers). A mutant replaces text that must be there exactly once, so that
-none of them can rot into a change that changes nothing.
+The rows are those of the table in the README's section on losslessness. A mutant replaces text that
+must be there exactly once, so that none of them can rot into a change that changes nothing.
 """
 
 import os
@@ -22,7 +21,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 class Mutant(NamedTuple):
     row: str
-    """Of the list of known bugs."""
+    """Number of its class of bugs, which several mutants may share; `-`: it is in none."""
     bug: str
     file: str
     old: str

@@ -302,8 +302,8 @@ def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
 
 
 def test_numbers_of_different_rounds_are_unrelated() -> None:
-    """Block verification with the coins of the round before is biased (drafters.md section 7, bug
-    8); so are drafts with its noise."""
+    """Block verification with the coins of the round before is biased, as is every round whose
+    drafts have its noise: their keys must hold the round."""
     rows, count = 50_000, 3 * 3 + 2
     together = np.concatenate(
         [uniforms_of_rounds(rows, length, count) for length in range(4)], axis=1

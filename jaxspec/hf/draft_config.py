@@ -40,7 +40,7 @@ def head_config(
     say: Callable[[str], Any],
 ) -> tuple[ModelConfig, HeadConfig, int]:
     """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3
-    head, from config.json (drafters.md 1.7).
+    head, from config.json.
 
     What is ambiguous is decided and told to `say`; the tensors have the last word
     (`hf_drafts.settle`). `tie_word_embeddings` means nothing here: the head's rows are its own.
@@ -126,7 +126,12 @@ def _refuse_others(keys: Keys) -> None:
 def _taps(
     flags: Keys, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
 ) -> tuple[int, ...]:
-    """Boundaries that the head reads; empty: the default ones (drafters.md 1.3)."""
+    """Boundaries that the head reads; empty: the default ones.
+
+    A boundary is the number of decoder layers that have been applied. SpecForge writes the layers
+    whose outputs are read, vLLM and speculators the boundaries: [1, 17, 32] and [2, 18, 33] are the
+    same tensors.
+    """
     source, ids = flags.source, flags.wholes(_IDS)
     count = flags.whole("num_aux_hidden_states") if flags.has("num_aux_hidden_states") else None
     default = tap_boundaries(target.layers)

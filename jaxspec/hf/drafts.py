@@ -27,7 +27,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
-    """The table of an EAGLE-3 head but for its vocabulary buffers (drafters.md 1.6)."""
+    """The table of an EAGLE-3 head but for its vocabulary buffers: by the names that
+    SafeAILab, SpecForge and AngelSlim write (raw), or those of speculators."""
     first, last = "midlayer." if form == "raw" else "layers.0.", "layers.{layer}."
     entry = [
         row
@@ -53,7 +54,7 @@ def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
 
 def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> list[Row]:
     """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
-    hidden] (drafters.md 3.1).
+    hidden].
 
     DeepSeek numbers them on from the policy's own `target_layers`.
     """

@@ -80,7 +80,7 @@ class Eagle3(nnx.Module):
 
     The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only;
     deeper steps feed the previous step's output instead, before the final norm (after it with
-    `norm_output`). `HeadConfig` says how published heads differ (drafters.md 1.2).
+    `norm_output`). `HeadConfig` says how published heads differ.
     """
 
     def __init__(

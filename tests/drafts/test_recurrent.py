@@ -208,9 +208,9 @@ round can keep tokens."""
 
 
 def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
-    """drafters.md 7, row 16: the cache is rewritten with true features in all layers; nothing of a
-    rejected draft remains, and nothing that was committed is lost, whatever the lengths of the
-    rounds."""
+    """The cache is rewritten with true features in all layers (in vLLM's issue 14649 it was not);
+    nothing of a rejected draft remains, and nothing that was committed is lost, whatever the
+    lengths of the rounds."""
     random = np.random.default_rng(0)
     # what will be committed, row by row
     text = random.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
@@ -342,7 +342,7 @@ def test_proposals_match_a_loop_over_slots(case: Case) -> None:
 @pytest.mark.parametrize("case", ["eagle3 of 2"], indirect=True)
 def test_eagle_proposals_match_plain_numpy(case: Case) -> None:
     """Slot t reads the taps of t and token t+1; deeper slots read the previous output and the
-    drafted token (drafters.md 1.9)."""
+    drafted token."""
     random = np.random.default_rng(1)
     lengths = [2, 4, 5]
     prompt = random.integers(0, VOCAB, (3, WIDTH)).astype(np.int32)

@@ -1,5 +1,5 @@
-"""The config.json of published EAGLE-3 heads: every default and trap of drafters.md 1.2, 1.3 and
-1.7, and what is written of one."""
+"""The config.json of published EAGLE-3 heads: the defaults and the conventions by which libraries
+differ, and what is written of one."""
 
 import json
 from pathlib import Path
@@ -155,8 +155,8 @@ def test_what_is_ambiguous_is_told() -> None:
     ],
 )
 def test_layer_numbers(raw: dict[str, Any], convention: str, taps: tuple[int, ...]) -> None:
-    """drafters.md 1.3: `[1, 17, 32]` of SpecForge and `[2, 18, 33]` of vLLM are the same tensors;
-    the ids are never corrected."""
+    """`[1, 17, 32]` of SpecForge and `[2, 18, 33]` of vLLM are the same tensors; the ids are never
+    corrected."""
     assert read(raw, convention)[1].taps == taps
 
 

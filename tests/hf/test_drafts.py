@@ -1,5 +1,5 @@
 """Tensors of published drafts: to the names and back in every bit, and what torch makes of them;
-every trap of drafters.md 1.4-1.6."""
+embeddings, heads and sizes that a file leaves out or contradicts."""
 
 import functools
 from typing import Any, NamedTuple
@@ -137,7 +137,8 @@ def test_every_form_is_read_back_in_every_bit(number: int) -> None:
 
 
 def test_names_and_shapes_are_those_of_published_files() -> None:
-    """drafters.md 1.6, with sizes of the tiny model: H 16, 4 and 2 heads of 4, I 24."""
+    """Names and axes of a raw file, with the sizes of the tiny model: embed 16, 4 query heads and 2
+    key/value heads of 4, ffn 24."""
     shapes = {name: array.shape for name, array in draft_tensors(network(0), "raw").items()}
     assert shapes == {
         "fc.weight": (16, 48),
@@ -235,7 +236,8 @@ def test_a_missing_head_is_the_targets_rows(number: int) -> None:
 
 
 def test_the_tensors_decide_about_the_size_of_a_head() -> None:
-    """drafters.md 1.6: H / heads is wrong for Qwen3-4B and 32B; here 12 / 6 for heads of 8."""
+    """Where config.json has no head_dim, embed / heads may be wrong, as it is for Qwen3-4B and 32B;
+    here it is 12 / 6, and heads are of 8."""
     made = network(4)
     told: list[str] = []
     config = config_of(made, "speculators")
@@ -310,8 +312,8 @@ def test_files_of_other_drafts_and_damaged_ones_are_refused() -> None:
 
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bool) -> None:
-    """drafters.md 3.1: MiMo's names and order, or DeepSeek's, numbered on from the policy's
-    layers."""
+    """MiMo's names and order, [hidden, embedding], or DeepSeek's, [embedding, hidden], numbered on
+    from the policy's layers."""
     family = (
         FamilyConfig()
         if embedding_first

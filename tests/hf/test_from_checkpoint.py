@@ -148,8 +148,7 @@ def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, fo
 
 
 def test_rows_longer_than_a_head_was_trained_on_are_told(policy: Path, tmp_path: Path) -> None:
-    """drafters.md 1.1: published heads may have seen 2048 positions only, and the answers are
-    longer."""
+    """Published heads may have seen 2048 positions only, and the answers are longer."""
     folder = save_head(
         tmp_path / "draft",
         tiny_network(

@@ -71,8 +71,7 @@ def torch_says(mtp: Mtp, tensors: Any, prefix: str, target: Decoder, features: n
 
 @pytest.mark.parametrize("mimo", [True, False], ids=["MiMo", "DeepSeek"])
 def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
-    """Over all true slots and two recurrent steps, which feed the post-norm output back
-    (drafters.md 3.2)."""
+    """Over all true slots and two recurrent steps, which feed the post-norm output back."""
     model = tiny_model(family=MIMO if mimo else FamilyConfig())
     target = tiny_network(Decoder, model, 1)
     mtp = tiny_network(functools.partial(Mtp, embedding_first=not mimo), model, 4, 1.5)
@@ -85,7 +84,7 @@ def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
 @pytest.mark.slow
 def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> None:
     """Qwen2 by another name, whose file has the tensors of one prediction layer beside those of the
-    policy (drafters.md 3.1)."""
+    policy."""
     from safetensors.numpy import load_file, save_file
 
     model = make("qwen2", tmp_path).double()

@@ -18,7 +18,7 @@ def buffers(ids: Any, vocab: int = 11) -> dict[str, np.ndarray]:
 
 
 def test_vocabulary_buffers() -> None:
-    """drafters.md 1.4: offsets, not ids; either buffer may be absent; zeros with the whole
+    """d2t has offsets, not ids; either buffer may be absent; zeros with the whole
     vocabulary are the identity."""
     for tensors in (buffers(IDS), {"d2t": buffers(IDS)["d2t"]}, {"t2d": buffers(IDS)["t2d"]}):
         found = vocabulary_ids(tensors, 6, 11, "here")

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head against loops in plain numpy (drafters.md 1.1), and against the mistakes that
+"""The EAGLE-3 head against loops in plain numpy, and against the mistakes that
 others made."""
 
 import functools
@@ -66,7 +66,7 @@ def test_matches_plain_numpy(target: Decoder, kv_heads: int) -> None:
 
 
 def test_only_differences_of_positions_matter(target: Decoder) -> None:
-    """drafters.md 1.1: a uniform shift is invisible under rotary positions."""
+    """A uniform shift of all positions is invisible under rotary embeddings."""
     taps, embedded = inputs()
     np.testing.assert_allclose(
         run(target, network(), taps, embedded, 40)[1],

@@ -1,4 +1,4 @@
-"""Native MTP layers against loops in plain numpy (drafters.md 3.1), and against the mistakes that
+"""Native MTP layers against loops in plain numpy, and against the mistakes that
 others made."""
 
 import functools

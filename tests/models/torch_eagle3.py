@@ -1,5 +1,6 @@
 """EAGLE-3 in torch, from the tensors of a published file and its flags, for one sequence: written
-from drafters.md 1.1-1.7 alone."""
+from what the published implementations (SafeAILab/EAGLE, SpecForge, speculators) do, not from
+ours."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 """MTP layers in torch, from the tensors of a published file, for one sequence: written from
-drafters.md 3.1 and 3.2 alone."""
+what the published implementations of DeepSeek-V3 and MiMo do, not from ours."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -133,8 +133,8 @@ def by_position(rows: jax.Array, lengths: jax.Array) -> Draws:
 
 
 def draft_noise_again(rows: jax.Array, lengths: jax.Array) -> Draws:
-    """The token after the cut drawn with the numbers of the first draft (drafters.md section 7, bug
-    1)."""
+    """The token after the cut drawn with the numbers of the first draft, as vLLM once did
+    (vllm-project/vllm, issue 47386)."""
     draws = by_round(rows, lengths)
     return draws._replace(next=jax.tree.map(lambda numbers: numbers[:, 0], draws.drafts))
 
@@ -155,7 +155,8 @@ def fit(decoded: jax.Array, target: jax.Array) -> float:
 
 @pytest.mark.parametrize("rule", [*RULES, *MATCHING])
 def test_several_sampled_rounds_have_the_targets_law(rule: str) -> None:
-    """The 10/9 vector of drafters.md 6.10, four tokens."""
+    """Four tokens of law (1/3, 2/3), drafted as (2/3, 1/3): of two drafts a round, the token rule
+    accepts 10/9 on average and the block rule 11/9 (Sun et al., arXiv 2403.10444)."""
     tokens = decoded(rule, THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4)
     assert fit(tokens, THIRD) > 1e-3
     for position in range(4):
@@ -163,7 +164,8 @@ def test_several_sampled_rounds_have_the_targets_law(rule: str) -> None:
 
 
 def test_several_rounds_keyed_by_position_are_seen_to_be_wrong() -> None:
-    """engine.md section 1: after the first token P(0) is .389, .361, .353."""
+    """Block verification has looked at drafts and coins beyond the cut. Drawn again there, they
+    make P(0) .389, .361 and .353 at the first three positions instead of 1/3."""
     tokens = decoded("block", THIRD, TWO_THIRDS, TWO_THIRDS, 200_000, 4, by_position)
     assert fit(tokens, THIRD) < 1e-9
     np.testing.assert_allclose(
