@@ -41,6 +41,7 @@ from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress, Screen
 from jaxspec.system.trace import Profiler
 
+ABOUT = "Post-trains a language model with GRPO and lossless speculative rollouts."
 KEPT_SAMPLES = 4
 """Responses kept for reading at every evaluation."""
 _FAULTS = {
@@ -346,5 +347,4 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
 
 
 if __name__ == "__main__":
-    about = "Post-trains a language model with GRPO and lossless speculative rollouts."
-    sys.exit(run_program("train", about, main))
+    sys.exit(run_program("train", ABOUT, main))
