@@ -1,5 +1,5 @@
 """What the documents tell a reader to type: it parses, names only settings that exist, and uses
-only files that an earlier line makes."""
+only files that an earlier line makes. `test_documents.py` runs it."""
 
 import re
 import shlex
@@ -19,6 +19,9 @@ from jaxspec.config.settings import Config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *(ROOT / name for name in re.findall(r"\((docs/\w+\.md)\):", README))]
+"""The README, and the pages of docs/ in the order in which it tells to read them."""
+DOCUMENTS = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 BENCHES: dict[str, Any] = {
     "generate": generate.GenerateOptions(model="DIR"),
     "step": step.StepOptions(model="DIR"),
@@ -90,7 +93,8 @@ class Reader:
                 config.lora.path,
                 text,
             )
-            self.made.add(config.workdir)
+            if name == "train":
+                self.made.add(config.workdir)
         elif name in ("sample", "export"):
             path, rest = take_option(words, module, "checkpoint", "RUN")
             self.needs(path)
@@ -111,17 +115,56 @@ class Reader:
             self.needs(getattr(override(BENCHES[name], words, name, ""), "model", ""))
 
     def needs(self, *paths: str) -> None:
+        """What only a reader has is named in capitals."""
         for path in filter(None, paths):
-            assert path in self.made, (
+            assert path in self.made or path.isupper(), (
                 f"{path} is made by no earlier command; made so far: {sorted(self.made)}"
             )
 
 
-def test_every_example_of_the_readme_can_be_typed_from_a_clean_checkout(
+def test_the_readme_leads_to_every_page() -> None:
+    assert len(PAGES) == len(set(PAGES))
+    assert set(PAGES) == {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")}
+
+
+def headings(page: Path) -> set[str]:
+    """Of a page, as GitHub names their anchors."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        file = page.parent / name if name else page
+        assert file.is_file(), link
+        assert not anchor or anchor in headings(file), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    """Those of the package, its tests, configs and scripts, by their paths."""
+    named = re.findall(
+        r"(?:jaxspec|tests|configs|launch)/[\w/]+\.(?:py|sh|sbatch|txt)\b",
+        page.read_text(encoding="utf-8"),
+    )
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_the_readme_is_a_front_door() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 120
+
+
+def test_every_example_of_the_documents_can_be_typed_from_a_clean_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reader, commands = Reader(), fenced(README)
+    reader, commands = Reader(), fenced(DOCUMENTS)
     assert len(commands) >= 15
     for command in commands:
         reader.type(command)
@@ -146,7 +189,7 @@ def shown(text: str) -> list[str]:
     return re.findall(rf"^  {PYTHON}\.(.+)$", re.sub(r" \\\n *", " ", text), re.MULTILINE)
 
 
-INLINE = re.findall(rf"`{PYTHON}\.([^`]+)`", README)
+INLINE = re.findall(rf"`{PYTHON}\.([^`]+)`", DOCUMENTS)
 HEADERS = [
     match for file in sorted((ROOT / "configs").glob("*.py")) for match in shown(file.read_text())
 ]
@@ -187,13 +230,13 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
             yield from settings(inner, f"{prefix}{item.name}.")
 
 
-def test_every_option_that_the_readme_names_exists() -> None:
+def test_every_option_that_the_documents_name_exists() -> None:
     # the last is SLURM's
     others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
         known |= set(settings(options))
-    named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", README))
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", DOCUMENTS))
     unknown = {
         name
         for name in named
@@ -221,7 +264,7 @@ def test_the_programs_that_are_listed_are_those_that_there_are(
 def test_nothing_tells_users_to_install_the_namesake() -> None:
     """Which on the package index is a library for X-ray spectra."""
     files = [
-        ROOT / "README.md",
+        *PAGES,
         ROOT / "CHANGELOG.md",
         *(ROOT / "launch").iterdir(),
         *(ROOT / "jaxspec").rglob("*.py"),
