@@ -225,18 +225,35 @@ MUTANTS = [
     Mutant(
         "-",
         "a row that lost its pages samples its text again",
-        "rollout/round.py",
-        "jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)",
-        "jnp.zeros_like(lengths)",
+        "rollout/slots.py",
+        "statistics=statistics.replace(began=statistics.began.at[row].set(began))",
+        "statistics=statistics.replace(began=statistics.began.at[row].set(began)),"
+        " lengths=rollout.lengths.at[row].set(length)",
         SLOTS,
     ),
     Mutant(
         "-",
-        "the log-probabilities of a row that goes through its text again are overwritten",
-        "rollout/round.py",
-        "logprobs=rollout.logprobs.at[number, where]",
-        "logprobs=rollout.logprobs.at[\n            number, jnp.where((now.running & ~running)[:,"
-        " None] & within, now.lengths[:, None] + offsets, where)\n        ]",
+        "the log-probabilities of a row that is recomputed are overwritten",
+        "rollout/recompute.py",
+        "        draft=draft_state,",
+        "        draft=draft_state,\n        rollout=engine.rollout.replace(\n           "
+        " logprobs=engine.rollout.logprobs.at[row].set(0)\n        ),",
+        SLOTS,
+    ),
+    Mutant(
+        "-",
+        "a row that lost its pages goes on without being recomputed",
+        "rollout/recompute.py",
+        "left = admitted & longer & slots.active(engine)",
+        "left = admitted & ~longer & slots.active(engine)",
+        SLOTS,
+    ),
+    Mutant(
+        "-",
+        "a recomputed row drafts from its prompt",
+        "rollout/recompute.py",
+        "lambda leaf, source: leaf.at[slot].set(source[0]), engine.draft, fresh",
+        "lambda leaf, source: leaf, engine.draft, fresh",
         SLOTS,
     ),
     Mutant(

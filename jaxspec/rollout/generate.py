@@ -24,12 +24,16 @@ from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import acceptance, draft_length, slots
 from jaxspec.rollout.pages import grow, no_pages
+from jaxspec.rollout.recompute import recomputed
 from jaxspec.rollout.round import Settings, by_matching, features, one_round
 from jaxspec.rollout.slots import Caches, DecodeState, Paged, Prefilled, Queue
 from jaxspec.state import IDLE, RUNNING, Drafter, Known, Prompts, PyTree, Rollout
 
 PREFILL_TOKENS = 2**14
 """Prompt tokens that are read together."""
+
+Condition = Callable[[DecodeState], Bool[Array, ""]]
+"""Whether a loop goes on."""
 
 
 def begin(
@@ -132,7 +136,7 @@ def _with_queue(
         )
         prefilled = prefilled.replace(caches=None)
         nothing = jnp.zeros((chosen,), jnp.int32)
-        paged = Paged(pages=pages, reached=nothing, admitted=nothing)
+        paged = Paged(pages=pages, admitted=nothing)
     return DecodeState(
         rollout=rollout,
         row=jnp.full((chosen,), rows, jnp.int32),
@@ -174,11 +178,16 @@ def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Pr
             taps=draft.taps if draft else (),
         )
         assert forward.cache is not None, "a cache that goes in comes back"
-        if draft is None:
-            return Prefilled(caches=Caches(target=forward.cache, draft=None), draft=None)
-        empty = draft.empty_cache(drafter.network, rows, width)
-        state, cache = draft.prefill(drafter.network, target, prompts, features(forward), empty)
-        return Prefilled(caches=Caches(target=forward.cache, draft=cache), draft=state)
+        state, cache = None, None
+        if draft is not None:
+            empty = draft.empty_cache(drafter.network, rows, width)
+            state, cache = draft.prefill(drafter.network, target, prompts, features(forward), empty)
+        return Prefilled(
+            caches=Caches(target=forward.cache, draft=cache),
+            draft=state,
+            history=prompts.history,
+            history_lengths=prompts.history_lengths,
+        )
 
     some = max(1, PREFILL_TOKENS // width)
     if count <= some:
@@ -210,17 +219,53 @@ def advance(
     one long call."""
     limit = engine.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - engine.round[0])
     tail = tuple(size for size in settings.tail if size < slots.slot_count(engine))
-    return _run(target, drafter, draft, engine, limit, tail, settings)
+    evicts = slots.may_run_out(engine, settings.max_new_tokens)
+
+    def one(engine: DecodeState, length: int) -> DecodeState:
+        engine = seated(target, drafter, draft, engine, settings, evicts)
+        return one_round(target, drafter, draft, engine, settings, length)
+
+    def rounds(engine: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
+        if not settings.lengths:
+            length = draft.length if draft else 0
+            return lax.while_loop(unfinished, lambda engine: one(engine, length), engine)
+        return _rounds_of_choice(
+            one,
+            lambda engine: _choice(drafter, engine, settings, loop),
+            unfinished,
+            engine,
+            settings.lengths,
+        )
+
+    return _run(rounds, engine, limit, tail, settings.group_size)
 
 
-def _run(
+def seated(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
     engine: DecodeState,
+    settings: Settings,
+    evicts: bool,
+) -> DecodeState:
+    """What a round starts from: as many rows in slots as fit, with all that they need.
+
+    `evicts` says whether a row can lose its pages; recompute is compiled only where one can.
+    """
+    block = (draft.length if draft else 0) + 1
+    with jax.named_scope("refill"):
+        filled = slots.refill(engine, settings.group_size, block)
+        if not evicts:
+            return filled
+        return recomputed(target, drafter, draft, engine, filled, settings.group_size)
+
+
+def _run(
+    rounds: Callable[[DecodeState, Condition, int], DecodeState],
+    engine: DecodeState,
     limit: Int[Array, ""],
     tail: tuple[int, ...],
-    settings: Settings,
+    group_size: int,
     loop: int = 0,
 ) -> DecodeState:
     """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of
@@ -229,39 +274,25 @@ def _run(
     Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with
     one waiting goes on in the same loop.
     """
-    enough, block = tail[0] if tail else 0, (draft.length if draft else 0) + 1
+    enough = tail[0] if tail else 0
 
     def unfinished(engine: DecodeState) -> Bool[Array, ""]:
         left = jnp.sum(engine.rollout.status == RUNNING)
         return (left > enough) & (engine.round[0] < limit)
 
-    def one(engine: DecodeState, length: int) -> DecodeState:
-        with jax.named_scope("refill"):
-            engine = slots.make_room(slots.refill(engine, settings.group_size, block), block)
-        return one_round(target, drafter, draft, engine, settings, length)
-
-    if settings.lengths:
-        engine = _rounds_of_choice(
-            one,
-            lambda engine: _choice(drafter, engine, settings, loop),
-            unfinished,
-            engine,
-            settings.lengths,
-        )
-    else:
-        engine = lax.while_loop(unfinished, lambda engine: one(engine, block - 1), engine)
+    engine = rounds(engine, unfinished, loop)
     if not tail:
         return engine
     with jax.named_scope("tail"):
-        fewer, order = slots.gather(engine, enough, settings.group_size)
-        fewer = _run(target, drafter, draft, fewer, limit, tail[1:], settings, loop + 1)
-        return slots.scatter(engine, fewer, order, settings.group_size)
+        fewer, order = slots.gather(engine, enough, group_size)
+        fewer = _run(rounds, fewer, limit, tail[1:], group_size, loop + 1)
+        return slots.scatter(engine, fewer, order, group_size)
 
 
 def _rounds_of_choice(
     one: Callable[[DecodeState, int], DecodeState],
     choose: Callable[[DecodeState], draft_length.Choice],
-    unfinished: Callable[[DecodeState], Bool[Array, ""]],
+    unfinished: Condition,
     engine: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
@@ -300,7 +331,8 @@ def _choice(
     """The length of the next round."""
     assert drafter.pace is not None, "lengths are chosen by a cost table"
     assert engine.known is not None, "lengths are chosen by what is known"
-    longest = jnp.max(jnp.where(slots.active(engine), slots.reached(engine), 0))
+    lengths = slots.taken(engine.rollout.lengths, engine.row)
+    longest = jnp.max(jnp.where(slots.active(engine), lengths, 0))
     ends = draft_length.contexts(engine.rollout.tokens.shape[1])
     context = jnp.minimum(
         jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1

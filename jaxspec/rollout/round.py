@@ -49,11 +49,7 @@ class _Round(NamedTuple):
 
     running: Bool[Array, " B"]
     lengths: Int[Array, " B"]
-    """Tokens each slot has gone through."""
     prompt_lengths: Int[Array, " B"]
-    known: Int[Array, " B"] | None
-    """Tokens that follow and are known: a row that had lost its pages goes through its text again.
-    None: no row can."""
 
 
 def one_round(
@@ -77,7 +73,6 @@ def one_round(
         settings,
     )
     context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
-    follows = context.at(block_positions(now.lengths, length + 1))
     draft_state, draft_cache = engine.draft, _with_table(engine.caches.draft, engine)
     proposal = Proposal(
         jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths)
@@ -87,10 +82,7 @@ def one_round(
             held = drafter.network, target, draft_state, draft_cache, context
             if length:
                 draft_state, draft_cache, proposal = draft.propose(
-                    *held, _sampler(now, follows, drafter, settings, noise), length
-                )
-                proposal = proposal._replace(
-                    tokens=_or_known(now, follows[:, :length], proposal.tokens)
+                    *held, _sampler(now, length, drafter, settings, noise), length
                 )
             else:
                 draft_state, draft_cache = draft.catch_up(*held)
@@ -136,16 +128,12 @@ def one_round(
                 noise.next,
             )
     with jax.named_scope("commit"):
-        rollout, block, kept, fresh = _commit(
-            engine, now, verdict, proposal.tokens, follows, target_logprobs, finite, settings
+        rollout, block, kept = _commit(
+            engine, now, verdict, proposal.tokens, target_logprobs, finite, settings
         )
         entropy = sampling.entropy(target_logprobs)
-        # A row that goes through known text again took part in the round, and that is all.
-        counted = (
-            proposal.offered if now.known is None else jnp.where(now.known > 0, 0, proposal.offered)
-        )
         change = acceptance.of_round(
-            now.running, verdict, counted, comparison, entropy, fresh, measured.slots
+            now.running, verdict, proposal.offered, comparison, entropy, kept, measured.slots
         )
         ended = now.running & (taken(rollout.status, row) != RUNNING)
         change = _widened(
@@ -163,21 +151,17 @@ def one_round(
         ),
         draft=draft_state,
         round=engine.round + 1,
-        paged=None
-        if engine.paged is None
-        else engine.paged.replace(reached=engine.paged.reached + kept),
         known=_learnt(engine.known, change),
     )
 
 
 def _start(engine: DecodeState) -> _Round:
-    rollout, lengths, running = engine.rollout, slots.reached(engine), slots.active(engine)
-    known = (
-        None
-        if engine.paged is None
-        else jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)
+    rollout, row = engine.rollout, engine.row
+    return _Round(
+        running=slots.active(engine),
+        lengths=taken(rollout.lengths, row),
+        prompt_lengths=taken(rollout.prompt_lengths, row),
     )
-    return _Round(running, lengths, taken(rollout.prompt_lengths, engine.row), known)
 
 
 def _with_table(cache: KVCache | None, engine: DecodeState) -> KVCache | None:
@@ -260,35 +244,20 @@ def _factors(drafter: Drafter, settings: Settings, length: int) -> Float[Array, 
 
 
 def _sampler(
-    now: _Round, follows: Int[Array, "B K1"], drafter: Drafter, settings: Settings, noise: _Noise
+    now: _Round, length: int, drafter: Drafter, settings: Settings, noise: _Noise
 ) -> Sampler:
-    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule; what is
-    known is not drawn."""
-    factors = _factors(drafter, settings, follows.shape[1] - 1)
+    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule."""
+    factors = _factors(drafter, settings, length)
 
     def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
         factor = factors[offset] if isinstance(factors, jax.Array) else factors
         produced = _produced(now, offset + 1)[:, offset]
         own = jax.tree.map(lambda leaf: leaf[:, offset], noise.draft)
-        token = sampling.categorical(
+        return sampling.categorical(
             sampling.processed_logits(logits, settings.processing, produced, factor), own
         )
-        return _or_known(now, follows, token[:, None], offset)[:, 0]
 
     return sample
-
-
-def _or_known(
-    now: _Round, follows: Int[Array, "B T"], tokens: Int[Array, "B t"], first: int = 0
-) -> Int[Array, "B t"]:
-    """Tokens at the offsets from `first` on, but those that are known where a row goes through its
-    text again."""
-    if now.known is None:
-        return tokens
-    offsets = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return jnp.where(
-        offsets < now.known[:, None], follows[:, first : first + tokens.shape[1]], tokens
-    )
 
 
 def _widened(change: Statistics, length: int) -> Statistics:
@@ -360,16 +329,14 @@ def _commit(
     now: _Round,
     verdict: Verdict,
     drafted: Int[Array, "B K"],
-    follows: Int[Array, "B K1"],
     target_logprobs: Float[Array, "B K1 V"],
     finite: Bool[Array, "B K1"],
     settings: Settings,
-) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"], Int[Array, " B"]]:
+) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"]]:
     """Cuts the block at the first end token, the length limit or a failure, and writes what is left
     of it.
 
-    Returns the rows, the block, how much of it each slot has gone through, and how much of that is
-    new.
+    Returns the rows, the block, and how much of it each slot keeps.
     """
     rollout, row = engine.rollout, engine.row
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
@@ -388,8 +355,7 @@ def _commit(
         jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good
     )
     room = now.prompt_lengths + settings.max_new_tokens - now.lengths
-    running = now.running if now.known is None else now.running & (now.known == 0)
-    count = jnp.where(running, jnp.minimum(until_end, room), 0)
+    count = jnp.where(now.running, jnp.minimum(until_end, room), 0)
     kept = offsets < count[:, None]
     at_end = jnp.any(ends & kept, axis=1)
     ended = jnp.where(
@@ -397,7 +363,7 @@ def _commit(
         EOS,
         jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)),
     )
-    change = jnp.where(running, ended - RUNNING, 0).astype(jnp.int32)
+    change = jnp.where(now.running, ended - RUNNING, 0).astype(jnp.int32)
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
@@ -408,11 +374,4 @@ def _commit(
         lengths=added(rollout.lengths, row, count),
         status=added(rollout.status, row, change),
     )
-    if now.known is None:
-        return committed, block, count, count
-    return (
-        committed,
-        _or_known(now, follows, block),
-        count + jnp.minimum(now.known, len(offsets)),
-        count,
-    )
+    return committed, block, count

@@ -48,6 +48,9 @@ class Prefilled(Tree):
     caches: Caches | None
     """None: they lie in the prompts' pages."""
     draft: PyTree
+    history: Int[Array, "n H S"]
+    """As of `Prompts`: where a row is recomputed, its draft starts from its prompt once more."""
+    history_lengths: Int[Array, "n H"]
 
 
 @pytree
@@ -67,9 +70,6 @@ class Paged(Tree):
 
     pages: Pages
     """Of the slots, then of the prompts."""
-    reached: Int[Array, " B"]
-    """Tokens of its row that each slot has gone through: a row that lost its pages goes through its
-    text again."""
     admitted: Int[Array, " B"]
     """How many admissions there were before that of each slot's row."""
 
@@ -118,25 +118,33 @@ def active(engine: DecodeState) -> Bool[Array, " B"]:
     return running if engine.row is None else running & (engine.row < len(engine.rollout.status))
 
 
-def reached(engine: DecodeState) -> Int[Array, " B"]:
-    """Tokens that each slot has gone through: all that its row has, but for a row that goes through
-    its text again."""
-    return (
-        taken(engine.rollout.lengths, engine.row) if engine.paged is None else engine.paged.reached
-    )
-
-
 def waiting(engine: DecodeState) -> Bool[Array, ""]:
     """Whether a row has no slot yet."""
     return jnp.zeros((), bool) if engine.queue is None else jnp.any(engine.queue.waiting)
+
+
+def may_run_out(engine: DecodeState, max_new_tokens: int) -> bool:
+    """Whether there are fewer pages than all slots and prompts can need: whether a row can be
+    evicted. Known when a program is traced, of an engine with all its slots."""
+    if engine.paged is None:
+        return False
+    pages, count = engine.paged.pages, slot_count(engine)
+    holders, of_row = pages.table.shape
+    width = engine.rollout.tokens.shape[1] - max_new_tokens
+    of_prompt = -(-width // engine.caches.page_size)
+    return len(pages.references) < count * of_row + (holders - count) * of_prompt
 
 
 # ---- refill
 
 
 def refill(engine: DecodeState, group_size: int, block: int) -> DecodeState:
-    """Frees the slots of rows that have ended, and gives free slots to waiting rows while pages
-    last; a round reads `block` positions."""
+    """Frees the slots of rows that have ended, gives the others the pages that the next round of
+    `block` positions writes to, and gives free slots to waiting rows while pages last.
+
+    Running rows come first: a row that is admitted may have to be recomputed, so it must not lose
+    its pages again in the same round.
+    """
     if engine.queue is None:
         return engine
 
@@ -148,7 +156,9 @@ def refill(engine: DecodeState, group_size: int, block: int) -> DecodeState:
         )
 
     return lax.while_loop(
-        goes_on, lambda engine: _admit(engine, group_size), _retire(engine, group_size)
+        goes_on,
+        lambda engine: _admit(engine, group_size, block),
+        _make_room(_retire(engine, group_size), block),
     )
 
 
@@ -182,7 +192,7 @@ def _head(engine: DecodeState) -> Int[Array, ""]:
     return queue.order[jnp.argmax(queue.waiting[queue.order])]
 
 
-def _shared(length: Int[Array, ""], size: int) -> Int[Array, ""]:
+def shared(length: Int[Array, ""], size: int) -> Int[Array, ""]:
     """Pages of a prompt that no row of its group writes to: a draft reads the slot before the last
     one again, the target the last one."""
     return jnp.maximum(length - 2, 0) // size
@@ -193,11 +203,16 @@ def _fits(engine: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
     if engine.paged is None:
         return jnp.ones((), bool)
     row, size = _head(engine), engine.caches.page_size
-    wanted = (engine.rollout.lengths[row] + block - 2) // size + 1
-    return wanted - _shared(engine.rollout.prompt_lengths[row], size) <= free(engine.paged.pages)
+    wanted = _pages_for(engine.rollout.lengths[row], block, size)
+    return wanted - shared(engine.rollout.prompt_lengths[row], size) <= free(engine.paged.pages)
 
 
-def _admit(engine: DecodeState, group_size: int) -> DecodeState:
+def _pages_for(length: Int[Array, "*B"], block: int, size: int) -> Int[Array, "*B"]:
+    """Pages that a row of so many tokens writes to by the end of a round."""
+    return (length + block - 2) // size + 1
+
+
+def _admit(engine: DecodeState, group_size: int, block: int) -> DecodeState:
     """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages
     that it will write to."""
     queue, rollout = _queue(engine), engine.rollout
@@ -225,11 +240,12 @@ def _admit(engine: DecodeState, group_size: int) -> DecodeState:
             )
         )
     paged, count, size = engine.paged, slot_count(engine), engine.caches.page_size
-    shared, last = _shared(length, size), (length - 1) // size
-    pages = share(paged.pages, slot, count + prompt, shared)
-    pages = grow(pages, pages.held.at[slot].set(last + 1))
+    common, last = shared(length, size), (length - 1) // size
+    pages = share(paged.pages, slot, count + prompt, common)
+    wanted = _pages_for(rollout.lengths[row], block, size)
+    pages = grow(pages, pages.held.at[slot].set(wanted))
     # no more than two hold the last two positions
-    stretches = shared + jnp.arange(2, dtype=jnp.int32)
+    stretches = common + jnp.arange(2, dtype=jnp.int32)
     to = jnp.where(
         stretches <= last,
         jnp.take(pages.table[slot], stretches, mode="clip"),
@@ -239,14 +255,14 @@ def _admit(engine: DecodeState, group_size: int) -> DecodeState:
     admitted = paged.admitted.at[slot].set(jnp.max(paged.admitted) + 1)
     return engine.replace(
         caches=engine.caches.map(lambda cache: kv.copy_pages(cache, to, source)),
-        paged=Paged(pages=pages, reached=paged.reached.at[slot].set(length), admitted=admitted),
+        paged=Paged(pages=pages, admitted=admitted),
     )
 
 
 # ---- eviction
 
 
-def make_room(engine: DecodeState, block: int) -> DecodeState:
+def _make_room(engine: DecodeState, block: int) -> DecodeState:
     """Gives every row the pages that the next round writes to; while there are too few, the
     youngest row loses its own and waits."""
     if engine.paged is None:
@@ -254,7 +270,8 @@ def make_room(engine: DecodeState, block: int) -> DecodeState:
     count, size = slot_count(engine), engine.caches.page_size
 
     def wanted(engine: DecodeState) -> Int[Array, " A"]:
-        needed = jnp.where(active(engine), (reached(engine) + block - 2) // size + 1, 0)
+        lengths = taken(engine.rollout.lengths, engine.row)
+        needed = jnp.where(active(engine), _pages_for(lengths, block, size), 0)
         return _pages(engine).held.at[:count].max(needed)
 
     def too_few(engine: DecodeState) -> Bool[Array, ""]:
@@ -310,9 +327,7 @@ def gather(
         ), order
     paged, holders = engine.paged, _holders(engine, order)
     pages = paged.pages.replace(table=paged.pages.table[holders], held=paged.pages.held[holders])
-    return fewer.replace(
-        paged=Paged(pages=pages, reached=paged.reached[order], admitted=paged.admitted[order])
-    ), order
+    return fewer.replace(paged=Paged(pages=pages, admitted=paged.admitted[order])), order
 
 
 def scatter(
@@ -340,10 +355,7 @@ def scatter(
         table=before.pages.table.at[holders].set(after.pages.table),
         held=before.pages.held.at[holders].set(after.pages.held),
     )
-    admitted = put(before.admitted, after.admitted)
-    return whole.replace(
-        paged=Paged(pages=pages, reached=put(before.reached, after.reached), admitted=admitted)
-    )
+    return whole.replace(paged=Paged(pages=pages, admitted=put(before.admitted, after.admitted)))
 
 
 def _holders(engine: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:

@@ -12,7 +12,7 @@ from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import PreferringState
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import draft_length, slots
-from jaxspec.rollout.generate import advance, begin
+from jaxspec.rollout.generate import advance, begin, seated
 from jaxspec.rollout.round import Settings, features
 from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.verify import block_rule
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     turns: tuple[int, ...]
     """Lengths of the rounds, in turn."""
     paged: bool = True
-    """With pages that run out, so that rows are evicted and read their texts again; else a row of
+    """With pages that run out, so that rows are evicted and are recomputed; else a row of
     cache for each slot."""
     slow: bool = True
 
@@ -94,8 +94,7 @@ def said(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the learned draft would say in the engine's next round, what a fresh one says of the
     same texts, and how long these are."""
-    engine = slots.make_room(slots.refill(engine, GROUP, DEPTHS + 1), DEPTHS + 1)
-    lengths = jnp.where(slots.active(engine), slots.reached(engine), 0)
+    lengths = jnp.where(slots.active(engine), slots.taken(engine.rollout.lengths, engine.row), 0)
     context = Context(engine.rollout.tokens, lengths, engine.row, engine.rollout.lengths)
     state = engine.draft.learned if isinstance(engine.draft, PreferringState) else engine.draft
     cache = engine.caches.draft
@@ -140,7 +139,13 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
         )
     )(prompts)
     step = jax.jit(lambda engine, drafter: advance(target, drafter, draft, engine, 1, settings))
-    compare = jax.jit(lambda engine: said(learned, target, network, engine))
+    evicts = slots.may_run_out(engine, NEW)
+
+    @jax.jit
+    def compare(engine: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+        filled = seated(target, given, draft, engine, settings, evicts)
+        return said(learned, target, network, filled)
+
     by_turn = [forced(given, case.lengths, length) for length in case.turns]
     compared, number = 0, 0
     while bool(slots.waiting(engine)) or bool(slots.active(engine).any()):
