@@ -93,10 +93,9 @@ MUTANTS = [
         "7",
         "the recorded log-probability is that before temperature and truncation",
         "rollout/round.py",
-        "_commit(engine, now, verdict, proposal.tokens, follows, target_logprobs, finite,"
+        "_commit(engine, now, verdict, proposal.tokens, target_logprobs, finite, settings)",
+        "_commit(engine, now, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite,"
         " settings)",
-        "_commit(engine, now, verdict, proposal.tokens, follows, jax.nn.log_softmax(logits),"
-        " finite, settings)",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
     Mutant(
