@@ -151,8 +151,8 @@ MUTANTS = [
         "13",
         "a block may run past the length limit",
         "rollout/round.py",
-        "count = jnp.where(running, jnp.minimum(until_end, room), 0)",
-        "count = jnp.where(running, until_end, 0)\n    room = jnp.maximum(room, count)",
+        "count = jnp.where(now.running, jnp.minimum(until_end, room), 0)",
+        "count = jnp.where(now.running, until_end, 0)\n    room = jnp.maximum(room, count)",
         CUTS,
     ),
     Mutant(
