@@ -93,8 +93,8 @@ MUTANTS = [
         "7",
         "the recorded log-probability is that before temperature and truncation",
         "rollout/round.py",
-        "_commit(engine, now, verdict, proposal.tokens, target_logprobs, finite, settings)",
-        "_commit(engine, now, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite,"
+        "_commit(state, now, verdict, proposal.tokens, target_logprobs, finite, settings)",
+        "_commit(state, now, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite,"
         " settings)",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
@@ -125,9 +125,9 @@ MUTANTS = [
     Mutant(
         "11",
         "attention sees what stands in the cache above the block",
-        "kernels/sight.py",
-        "return (true & (slots >= self.first) if self.first else true) | beyond",
-        "return (true & (slots >= self.first) if self.first else true) | beyond | (slots >"
+        "kernels/visible.py",
+        "return (true & (positions >= self.first) if self.first else true) | beyond",
+        "return (true & (positions >= self.first) if self.first else true) | beyond | (positions >"
         " own.max(axis=1, keepdims=True))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
@@ -235,24 +235,24 @@ MUTANTS = [
         "the log-probabilities of a row that is recomputed are overwritten",
         "rollout/recompute.py",
         "        draft=draft_state,",
-        "        draft=draft_state,\n        rollout=engine.rollout.replace(\n           "
-        " logprobs=engine.rollout.logprobs.at[row].set(0)\n        ),",
+        "        draft=draft_state,\n        rollout=state.rollout.replace(\n           "
+        " logprobs=state.rollout.logprobs.at[row].set(0)\n        ),",
         SLOTS,
     ),
     Mutant(
         "-",
         "a row that lost its pages goes on without being recomputed",
         "rollout/recompute.py",
-        "left = admitted & longer & slots.active(engine)",
-        "left = admitted & ~longer & slots.active(engine)",
+        "left = admitted & longer & slots.active(state)",
+        "left = admitted & ~longer & slots.active(state)",
         SLOTS,
     ),
     Mutant(
         "-",
         "a recomputed row drafts from its prompt",
         "rollout/recompute.py",
-        "lambda leaf, source: leaf.at[slot].set(source[0]), engine.draft, fresh",
-        "lambda leaf, source: leaf, engine.draft, fresh",
+        "lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh",
+        "lambda leaf, source: leaf, state.draft, fresh",
         SLOTS,
     ),
     Mutant(
@@ -267,8 +267,8 @@ MUTANTS = [
         "-",
         "the last rows' draft is forgotten when they move back to their slots",
         "rollout/slots.py",
-        "draft=jax.tree.map(put, engine.draft, fewer.draft),",
-        "draft=engine.draft,",
+        "draft=jax.tree.map(put, state.draft, fewer.draft),",
+        "draft=state.draft,",
         SLOTS,
     ),
     Mutant(
@@ -301,9 +301,9 @@ MUTANTS = [
         "-",
         "the tail forgets the rows that lost their pages in it",
         "rollout/slots.py",
-        "row=None if engine.row is None else put(engine.row, _row(fewer)),",
-        "row=None if engine.row is None else put(engine.row, _row(fewer)),\n       "
-        " queue=engine.queue,",
+        "row=None if state.row is None else put(state.row, _row(fewer)),",
+        "row=None if state.row is None else put(state.row, _row(fewer)),\n       "
+        " queue=state.queue,",
         "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their"
         " pages]",
     ),
@@ -311,8 +311,8 @@ MUTANTS = [
         "-",
         "statistics count drafts beyond the cut",
         "rollout/acceptance.py",
-        "reached = drafted & (depths <= kept[:, None])",
-        "reached = drafted",
+        "offered_in_turn = drafted & (depths <= kept[:, None])",
+        "offered_in_turn = drafted",
         "rollout/test_monte_carlo.py::test_a_round_counts_drafts_up_to_its_cut[block_rule]",
     ),
 ]

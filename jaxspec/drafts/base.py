@@ -75,7 +75,7 @@ class Draft(NamedTuple):
     A draft's keys and values are not in its state: the engine pages them beside the target's, slot
     for slot.
 
-    empty_cache(network, rows, slots) -> a cache for the draft's own layers; None: it has none
+    empty_cache(network, rows, positions) -> a cache for the draft's own layers; None: it has none
     prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows,
     cache) catch_up(network, target, state, cache, context) -> (state, cache); before a round in
     which nothing is proposed propose(network, target, state, cache, context, sample, length) ->

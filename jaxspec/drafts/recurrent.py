@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
-from jaxspec.kernels.sight import Sight
+from jaxspec.kernels.visible import Visible
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -35,21 +35,21 @@ class RecurrentState(Tree):
     """The same at the last slot that was read: `before` of the next block."""
 
 
-def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
-    """A draft of up to `longest` tokens a round from a network that runs a stack of layers in each
-    of `depth` turns (drafters.md 1.9, 3.2).
+def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
+    """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
+    layers in each of `depth` turns (drafters.md 1.9, 3.2).
 
     Token i+1 of a block comes from turn i mod `depth`. A slot attends to what it saw in training:
     in turn k, the true slots up to k before its own and its own; when drafting, the true slots and
     those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for each of its layers.
     """
 
-    def empty(network: Network, rows: int, slots: int) -> KVCache:
+    def empty(network: Network, rows: int, positions: int) -> KVCache:
         config = network.config
         return empty_cache(
             depth * network.stack,
             rows,
-            slots,
+            positions,
             config.kv_heads,
             config.head_size,
             network.norm[...].dtype,
@@ -79,7 +79,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         before = jnp.concatenate([nothing[:, :0], *before], axis=1)
         pending = jnp.pad(
             jnp.take_along_axis(features, first[:, None, None], axis=1),
-            ((0, 0), (0, longest), (0, 0)),
+            ((0, 0), (0, max_draft_length), (0, 0)),
         )
         return RecurrentState(features=pending, first=first, before=before, ends=before), cache
 
@@ -87,7 +87,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
         # leaves room for the position that the round commits
-        return _within(longest, depth, network, target, state, cache, context)
+        return _within(max_draft_length, depth, network, target, state, cache, context)
 
     def propose(
         network: Network,
@@ -98,7 +98,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         sample: Sampler,
         length: int,
     ) -> tuple[RecurrentState, KVCache, Proposal]:
-        if length < longest:
+        if length < max_draft_length:
             state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
         embedded, block = (
@@ -125,7 +125,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
-                sight = Sight(step % depth, last_slot, last_slot + step, depth)
+                visible = Visible(step % depth, last_slot, last_slot + step, depth)
                 cache, hidden = _turn(
                     network,
                     step % depth,
@@ -133,7 +133,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
                     hidden,
                     network.embed(target, token[:, None]),
                     last_slot + step,
-                    sight,
+                    visible,
                 )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
         proposal = Proposal(
@@ -146,7 +146,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         went_on = kept.length > 0
         if kept.positions.shape[1] == 1:
             return _appended(state, kept, went_on)
-        spare = longest + 1 - kept.positions.shape[1]
+        spare = max_draft_length + 1 - kept.positions.shape[1]
         return state.replace(
             features=jnp.where(
                 went_on[:, None, None],
@@ -157,7 +157,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             before=jnp.where(went_on[:, None, None], state.ends, state.before),
         )
 
-    return Draft(longest, taps, True, empty, prefill, catch_up, propose, commit)
+    return Draft(max_draft_length, taps, True, empty, prefill, catch_up, propose, commit)
 
 
 def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
@@ -243,8 +243,8 @@ def _read(
         if turn > 0:
             hidden = _next_slot(before[:, turn - 1], hidden)[:, :-1]
         # of the last `turn` slots, only the own one is right in its layers
-        sight = Sight(turn, positions - turn, positions, depth)
-        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, sight)
+        visible = Visible(turn, positions - turn, positions, depth)
+        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
         outputs.append(hidden)
     return cache, outputs
 
@@ -263,12 +263,12 @@ def _turn(
     hidden: Float[Array, "B T D"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    sight: Sight,
+    visible: Visible,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
-    """Runs the layers of one turn; slots of the cache are positions."""
+    """Runs the layers of one turn; a row's cache is numbered by position."""
     for layer in range(turn * network.stack, (turn + 1) * network.stack):
         heads = network.heads(layer, hidden, embedded, positions)
         cache = extend(cache, layer, positions, heads.key, heads.value)
-        attended = attend_cache(heads.query, cache, layer, sight)
+        attended = attend_cache(heads.query, cache, layer, visible)
         hidden = network.finish(layer, heads.residual, attended)
     return cache, hidden

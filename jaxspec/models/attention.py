@@ -8,11 +8,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.sight import Sight
-from jaxspec.models.kv import KVCache, Page, stretch
+from jaxspec.kernels.visible import Visible
+from jaxspec.models.kv import KVCache, Page, block
 
-STRETCH = 512
-"""Slots of a cache that are looked at together; of longer caches, only as many stretches as the
+BLOCK = 512
+"""Slots of a cache that are looked at together; of longer caches, only as many blocks as the
 longest row needs."""
 
 
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
 
 def attend_cache(
-    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, visible: Visible
 ) -> Float[Array, "B T N H"]:
     """Softmax attention of a block to what its rows have in the cache; scores are normalised in at
     least float32.
@@ -46,7 +46,7 @@ def attend_cache(
     rows, length, *heads = query.shape
     pieces = -(-length // max(FEWEST, TOGETHER // rows))
     if pieces == 1:
-        return _attended(query, cache, layer, sight)
+        return _attended(query, cache, layer, visible)
 
     def apart(leaf: Array, mode: str) -> Array:
         """Pieces as a first axis; the last one is filled up with what nobody reads."""
@@ -56,24 +56,24 @@ def attend_cache(
         return jnp.moveaxis(padded.reshape(rows, pieces, -1, *leaf.shape[2:]), 1, 0)
 
     def one(piece: tuple[Array, Array, Array]) -> Array:
-        return _attended(piece[0], cache, layer, sight._replace(last=piece[1], own=piece[2]))
+        return _attended(piece[0], cache, layer, visible._replace(last=piece[1], own=piece[2]))
 
     attended = lax.map(
-        one, (apart(query, "constant"), apart(sight.last, "edge"), apart(sight.own, "edge"))
+        one, (apart(query, "constant"), apart(visible.last, "edge"), apart(visible.own, "edge"))
     )
     return jnp.moveaxis(attended, 0, 1).reshape(rows, -1, *heads)[:, :length]
 
 
 def _attended(
-    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, visible: Visible
 ) -> Float[Array, "B T N H"]:
     """The same, all at once."""
     rows, length, heads, size = query.shape
     grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
     done = (
-        _paged(grouped, cache, layer, sight)
+        _paged(grouped, cache, layer, visible)
         if _by_kernel(grouped, cache)
-        else _in_stretches(grouped, cache, layer, sight)
+        else _in_blocks(grouped, cache, layer, visible)
     )
     attended = (done.weighted / done.total[..., None]).astype(query.dtype)
     return attended.transpose(0, 2, 1, 3, 4).reshape(rows, length, heads, size)
@@ -88,34 +88,40 @@ def _by_kernel(grouped: Float[Array, "B T M R H"], cache: KVCache) -> bool:
     )
 
 
-def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
+def _paged(
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, visible: Visible
+) -> _Part:
     assert cache.table is not None, "a row that is one page is left to the compiler"
     if isinstance(cache.keys, tuple):
         keys, values, layer = cache.keys[layer][None], cache.values[layer][None], 0
     else:
         keys, values = cache.keys, cache.values
     place = jnp.asarray(layer, jnp.int32)
-    return _Part(*paged_attention.paged_parts(grouped, keys, values, place, cache.table, sight))
+    return _Part(*paged_attention.paged_parts(grouped, keys, values, place, cache.table, visible))
 
 
-def _in_stretches(
-    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight
+def _in_blocks(
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, visible: Visible
 ) -> _Part:
-    """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov
+    """At a cost that follows the longest row: longer caches are gone through in blocks (Milakov
     & Gimelshein, arXiv 1805.02867)."""
     rows, length, kv_heads, shared, _ = grouped.shape
     whole = cache.page_size * (1 if cache.table is None else cache.table.shape[1])
-    count = whole if whole <= STRETCH else cache.unit * max(1, STRETCH // cache.unit)
+    count = whole if whole <= BLOCK else cache.unit * max(1, BLOCK // cache.unit)
 
     def part(first: Int[Array, ""] | int) -> _Part:
-        keys, values, slots = stretch(cache, layer, first, count)
+        keys, values, positions = block(cache, layer, first, count)
         wide = np.promote_types(grouped.dtype, np.float32)
         # chunks are a batch dimension, and the queries the same for all: with free chunks XLA would
         # transpose the keys
         queries = jnp.broadcast_to(grouped[:, None], (rows, keys.shape[2], *grouped.shape[1:]))
         scores = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=wide)
         scores = jnp.moveaxis(scores, 2, 4).reshape(rows, kv_heads, length, shared, -1)
-        seen = sight.sees(slots) & (slots >= first) if count < whole else sight.sees(slots)
+        seen = (
+            visible.sees(positions) & (positions >= first)
+            if count < whole
+            else visible.sees(positions)
+        )
         scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
         largest = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
@@ -133,6 +139,6 @@ def _in_stretches(
 
     done = part(0)
     if count < whole:
-        needed = jnp.minimum(jnp.max(sight.own) // count + 1, -(-whole // count))
+        needed = jnp.minimum(jnp.max(visible.own) // count + 1, -(-whole // count))
         done = lax.fori_loop(1, needed, join, done)
     return done

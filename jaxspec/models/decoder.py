@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config.settings import ModelConfig
 from jaxspec.kernels.segment_attention import attend_segments
-from jaxspec.kernels.sight import causal
+from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
     ) -> Forward:
         """Runs a block of tokens.
 
-        With a cache the block is written to the slots of its positions and attends to all up to its
+        With a cache the block is written at its positions and attends to all up to its
         own; without one it attends causally to itself, each token from the place `first` on, where
         its text starts (None: the first place of the block).
 
@@ -251,13 +251,13 @@ class Decoder(nnx.Module):
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
 
-    def empty_cache(self, rows: int, slots: int) -> KVCache:
+    def empty_cache(self, rows: int, positions: int) -> KVCache:
         """A cache for this model, of its type."""
         config, stacked = self.config, isinstance(self.layers, Layers)
         return empty_cache(
             config.layers,
             rows,
-            slots,
+            positions,
             config.kv_heads,
             config.head_size,
             self.embedding[...].dtype,

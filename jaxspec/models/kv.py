@@ -56,7 +56,7 @@ class KVCache(Tree):
 def empty_cache(
     layers: int,
     rows: int,
-    slots: int,
+    positions: int,
     kv_heads: int,
     head_size: int,
     dtype: jnp.dtype,
@@ -72,13 +72,13 @@ def empty_cache(
             else tuple(jnp.zeros(shape, dtype) for _ in range(layers))
         )
 
-    return KVCache(keys=zeros(head_size, slots), values=zeros(slots, head_size), table=None)
+    return KVCache(keys=zeros(head_size, positions), values=zeros(positions, head_size), table=None)
 
 
 def extend(
     cache: KVCache,
     layer: Page,
-    slots: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
     keys: Float[Array, "B T M H"],
     values: Float[Array, "B T M H"],
 ) -> KVCache:
@@ -91,22 +91,24 @@ def extend(
     """
     # XLA makes a slice update of a single write, repeats it for who reads the cache, and copies it
     # in between
-    if slots.size == 1:
-        slots = jnp.concatenate([slots, jnp.full_like(slots, jnp.iinfo(slots.dtype).max)], axis=1)
+    if positions.size == 1:
+        positions = jnp.concatenate(
+            [positions, jnp.full_like(positions, jnp.iinfo(positions.dtype).max)], axis=1
+        )
         keys, values = (
             jnp.concatenate([keys, keys], axis=1),
             jnp.concatenate([values, values], axis=1),
         )
-    pages, inside = None, slots
+    pages, inside = None, positions
     if cache.table is not None:
         pages = jnp.take_along_axis(
             cache.table,
-            slots // cache.page_size,
+            positions // cache.page_size,
             axis=1,
             mode="fill",
             fill_value=cache.values[0].shape[-4],
         )
-        inside = slots % cache.page_size
+        inside = positions % cache.page_size
     width = cache.keys[0].shape[-1]
     finite = jnp.isfinite(values)
     keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
@@ -181,7 +183,7 @@ def _write(
     )
 
 
-def stretch(
+def block(
     cache: KVCache, layer: Page, first: Int[Array, ""] | int, count: int
 ) -> tuple[Array, Array, Int[Array, " C"]]:
     """Keys [B M n H s] and values [B m M t H] of some n x s = m x t of each row's slots, and the
@@ -281,26 +283,26 @@ def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
     return _empty_like(cache, pages, 1, page_size)
 
 
-def empty_rows(cache: KVCache, rows: int, slots: int, chunk: int = 0) -> KVCache:
+def empty_rows(cache: KVCache, rows: int, positions: int, chunk: int = 0) -> KVCache:
     """A cache of zeros like another, of rows with at least so many slots, in chunks where that is
     faster; 0: in one."""
     heads, size, pool = cache.kv_heads, cache.values[0].shape[-1], cache.values[0]
     # values gain nothing by chunks, and a third more of them costs what keys gain
-    padded = -slots % chunk if chunk else 0
+    padded = -positions % chunk if chunk else 0
     if (
-        0 < chunk < slots
-        and 3 * padded <= slots
-        and rows * heads * slots * size * pool.dtype.itemsize > CHUNKED
+        0 < chunk < positions
+        and 3 * padded <= positions
+        and rows * heads * positions * size * pool.dtype.itemsize > CHUNKED
     ):
-        return _empty_like(cache, rows, -(-slots // chunk), chunk)
-    return _empty_like(cache, rows, 1, -(-slots // EVEN) * EVEN)
+        return _empty_like(cache, rows, -(-positions // chunk), chunk)
+    return _empty_like(cache, rows, 1, -(-positions // EVEN) * EVEN)
 
 
-def rows_of(prompts: KVCache, times: int, slots: int, chunk: int = 0) -> KVCache:
+def rows_of(prompts: KVCache, times: int, positions: int, chunk: int = 0) -> KVCache:
     """A row as of `empty_rows` for each of the `times` rows of a group, with a copy of its prompt's
     entries."""
     rows, heads = (
-        empty_rows(prompts, times * prompts.values[0].shape[-4], slots, chunk),
+        empty_rows(prompts, times * prompts.values[0].shape[-4], positions, chunk),
         prompts.kv_heads,
     )
 
@@ -324,9 +326,9 @@ def rows_of(prompts: KVCache, times: int, slots: int, chunk: int = 0) -> KVCache
 def _chunks(keys: Array, width: int) -> Array:
     """Of a prompt, which are one chunk [... M H s], as [... M C H w] of chunks of at most
     `width`."""
-    slots = keys.shape[-1]
-    width = min(slots, width)
-    wide = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -slots % width)])
+    positions = keys.shape[-1]
+    width = min(positions, width)
+    wide = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -positions % width)])
     return jnp.moveaxis(wide.reshape(*keys.shape[:-1], -1, width), -2, -3)
 
 

@@ -22,12 +22,12 @@ from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
 from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import acceptance, draft_length, slots
+from jaxspec.rollout import acceptance, length_chooser, slots
 from jaxspec.rollout.pages import grow, no_pages
 from jaxspec.rollout.recompute import recomputed
 from jaxspec.rollout.round import Settings, by_matching, features, one_round
 from jaxspec.rollout.slots import Caches, DecodeState, Paged, Prefilled, Queue
-from jaxspec.state import IDLE, RUNNING, Drafter, Known, Prompts, PyTree, Rollout
+from jaxspec.state import IDLE, RUNNING, AcceptanceEstimate, Drafter, Prompts, PyTree, Rollout
 
 PREFILL_TOKENS = 2**14
 """Prompt tokens that are read together."""
@@ -85,8 +85,8 @@ def begin(
     )
     chosen = min(settings.slots or count * group, count * group)
     if chosen < count * group or settings.page_size:
-        engine = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
-        return engine.replace(known=_known(drafter, settings))
+        state = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
+        return state.replace(acceptance=_estimate(drafter, settings))
     assert prefilled.caches is not None, "prompts are read into caches of their own"
     return DecodeState(
         rollout=rollout,
@@ -99,7 +99,7 @@ def begin(
         round=jnp.zeros((1,), jnp.int32),
         queue=None,
         paged=None,
-        known=_known(drafter, settings),
+        acceptance=_estimate(drafter, settings),
     )
 
 
@@ -120,7 +120,7 @@ def _with_queue(
         caches = read.map(lambda cache: kv.empty_rows(cache, chosen, longest, settings.chunk))
     else:
         width = prompts.tokens.shape[1]
-        stretches, of_prompt = -(-longest // size), -(-width // size)
+        of_row, of_prompt = -(-longest // size), -(-width // size)
         number = settings.pages or whole_pool(count, width, longest - width, 0, size, chosen)
         least = smallest_pool(count, width, longest - width, 0, size)
         if number < least:
@@ -129,7 +129,7 @@ def _with_queue(
                 f" {least} are the fewest"
             )
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
-        pages = grow(no_pages(number, chosen + count, stretches), jnp.pad(wanted, (chosen, 0)))
+        pages = grow(no_pages(number, chosen + count, of_row), jnp.pad(wanted, (chosen, 0)))
         table = pages.table[chosen:, :of_prompt]
         caches = read.map(
             lambda cache: kv.put_prompts(kv.empty_pages(cache, number, size), table, cache)
@@ -152,15 +152,15 @@ def _with_queue(
             prompts=prefilled,
         ),
         paged=paged,
-        known=None,
+        acceptance=None,
     )
 
 
-def _known(drafter: Drafter, settings: Settings) -> Known | None:
+def _estimate(drafter: Drafter, settings: Settings) -> AcceptanceEstimate | None:
     if not settings.lengths:
         return None
-    assert drafter.pace is not None, "lengths are chosen by what is known"
-    return jax.tree.map(lambda leaf: leaf[None], drafter.pace.known)
+    assert drafter.chooser is not None, "lengths are chosen by an estimate"
+    return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
 
 
 def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts) -> Prefilled:
@@ -178,13 +178,15 @@ def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Pr
             taps=draft.taps if draft else (),
         )
         assert forward.cache is not None, "a cache that goes in comes back"
-        state, cache = None, None
+        draft_state, cache = None, None
         if draft is not None:
             empty = draft.empty_cache(drafter.network, rows, width)
-            state, cache = draft.prefill(drafter.network, target, prompts, features(forward), empty)
+            draft_state, cache = draft.prefill(
+                drafter.network, target, prompts, features(forward), empty
+            )
         return Prefilled(
             caches=Caches(target=forward.cache, draft=cache),
-            draft=state,
+            draft=draft_state,
             history=prompts.history,
             history_lengths=prompts.history_lengths,
         )
@@ -211,40 +213,40 @@ def advance(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     max_rounds: Int[Array, ""] | int,
     settings: Settings,
 ) -> DecodeState:
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as
     one long call."""
-    limit = engine.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - engine.round[0])
-    tail = tuple(size for size in settings.tail if size < slots.slot_count(engine))
-    evicts = slots.may_run_out(engine, settings.max_new_tokens)
+    limit = state.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - state.round[0])
+    tail = tuple(size for size in settings.tail if size < slots.slot_count(state))
+    evicts = slots.may_run_out(state, settings.max_new_tokens)
 
-    def one(engine: DecodeState, length: int) -> DecodeState:
-        engine = seated(target, drafter, draft, engine, settings, evicts)
-        return one_round(target, drafter, draft, engine, settings, length)
+    def one(state: DecodeState, length: int) -> DecodeState:
+        state = seated(target, drafter, draft, state, settings, evicts)
+        return one_round(target, drafter, draft, state, settings, length)
 
-    def rounds(engine: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
+    def rounds(state: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
             length = draft.length if draft else 0
-            return lax.while_loop(unfinished, lambda engine: one(engine, length), engine)
+            return lax.while_loop(unfinished, lambda state: one(state, length), state)
         return _rounds_of_choice(
             one,
-            lambda engine: _choice(drafter, engine, settings, loop),
+            lambda state: _choice(drafter, state, settings, loop),
             unfinished,
-            engine,
+            state,
             settings.lengths,
         )
 
-    return _run(rounds, engine, limit, tail, settings.group_size)
+    return _run(rounds, state, limit, tail, settings.group_size)
 
 
 def seated(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     settings: Settings,
     evicts: bool,
 ) -> DecodeState:
@@ -254,15 +256,15 @@ def seated(
     """
     block = (draft.length if draft else 0) + 1
     with jax.named_scope("refill"):
-        filled = slots.refill(engine, settings.group_size, block)
+        filled = slots.refill(state, settings.group_size, block)
         if not evicts:
             return filled
-        return recomputed(target, drafter, draft, engine, filled, settings.group_size)
+        return recomputed(target, drafter, draft, state, filled, settings.group_size)
 
 
 def _run(
     rounds: Callable[[DecodeState, Condition, int], DecodeState],
-    engine: DecodeState,
+    state: DecodeState,
     limit: Int[Array, ""],
     tail: tuple[int, ...],
     group_size: int,
@@ -276,44 +278,51 @@ def _run(
     """
     enough = tail[0] if tail else 0
 
-    def unfinished(engine: DecodeState) -> Bool[Array, ""]:
-        left = jnp.sum(engine.rollout.status == RUNNING)
-        return (left > enough) & (engine.round[0] < limit)
+    def unfinished(state: DecodeState) -> Bool[Array, ""]:
+        left = jnp.sum(state.rollout.status == RUNNING)
+        return (left > enough) & (state.round[0] < limit)
 
-    engine = rounds(engine, unfinished, loop)
+    state = rounds(state, unfinished, loop)
     if not tail:
-        return engine
+        return state
     with jax.named_scope("tail"):
-        fewer, order = slots.gather(engine, enough, group_size)
+        fewer, order = slots.gather(state, enough, group_size)
         fewer = _run(rounds, fewer, limit, tail[1:], group_size, loop + 1)
-        return slots.scatter(engine, fewer, order, group_size)
+        return slots.scatter(state, fewer, order, group_size)
 
 
 def _rounds_of_choice(
     one: Callable[[DecodeState, int], DecodeState],
-    choose: Callable[[DecodeState], draft_length.Choice],
+    choose: Callable[[DecodeState], length_chooser.Choice],
     unfinished: Condition,
-    engine: DecodeState,
+    state: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
     """Rounds of the length that is chosen before each: a loop for every length inside of one, since
     a `switch` would copy the caches."""
 
-    def chosen(engine: DecodeState) -> tuple[DecodeState, draft_length.Choice]:
-        return engine, choose(engine)
+    def chosen(state: DecodeState) -> tuple[DecodeState, length_chooser.Choice]:
+        return state, choose(state)
 
     def made(
-        carry: tuple[DecodeState, draft_length.Choice], length: int
-    ) -> tuple[DecodeState, draft_length.Choice]:
-        engine, choice = carry
-        assert engine.known is not None, "lengths are chosen by what is known"
+        carry: tuple[DecodeState, length_chooser.Choice], length: int
+    ) -> tuple[DecodeState, length_chooser.Choice]:
+        state, choice = carry
+        assert state.acceptance is not None, "lengths are chosen by an estimate"
         return chosen(
-            one(engine.replace(known=engine.known.replace(spare=choice.spare[None])), length)
+            one(
+                state.replace(
+                    acceptance=state.acceptance.replace(
+                        seconds_to_lose=choice.seconds_to_lose[None]
+                    )
+                ),
+                length,
+            )
         )
 
     def in_turn(
-        carry: tuple[DecodeState, draft_length.Choice],
-    ) -> tuple[DecodeState, draft_length.Choice]:
+        carry: tuple[DecodeState, length_chooser.Choice],
+    ) -> tuple[DecodeState, length_chooser.Choice]:
         for place, length in enumerate(lengths):
             carry = lax.while_loop(
                 lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
@@ -322,30 +331,33 @@ def _rounds_of_choice(
             )
         return carry
 
-    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(engine))[0]
+    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(state))[0]
 
 
 def _choice(
-    drafter: Drafter, engine: DecodeState, settings: Settings, loop: int
-) -> draft_length.Choice:
+    drafter: Drafter, state: DecodeState, settings: Settings, loop: int
+) -> length_chooser.Choice:
     """The length of the next round."""
-    assert drafter.pace is not None, "lengths are chosen by a cost table"
-    assert engine.known is not None, "lengths are chosen by what is known"
-    lengths = slots.taken(engine.rollout.lengths, engine.row)
-    longest = jnp.max(jnp.where(slots.active(engine), lengths, 0))
-    ends = draft_length.contexts(engine.rollout.tokens.shape[1])
+    assert drafter.chooser is not None, "lengths are chosen by a cost table"
+    assert state.acceptance is not None, "lengths are chosen by an estimate"
+    lengths = slots.taken(state.rollout.lengths, state.row)
+    longest = jnp.max(jnp.where(slots.active(state), lengths, 0))
+    ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
-        jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest), drafter.pace.cost.shape[2] - 1
+        jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest),
+        drafter.chooser.round_cost.shape[2] - 1,
     )
-    cost = drafter.pace.cost[:, min(loop, drafter.pace.cost.shape[1] - 1), context]
-    return draft_length.choose(
-        jax.tree.map(lambda leaf: leaf[0], engine.known), cost, settings.lengths
+    cost = drafter.chooser.round_cost[
+        :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context
+    ]
+    return length_chooser.choose(
+        jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, settings.lengths
     )
 
 
-def collect(engine: DecodeState) -> Rollout:
+def collect(state: DecodeState) -> Rollout:
     """The rows as they stand, without the engine's caches."""
-    return engine.rollout
+    return state.rollout
 
 
 def generate(
@@ -370,8 +382,8 @@ def generate(
         numbers: Int[Array, " n"],
         key: Key[Array, ""],
     ) -> Rollout:
-        engine = begin(target, drafter, draft, prompts, numbers[0], key, settings)
-        return collect(advance(target, drafter, draft, engine, jnp.iinfo(jnp.int32).max, settings))
+        state = begin(target, drafter, draft, prompts, numbers[0], key, settings)
+        return collect(advance(target, drafter, draft, state, jnp.iinfo(jnp.int32).max, settings))
 
     inputs, numbers = _begin_inputs(prompts)
     return _on_each_shard(mesh, shard, inputs, P(DATA))(target, drafter, prompts, numbers, key)
@@ -406,10 +418,10 @@ def begin_sharded(
             else leaf
         )
 
-    engine = jax.eval_shape(
+    state = jax.eval_shape(
         shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
     )
-    return _on_each_shard(mesh, shard, inputs, _engine_specs(engine))(
+    return _on_each_shard(mesh, shard, inputs, _engine_specs(state))(
         target, drafter, prompts, numbers, key
     )
 
@@ -418,7 +430,7 @@ def advance_sharded(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     max_rounds: Int[Array, ""],
     settings: Settings,
     mesh: Mesh,
@@ -426,13 +438,13 @@ def advance_sharded(
     """`advance` on every shard of `mesh`."""
 
     def shard(
-        target: Decoder, drafter: Drafter, engine: DecodeState, max_rounds: Int[Array, ""]
+        target: Decoder, drafter: Drafter, state: DecodeState, max_rounds: Int[Array, ""]
     ) -> DecodeState:
-        return advance(target, drafter, draft, engine, max_rounds, settings)
+        return advance(target, drafter, draft, state, max_rounds, settings)
 
-    specs = _engine_specs(engine)
+    specs = _engine_specs(state)
     return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
-        target, drafter, engine, max_rounds
+        target, drafter, state, max_rounds
     )
 
 
@@ -441,10 +453,10 @@ def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
     return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
 
 
-def _engine_specs(engine: DecodeState) -> PyTree:
+def _engine_specs(state: DecodeState) -> PyTree:
     """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
     else."""
-    return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), engine)
+    return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), state)
 
 
 def _on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -28,41 +28,41 @@ def recomputed(
     drafter: Drafter,
     draft: Draft | None,
     before: DecodeState,
-    engine: DecodeState,
+    state: DecodeState,
     group_size: int,
 ) -> DecodeState:
     """Reads the texts of all rows that were admitted since `before` with more than their prompts,
     one row at a time: rows are evicted seldom, and one by one."""
-    assert before.paged is not None and engine.paged is not None, "only small pages run out"  # noqa: PT018
-    rollout, row = engine.rollout, engine.row
-    admitted = engine.paged.admitted > jnp.max(before.paged.admitted)
+    assert before.paged is not None and state.paged is not None, "only small pages run out"  # noqa: PT018
+    rollout, row = state.rollout, state.row
+    admitted = state.paged.admitted > jnp.max(before.paged.admitted)
     longer = slots.taken(rollout.lengths, row) > slots.taken(rollout.prompt_lengths, row)
 
     def one(
         carry: tuple[DecodeState, Bool[Array, " B"]],
     ) -> tuple[DecodeState, Bool[Array, " B"]]:
-        engine, left = carry
+        state, left = carry
         slot = jnp.argmax(left).astype(jnp.int32)
-        return _one(target, drafter, draft, engine, slot, group_size), left.at[slot].set(False)
+        return _one(target, drafter, draft, state, slot, group_size), left.at[slot].set(False)
 
-    left = admitted & longer & slots.active(engine)
-    return lax.while_loop(lambda carry: jnp.any(carry[1]), one, (engine, left))[0]
+    left = admitted & longer & slots.active(state)
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), one, (state, left))[0]
 
 
 def _one(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     slot: Int[Array, ""],
     group_size: int,
 ) -> DecodeState:
     """Reads the text of the row in `slot`, and puts what target and draft keep of it there."""
-    assert engine.row is not None and engine.queue is not None and engine.paged is not None  # noqa: PT018
-    row = engine.row[slot]
-    text = _text(engine, row, group_size)
+    assert state.row is not None and state.queue is not None and state.paged is not None  # noqa: PT018
+    row = state.row[slot]
+    text = _text(state, row, group_size)
     cache, read = _through_target(target, draft, text)
-    draft_state, draft_cache = engine.draft, None
+    draft_state, draft_cache = state.draft, None
     if draft is not None:
         # a draft that reads the text alone must wait for the loop that read it before (`order.py`)
         tokens = after(text.tokens, [computed(read)])
@@ -71,27 +71,27 @@ def _one(
             drafter.network, target, text.replace(tokens=tokens), read, empty
         )
         draft_state = jax.tree.map(
-            lambda leaf, source: leaf.at[slot].set(source[0]), engine.draft, fresh
+            lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh
         )
     # pages that the group shares are as they were
-    pages, size = engine.paged.pages, engine.caches.page_size
-    common = slots.shared(engine.rollout.prompt_lengths[row], size)
+    pages, size = state.paged.pages, state.caches.page_size
+    common = slots.shared(state.rollout.prompt_lengths[row], size)
     own = jnp.arange(pages.table.shape[1], dtype=jnp.int32) >= common
     table = jnp.where(own, pages.table[slot], len(pages.references))[None]
     written = Caches(target=cache, draft=draft_cache)
-    return engine.replace(
-        caches=engine.caches.map(lambda pool, source: kv.put_prompts(pool, table, source), written),
+    return state.replace(
+        caches=state.caches.map(lambda pool, source: kv.put_prompts(pool, table, source), written),
         draft=draft_state,
     )
 
 
-def _text(engine: DecodeState, row: Int[Array, ""], group_size: int) -> Prompts:
+def _text(state: DecodeState, row: Int[Array, ""], group_size: int) -> Prompts:
     """The row's prompt and response so far, as the only prompt of a call."""
-    assert engine.queue is not None, "rows that were evicted wait"
-    prompts, prompt, nothing = engine.queue.prompts, row // group_size, jnp.zeros((), jnp.int32)
+    assert state.queue is not None, "rows that were evicted wait"
+    prompts, prompt, nothing = state.queue.prompts, row // group_size, jnp.zeros((), jnp.int32)
     return Prompts(
-        tokens=engine.rollout.tokens[row][None],
-        lengths=engine.rollout.lengths[row][None],
+        tokens=state.rollout.tokens[row][None],
+        lengths=state.rollout.lengths[row][None],
         live=jnp.ones((1,), bool),
         stream=nothing,
         batch=nothing,

@@ -14,7 +14,16 @@ from jaxspec.models.kv import KVCache
 from jaxspec.rollout import acceptance, slots
 from jaxspec.rollout.slots import Caches, DecodeState, added, taken
 from jaxspec.rollout.verify import Verdict, leading, match_rule
-from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Drafter, Known, Rollout, Statistics
+from jaxspec.state import (
+    EOS,
+    FAILED,
+    LENGTH,
+    RUNNING,
+    AcceptanceEstimate,
+    Drafter,
+    Rollout,
+    Statistics,
+)
 
 
 class Settings(NamedTuple):
@@ -56,15 +65,15 @@ def one_round(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     settings: Settings,
     length: int,
 ) -> DecodeState:
     """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
-    rollout, row, now = engine.rollout, engine.row, _start(engine)
-    matching, measured = by_matching(draft, settings), _measured(engine, settings.group_size)
+    rollout, row, now = state.rollout, state.row, _start(state)
+    matching, measured = by_matching(draft, settings), _measured(state, settings.group_size)
     noise = _noise(
-        taken(engine.keys, row),
+        taken(state.keys, row),
         now.lengths,
         length,
         target.config.vocab,
@@ -73,7 +82,7 @@ def one_round(
         settings,
     )
     context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
-    draft_state, draft_cache = engine.draft, _with_table(engine.caches.draft, engine)
+    draft_state, draft_cache = state.draft, _with_table(state.caches.draft, state)
     proposal = Proposal(
         jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths)
     )
@@ -92,7 +101,7 @@ def one_round(
         forward = target(
             tokens,
             positions,
-            _with_table(engine.caches.target, engine),
+            _with_table(state.caches.target, state),
             draft.taps if draft else (),
         )
         assert forward.cache is not None, "a cache that goes in comes back"
@@ -129,7 +138,7 @@ def one_round(
             )
     with jax.named_scope("commit"):
         rollout, block, kept = _commit(
-            engine, now, verdict, proposal.tokens, target_logprobs, finite, settings
+            state, now, verdict, proposal.tokens, target_logprobs, finite, settings
         )
         entropy = sampling.entropy(target_logprobs)
         change = acceptance.of_round(
@@ -137,12 +146,12 @@ def one_round(
         )
         ended = now.running & (taken(rollout.status, row) != RUNNING)
         change = _widened(
-            change.replace(ended=jnp.where(ended, engine.round + 1, 0)),
+            change.replace(ended=jnp.where(ended, state.round + 1, 0)),
             draft.length if draft else 0,
         )
         if draft is not None:
             draft_state = draft.commit(draft_state, Kept(block, features(forward), positions, kept))
-    return engine.replace(
+    return state.replace(
         rollout=rollout.replace(
             statistics=_counted(rollout.statistics, change, row, measured.group)
         ),
@@ -150,24 +159,24 @@ def one_round(
             lambda cache: cache.replace(table=None)
         ),
         draft=draft_state,
-        round=engine.round + 1,
-        known=_learnt(engine.known, change),
+        round=state.round + 1,
+        acceptance=_learnt(state.acceptance, change),
     )
 
 
-def _start(engine: DecodeState) -> _Round:
-    rollout, row = engine.rollout, engine.row
+def _start(state: DecodeState) -> _Round:
+    rollout, row = state.rollout, state.row
     return _Round(
-        running=slots.active(engine),
+        running=slots.active(state),
         lengths=taken(rollout.lengths, row),
         prompt_lengths=taken(rollout.prompt_lengths, row),
     )
 
 
-def _with_table(cache: KVCache | None, engine: DecodeState) -> KVCache | None:
-    if cache is None or engine.paged is None:
+def _with_table(cache: KVCache | None, state: DecodeState) -> KVCache | None:
+    if cache is None or state.paged is None:
         return cache
-    return cache.replace(table=engine.paged.pages.table[: slots.slot_count(engine)])
+    return cache.replace(table=state.paged.pages.table[: slots.slot_count(state)])
 
 
 def features(forward: Forward) -> Float[Array, "B T C"]:
@@ -269,7 +278,14 @@ def _widened(change: Statistics, length: int) -> Statistics:
     def wide(leaf: Array) -> Array:
         return jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))
 
-    names = ("drafted", "reached", "accepted", "overlap", "overlap_by_factor", "draft_entropy")
+    names = (
+        "drafted",
+        "offered_in_turn",
+        "accepted",
+        "overlap",
+        "overlap_by_factor",
+        "draft_entropy",
+    )
     return change.replace(**{name: wide(getattr(change, name)) for name in names})
 
 
@@ -282,20 +298,20 @@ class _Measured(NamedTuple):
     order."""
 
 
-def _measured(engine: DecodeState, group_size: int) -> _Measured:
-    if engine.row is None:
+def _measured(state: DecodeState, group_size: int) -> _Measured:
+    if state.row is None:
         return _Measured(slice(None, None, group_size), None)
-    groups = len(engine.rollout.status) // group_size
+    groups = len(state.rollout.status) // group_size
     # In the tail there may be a first row in every slot. While rows come and go there are as many
     # as groups fit the slots, on average.
     count = min(
-        len(engine.row),
+        len(state.row),
         groups,
-        groups if engine.queue is None else 2 * -(-len(engine.row) // group_size),
+        groups if state.queue is None else 2 * -(-len(state.row) // group_size),
     )
-    first = slots.active(engine) & (engine.row % group_size == 0)
+    first = slots.active(state) & (state.row % group_size == 0)
     chosen = jnp.argsort(~first, stable=True)[:count].astype(jnp.int32)
-    return _Measured(chosen, jnp.where(first[chosen], engine.row[chosen] // group_size, groups))
+    return _Measured(chosen, jnp.where(first[chosen], state.row[chosen] // group_size, groups))
 
 
 def _counted(
@@ -313,19 +329,22 @@ def _counted(
     return summed.replace(overlap_by_factor=by_factor)
 
 
-def _learnt(known: Known | None, change: Statistics) -> Known | None:
+def _learnt(known: AcceptanceEstimate | None, change: Statistics) -> AcceptanceEstimate | None:
     """What is known after a round: drafts up to the cut only, where they were drawn under the
     law."""
     if known is None:
         return None
-    reached, kept = (
-        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None] for leaf in (change.reached, change.accepted)
+    offered_in_turn, kept = (
+        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
+        for leaf in (change.offered_in_turn, change.accepted)
     )
-    return known.replace(reached=known.reached + reached, kept=known.kept + kept)
+    return known.replace(
+        offered_in_turn=known.offered_in_turn + offered_in_turn, kept=known.kept + kept
+    )
 
 
 def _commit(
-    engine: DecodeState,
+    state: DecodeState,
     now: _Round,
     verdict: Verdict,
     drafted: Int[Array, "B K"],
@@ -338,7 +357,7 @@ def _commit(
 
     Returns the rows, the block, and how much of it each slot keeps.
     """
-    rollout, row = engine.rollout, engine.row
+    rollout, row = state.rollout, state.row
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Key
 from jaxspec.models import kv
 from jaxspec.models.kv import KVCache
 from jaxspec.rollout.pages import Pages, free, grow, release, share
-from jaxspec.state import RUNNING, Known, PyTree, Rollout, Tree, pytree
+from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, pytree
 
 
 @pytree
@@ -93,13 +93,13 @@ class DecodeState(Tree):
     """None: every row has a slot of its own."""
     paged: Paged | None
     """None: a slot has one page, which is as long as a row."""
-    known: Known | None
+    acceptance: AcceptanceEstimate | None
     """Of the draft's acceptance, with a first axis of one; None: all rounds draft alike."""
 
 
-def slot_count(engine: DecodeState) -> int:
+def slot_count(state: DecodeState) -> int:
     """Rows that are generated at once."""
-    return len(engine.rollout.status) if engine.row is None else len(engine.row)
+    return len(state.rollout.status) if state.row is None else len(state.row)
 
 
 def taken(leaf: Array, row: Int[Array, " B"] | None) -> Array:
@@ -112,83 +112,83 @@ def added(leaf: Array, row: Int[Array, " B"] | None, change: Array) -> Array:
     return leaf + change if row is None else leaf.at[row].add(change, mode="drop")
 
 
-def active(engine: DecodeState) -> Bool[Array, " B"]:
+def active(state: DecodeState) -> Bool[Array, " B"]:
     """Slots with a row that has not ended."""
-    running = taken(engine.rollout.status, engine.row) == RUNNING
-    return running if engine.row is None else running & (engine.row < len(engine.rollout.status))
+    running = taken(state.rollout.status, state.row) == RUNNING
+    return running if state.row is None else running & (state.row < len(state.rollout.status))
 
 
-def waiting(engine: DecodeState) -> Bool[Array, ""]:
+def waiting(state: DecodeState) -> Bool[Array, ""]:
     """Whether a row has no slot yet."""
-    return jnp.zeros((), bool) if engine.queue is None else jnp.any(engine.queue.waiting)
+    return jnp.zeros((), bool) if state.queue is None else jnp.any(state.queue.waiting)
 
 
-def may_run_out(engine: DecodeState, max_new_tokens: int) -> bool:
+def may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
     """Whether there are fewer pages than all slots and prompts can need: whether a row can be
     evicted. Known when a program is traced, of an engine with all its slots."""
-    if engine.paged is None:
+    if state.paged is None:
         return False
-    pages, count = engine.paged.pages, slot_count(engine)
+    pages, count = state.paged.pages, slot_count(state)
     holders, of_row = pages.table.shape
-    width = engine.rollout.tokens.shape[1] - max_new_tokens
-    of_prompt = -(-width // engine.caches.page_size)
+    width = state.rollout.tokens.shape[1] - max_new_tokens
+    of_prompt = -(-width // state.caches.page_size)
     return len(pages.references) < count * of_row + (holders - count) * of_prompt
 
 
 # ---- refill
 
 
-def refill(engine: DecodeState, group_size: int, block: int) -> DecodeState:
+def refill(state: DecodeState, group_size: int, block: int) -> DecodeState:
     """Frees the slots of rows that have ended, gives the others the pages that the next round of
     `block` positions writes to, and gives free slots to waiting rows while pages last.
 
     Running rows come first: a row that is admitted may have to be recomputed, so it must not lose
     its pages again in the same round.
     """
-    if engine.queue is None:
-        return engine
+    if state.queue is None:
+        return state
 
-    def goes_on(engine: DecodeState) -> Bool[Array, ""]:
+    def goes_on(state: DecodeState) -> Bool[Array, ""]:
         return (
-            waiting(engine)
-            & jnp.any(_row(engine) == len(engine.rollout.status))
-            & _fits(engine, group_size, block)
+            waiting(state)
+            & jnp.any(_row(state) == len(state.rollout.status))
+            & _fits(state, group_size, block)
         )
 
     return lax.while_loop(
         goes_on,
-        lambda engine: _admit(engine, group_size, block),
-        _make_room(_retire(engine, group_size), block),
+        lambda state: _admit(state, group_size, block),
+        _make_room(_retire(state, group_size), block),
     )
 
 
-def _row(engine: DecodeState) -> Int[Array, " B"]:
-    assert engine.row is not None, "slots that are exchanged say what they hold"
-    return engine.row
+def _row(state: DecodeState) -> Int[Array, " B"]:
+    assert state.row is not None, "slots that are exchanged say what they hold"
+    return state.row
 
 
-def _queue(engine: DecodeState) -> Queue:
-    assert engine.queue is not None, "rows come from a queue, or go back to it"
-    return engine.queue
+def _queue(state: DecodeState) -> Queue:
+    assert state.queue is not None, "rows come from a queue, or go back to it"
+    return state.queue
 
 
-def _retire(engine: DecodeState, group_size: int) -> DecodeState:
+def _retire(state: DecodeState, group_size: int) -> DecodeState:
     """Empties the slots of rows that have ended; their pages, and those of prompts whose groups
     have, are free again."""
-    if engine.row is None:
-        return engine
-    ended = ~active(engine)
-    engine = engine.replace(row=jnp.where(ended, len(engine.rollout.status), engine.row))
-    if engine.paged is None:
-        return engine
-    groups = jnp.any((engine.rollout.status == RUNNING).reshape(-1, group_size), axis=1)
-    pages = release(engine.paged.pages, jnp.concatenate([ended, ~groups]))
-    return engine.replace(paged=engine.paged.replace(pages=pages))
+    if state.row is None:
+        return state
+    ended = ~active(state)
+    state = state.replace(row=jnp.where(ended, len(state.rollout.status), state.row))
+    if state.paged is None:
+        return state
+    groups = jnp.any((state.rollout.status == RUNNING).reshape(-1, group_size), axis=1)
+    pages = release(state.paged.pages, jnp.concatenate([ended, ~groups]))
+    return state.replace(paged=state.paged.replace(pages=pages))
 
 
-def _head(engine: DecodeState) -> Int[Array, ""]:
+def _head(state: DecodeState) -> Int[Array, ""]:
     """The next row to be admitted."""
-    queue = _queue(engine)
+    queue = _queue(state)
     return queue.order[jnp.argmax(queue.waiting[queue.order])]
 
 
@@ -198,13 +198,13 @@ def shared(length: Int[Array, ""], size: int) -> Int[Array, ""]:
     return jnp.maximum(length - 2, 0) // size
 
 
-def _fits(engine: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
+def _fits(state: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
     """Whether the next row's whole text, and a round beyond it, find free pages."""
-    if engine.paged is None:
+    if state.paged is None:
         return jnp.ones((), bool)
-    row, size = _head(engine), engine.caches.page_size
-    wanted = _pages_for(engine.rollout.lengths[row], block, size)
-    return wanted - shared(engine.rollout.prompt_lengths[row], size) <= free(engine.paged.pages)
+    row, size = _head(state), state.caches.page_size
+    wanted = _pages_for(state.rollout.lengths[row], block, size)
+    return wanted - shared(state.rollout.prompt_lengths[row], size) <= free(state.paged.pages)
 
 
 def _pages_for(length: Int[Array, "*B"], block: int, size: int) -> Int[Array, "*B"]:
@@ -212,49 +212,49 @@ def _pages_for(length: Int[Array, "*B"], block: int, size: int) -> Int[Array, "*
     return (length + block - 2) // size + 1
 
 
-def _admit(engine: DecodeState, group_size: int, block: int) -> DecodeState:
+def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
     """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages
     that it will write to."""
-    queue, rollout = _queue(engine), engine.rollout
-    row, slot = _head(engine), jnp.argmax(_row(engine) == len(rollout.status)).astype(jnp.int32)
+    queue, rollout = _queue(state), state.rollout
+    row, slot = _head(state), jnp.argmax(_row(state) == len(rollout.status)).astype(jnp.int32)
     prompt, length = row // group_size, rollout.prompt_lengths[row]
     statistics = rollout.statistics
-    began = jnp.where(rollout.lengths[row] == length, engine.round[0], statistics.began[row])
-    engine = engine.replace(
+    began = jnp.where(rollout.lengths[row] == length, state.round[0], statistics.began[row])
+    state = state.replace(
         rollout=rollout.replace(
             statistics=statistics.replace(began=statistics.began.at[row].set(began))
         ),
-        row=_row(engine).at[slot].set(row),
+        row=_row(state).at[slot].set(row),
         draft=jax.tree.map(
             lambda leaf, source: leaf.at[slot].set(source[prompt]),
-            engine.draft,
+            state.draft,
             queue.prompts.draft,
         ),
         queue=queue.replace(waiting=queue.waiting.at[row].set(False)),
     )
-    if engine.paged is None:
+    if state.paged is None:
         assert queue.prompts.caches is not None, "prompts without pages have caches of their own"
-        return engine.replace(
-            caches=engine.caches.map(
+        return state.replace(
+            caches=state.caches.map(
                 lambda cache, source: kv.put_row(cache, slot, source, prompt), queue.prompts.caches
             )
         )
-    paged, count, size = engine.paged, slot_count(engine), engine.caches.page_size
+    paged, count, size = state.paged, slot_count(state), state.caches.page_size
     common, last = shared(length, size), (length - 1) // size
     pages = share(paged.pages, slot, count + prompt, common)
     wanted = _pages_for(rollout.lengths[row], block, size)
     pages = grow(pages, pages.held.at[slot].set(wanted))
     # no more than two hold the last two positions
-    stretches = common + jnp.arange(2, dtype=jnp.int32)
+    page_indices = common + jnp.arange(2, dtype=jnp.int32)
     to = jnp.where(
-        stretches <= last,
-        jnp.take(pages.table[slot], stretches, mode="clip"),
+        page_indices <= last,
+        jnp.take(pages.table[slot], page_indices, mode="clip"),
         len(pages.references),
     )
-    source = jnp.take(pages.table[count + prompt], stretches, mode="clip")
+    source = jnp.take(pages.table[count + prompt], page_indices, mode="clip")
     admitted = paged.admitted.at[slot].set(jnp.max(paged.admitted) + 1)
-    return engine.replace(
-        caches=engine.caches.map(lambda cache: kv.copy_pages(cache, to, source)),
+    return state.replace(
+        caches=state.caches.map(lambda cache: kv.copy_pages(cache, to, source)),
         paged=Paged(pages=pages, admitted=admitted),
     )
 
@@ -262,95 +262,93 @@ def _admit(engine: DecodeState, group_size: int, block: int) -> DecodeState:
 # ---- eviction
 
 
-def _make_room(engine: DecodeState, block: int) -> DecodeState:
+def _make_room(state: DecodeState, block: int) -> DecodeState:
     """Gives every row the pages that the next round writes to; while there are too few, the
     youngest row loses its own and waits."""
-    if engine.paged is None:
-        return engine
-    count, size = slot_count(engine), engine.caches.page_size
+    if state.paged is None:
+        return state
+    count, size = slot_count(state), state.caches.page_size
 
-    def wanted(engine: DecodeState) -> Int[Array, " A"]:
-        lengths = taken(engine.rollout.lengths, engine.row)
-        needed = jnp.where(active(engine), _pages_for(lengths, block, size), 0)
-        return _pages(engine).held.at[:count].max(needed)
+    def wanted(state: DecodeState) -> Int[Array, " A"]:
+        lengths = taken(state.rollout.lengths, state.row)
+        needed = jnp.where(active(state), _pages_for(lengths, block, size), 0)
+        return _pages(state).held.at[:count].max(needed)
 
-    def too_few(engine: DecodeState) -> Bool[Array, ""]:
-        pages = _pages(engine)
-        return jnp.sum(wanted(engine) - pages.held, dtype=jnp.int32) > free(pages)
+    def too_few(state: DecodeState) -> Bool[Array, ""]:
+        pages = _pages(state)
+        return jnp.sum(wanted(state) - pages.held, dtype=jnp.int32) > free(pages)
 
-    engine = lax.while_loop(too_few, _evict, engine)
-    return _with_pages(engine, grow(_pages(engine), wanted(engine)))
-
-
-def _pages(engine: DecodeState) -> Pages:
-    assert engine.paged is not None, "only small pages run out"
-    return engine.paged.pages
+    state = lax.while_loop(too_few, _evict, state)
+    return _with_pages(state, grow(_pages(state), wanted(state)))
 
 
-def _with_pages(engine: DecodeState, pages: Pages) -> DecodeState:
-    assert engine.paged is not None, "only small pages run out"
-    return engine.replace(paged=engine.paged.replace(pages=pages))
+def _pages(state: DecodeState) -> Pages:
+    assert state.paged is not None, "only small pages run out"
+    return state.paged.pages
 
 
-def _evict(engine: DecodeState) -> DecodeState:
+def _with_pages(state: DecodeState, pages: Pages) -> DecodeState:
+    assert state.paged is not None, "only small pages run out"
+    return state.replace(paged=state.paged.replace(pages=pages))
+
+
+def _evict(state: DecodeState) -> DecodeState:
     """Takes the youngest row from its slot; its text stays where it is."""
-    assert engine.paged is not None, "only small pages run out"
-    queue, pages = _queue(engine), engine.paged.pages
-    youngest = jnp.argmax(jnp.where(active(engine), engine.paged.admitted, -1)).astype(jnp.int32)
-    row = _row(engine)
-    engine = engine.replace(
-        row=row.at[youngest].set(len(engine.rollout.status)),
+    assert state.paged is not None, "only small pages run out"
+    queue, pages = _queue(state), state.paged.pages
+    youngest = jnp.argmax(jnp.where(active(state), state.paged.admitted, -1)).astype(jnp.int32)
+    row = _row(state)
+    state = state.replace(
+        row=row.at[youngest].set(len(state.rollout.status)),
         queue=queue.replace(waiting=queue.waiting.at[row[youngest]].set(True)),
     )
     return _with_pages(
-        engine, release(pages, jnp.arange(len(pages.held), dtype=jnp.int32) == youngest)
+        state, release(pages, jnp.arange(len(pages.held), dtype=jnp.int32) == youngest)
     )
 
 
 # ---- the tail
 
 
-def gather(
-    engine: DecodeState, count: int, group_size: int
-) -> tuple[DecodeState, Int[Array, " b"]]:
+def gather(state: DecodeState, count: int, group_size: int) -> tuple[DecodeState, Int[Array, " b"]]:
     """An engine of `count` slots with the rows that have not ended, and which slots they had: pages
     stay where they are."""
-    engine = _retire(engine, group_size)  # a slot that stays behind must hold no page
-    order = jnp.argsort(~active(engine), stable=True)[:count].astype(jnp.int32)
-    fewer = engine.replace(
-        row=order if engine.row is None else engine.row[order],
-        draft=jax.tree.map(lambda leaf: leaf[order], engine.draft),
+    state = _retire(state, group_size)  # a slot that stays behind must hold no page
+    order = jnp.argsort(~active(state), stable=True)[:count].astype(jnp.int32)
+    fewer = state.replace(
+        row=order if state.row is None else state.row[order],
+        draft=jax.tree.map(lambda leaf: leaf[order], state.draft),
     )
-    if engine.paged is None:
+    if state.paged is None:
         return fewer.replace(
-            caches=engine.caches.map(lambda cache: kv.take_rows(cache, order))
+            caches=state.caches.map(lambda cache: kv.take_rows(cache, order))
         ), order
-    paged, holders = engine.paged, _holders(engine, order)
+    paged, holders = state.paged, _holders(state, order)
     pages = paged.pages.replace(table=paged.pages.table[holders], held=paged.pages.held[holders])
     return fewer.replace(paged=Paged(pages=pages, admitted=paged.admitted[order])), order
 
 
 def scatter(
-    engine: DecodeState, fewer: DecodeState, order: Int[Array, " b"], group_size: int
+    state: DecodeState, fewer: DecodeState, order: Int[Array, " b"], group_size: int
 ) -> DecodeState:
     """The engine that `gather` took them from, after some rounds of the smaller one; what did not
     fit that one stays."""
-    engine = _retire(engine, group_size)
+    state = _retire(state, group_size)
 
     def put(leaf: Array, some: Array) -> Array:
         return leaf.at[order].set(some, unique_indices=True)
 
     whole = fewer.replace(
-        row=None if engine.row is None else put(engine.row, _row(fewer)),
-        draft=jax.tree.map(put, engine.draft, fewer.draft),
+        row=None if state.row is None else put(state.row, _row(fewer)),
+        draft=jax.tree.map(put, state.draft, fewer.draft),
     )
-    if engine.paged is None or fewer.paged is None:
+    if state.paged is None or fewer.paged is None:
         return whole.replace(
-            caches=engine.caches.map(
+            caches=state.caches.map(
                 lambda cache, some: kv.put_rows(cache, order, some), fewer.caches
             )
         )
-    holders, (before, after) = _holders(engine, order), (engine.paged, fewer.paged)
+    holders, (before, after) = _holders(state, order), (state.paged, fewer.paged)
     pages = after.pages.replace(
         table=before.pages.table.at[holders].set(after.pages.table),
         held=before.pages.held.at[holders].set(after.pages.held),
@@ -358,8 +356,8 @@ def scatter(
     return whole.replace(paged=Paged(pages=pages, admitted=put(before.admitted, after.admitted)))
 
 
-def _holders(engine: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
+def _holders(state: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
     """Those slots, and the prompts behind all slots."""
     return jnp.concatenate(
-        [order, jnp.arange(slot_count(engine), len(_pages(engine).held), dtype=jnp.int32)]
+        [order, jnp.arange(slot_count(state), len(_pages(state).held), dtype=jnp.int32)]
     )

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.sight import Sight, causal
+from jaxspec.kernels.visible import Visible, causal
 from jaxspec.mesh import DATA, TENSOR
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.kv import KVCache, empty_cache, extend
@@ -40,11 +40,11 @@ class Case(NamedTuple):
         return self.name
 
     @property
-    def sight(self) -> Sight:
+    def visible(self) -> Visible:
         own = jnp.asarray(self.lengths, jnp.int32)[:, None] + jnp.arange(
             self.block, dtype=jnp.int32
         )
-        return Sight(self.first, own - self.drafted, own, self.period)
+        return Visible(self.first, own - self.drafted, own, self.period)
 
 
 CASES = [
@@ -115,9 +115,9 @@ def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> 
             for name in ("keys", "values")
         }
     )
-    wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.sight)
+    wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.visible)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.sight))(
+        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.visible))(
             query, cache
         )
     assert found.dtype == jnp.bfloat16
@@ -133,9 +133,9 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
     at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)
     cache = extend(cache, 0, at, spoiled, spoiled)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.sight))(
-            query, cache
-        )
+        found = jax.jit(
+            lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.visible)
+        )(query, cache)
     finite = np.isfinite(np.asarray(found, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(finite, [[True] * 4, [True, True, False, False], [True] * 4])
 

@@ -111,8 +111,8 @@ def place(table: np.ndarray | str | None, row: int, slot: int) -> tuple[int, int
     """Page of a row's slot and the place in it; None: there is none."""
     if table is None or isinstance(table, str):
         return (row, slot) if slot < SLOTS else None
-    stretch = slot // PAGE
-    page = table[row, stretch] if stretch < table.shape[1] else PAGES
+    page_index = slot // PAGE
+    page = table[row, page_index] if page_index < table.shape[1] else PAGES
     return (int(page), slot % PAGE) if page < PAGES else None
 
 
@@ -194,11 +194,11 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(
     ],
 )
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_stretches_hold_the_slots_that_they_say(
+def test_blocks_hold_the_slots_that_they_say(
     stacked: bool, table: np.ndarray | str | None, count: int
 ) -> None:
     """At the end of a row slots come along that were seen already; every slot is in one of the
-    stretches, in the order of their numbers."""
+    blocks, in the order of their numbers."""
     if isinstance(table, str):
         cache = in_chunks(stacked, slots=8)
     else:
@@ -211,7 +211,7 @@ def test_stretches_hold_the_slots_that_they_say(
     for first in range(0, whole, count):
         for layer in range(LAYERS):
             where = jnp.int32(layer) if stacked else layer
-            keys, values, slots = kv.stretch(
+            keys, values, slots = kv.block(
                 cache, where, first if count == whole else jnp.int32(first), count
             )
             assert slots.tolist() == list(
@@ -346,8 +346,11 @@ def test_put_prompts_fills_the_pages_of_each(stacked: bool) -> None:
     pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
 
     def put(ours: np.ndarray, theirs: np.ndarray) -> None:
-        for prompt, stretch in np.ndindex(pages.shape):
-            page, slots = pages[prompt, stretch], range(stretch * PAGE, (stretch + 1) * PAGE)
+        for prompt, page_index in np.ndindex(pages.shape):
+            page, slots = (
+                pages[prompt, page_index],
+                range(page_index * PAGE, (page_index + 1) * PAGE),
+            )
             for place, slot in enumerate(slots if page < PAGES else ()):
                 ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
 

@@ -105,7 +105,7 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(prompts: Prompts, permute: bool) -> Rollout:
-        engine = begin(
+        state = begin(
             pair[0],
             drafter(pair[1], draft),
             draft,
@@ -114,8 +114,8 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
             jax.random.key(5),
             chosen,
         )
-        engine = jax.tree.map(moved, engine) if permute else engine
-        return collect(advance(pair[0], drafter(pair[1], draft), draft, engine, 100, chosen))
+        state = jax.tree.map(moved, state) if permute else state
+        return collect(advance(pair[0], drafter(pair[1], draft), draft, state, 100, chosen))
 
     found, wanted = (
         jax.tree.map(np.asarray, run(coupled_prompts(), permute)) for permute in (True, False)

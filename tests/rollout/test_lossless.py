@@ -230,7 +230,7 @@ def test_the_mean_kept_is_the_predicted_one(rule: Any, grid: tuple[float, ...]) 
     )
     total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
     rate = np.minimum(law, 1 / 8).sum() if grid != (0.0,) else law.max()
-    np.testing.assert_allclose(total.overlap / total.reached, rate, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(total.overlap / total.offered_in_turn, rate, rtol=0, atol=1e-12)
     kept = first_round_kept(target, bigram_draft(length, table), chosen)
     predicted = (
         1 + block_acceptance(law, length)
@@ -264,10 +264,10 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
 
     @jax.jit
     def run(prompts: Prompts) -> Rollout:
-        engine = begin(
+        state = begin(
             target, drafter(None, draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen
         )
-        return collect(advance(target, drafter(None, draft), draft, engine, 1, chosen))
+        return collect(advance(target, drafter(None, draft), draft, state, 1, chosen))
 
     return np.asarray(run(last_token_prompts([1, 2])).statistics.kept)
 
