@@ -27,20 +27,24 @@ logits or a law that is not finite, never started."""
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[_T]) -> type[_T]:
-    """Makes a frozen dataclass a pytree of all its fields.
+    """Makes a frozen dataclass a pytree of all its fields; those with the metadata `static` are
+    part of its structure.
 
     Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where
     its annotations say arrays.
     """
     frozen: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    names = [item.name for item in dataclasses.fields(frozen)]
+    fields = dataclasses.fields(frozen)
+    names = [item.name for item in fields if "static" not in item.metadata]
+    static = [item.name for item in fields if "static" in item.metadata]
 
-    def flatten(node: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names], None
+    def flatten(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names]
+        return children, tuple(getattr(node, name) for name in static)
 
-    def unflatten(_: None, children: Any) -> Any:
+    def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
         node = object.__new__(frozen)
-        for name, child in zip(names, children, strict=True):
+        for name, child in zip((*names, *static), (*children, *structure), strict=True):
             object.__setattr__(node, name, child)
         return node
 

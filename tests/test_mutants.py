@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "17",
         "rows are numbered within their shard",
-        "rollout/generate.py",
+        "rollout/prefill.py",
         "numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
         "numbers = (0 * first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
         "rollout/test_coupled.py::test_coupled_tokens_are_those_of_plain_decoding[hf, 2, mesh 8x1]",
@@ -243,8 +243,8 @@ MUTANTS = [
         "-",
         "a row that lost its pages goes on without being recomputed",
         "rollout/recompute.py",
-        "left = admitted & longer & slots.active(state)",
-        "left = admitted & ~longer & slots.active(state)",
+        "left = admitted & longer & active(state)",
+        "left = admitted & ~longer & active(state)",
         SLOTS,
     ),
     Mutant(
@@ -301,9 +301,8 @@ MUTANTS = [
         "-",
         "the tail forgets the rows that lost their pages in it",
         "rollout/slots.py",
-        "row=None if state.row is None else put(state.row, _row(fewer)),",
-        "row=None if state.row is None else put(state.row, _row(fewer)),\n       "
-        " queue=state.queue,",
+        "row=put(state.row, fewer.row),",
+        "row=put(state.row, fewer.row),\n        queue=state.queue,",
         "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their"
         " pages]",
     ),

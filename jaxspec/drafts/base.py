@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.kv import KVCache
+from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
 Sampler = Callable[[Float[Array, "B V"], int], Int[Array, " B"]]

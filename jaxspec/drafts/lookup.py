@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.kernels.order import after, computed
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, Tree, pytree
 
 

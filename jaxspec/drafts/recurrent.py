@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.kernels.visible import Visible
 from jaxspec.models.attention import attend_cache
+from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.kv import KVCache, empty_cache, extend
 from jaxspec.models.mtp import Mtp
 from jaxspec.state import Prompts, Tree, pytree
 

@@ -18,8 +18,8 @@ from jaxspec.host.job import sources
 from jaxspec.host.runner import ahead, placed, put
 from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.rollout import length_chooser
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.state import EOS, AcceptanceEstimate, LengthChooser, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, content_key
@@ -183,8 +183,7 @@ def _with(state: DecodeState, live: int, shards: int, start: int) -> DecodeState
         prompt_lengths=rollout.prompt_lengths + ahead_by,
         lengths=rollout.lengths + ahead_by,
     )
-    if queue is not None:
-        queue = queue.replace(waiting=queue.waiting & (numbers < live))
+    queue = queue.replace(waiting=queue.waiting & (numbers < live))
     return state.replace(rollout=moved, queue=queue)
 
 

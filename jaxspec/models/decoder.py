@@ -15,7 +15,8 @@ from jaxspec.config.settings import ModelConfig
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
+from jaxspec.models.cache import KVCache, LayerIndex, apart, extend, together
+from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
@@ -221,7 +222,7 @@ class Decoder(nnx.Module):
         starts = jnp.zeros_like(tokens) if first is None else first
 
         def layer(
-            x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page
+            x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
         ) -> tuple[Any, Any]:
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)

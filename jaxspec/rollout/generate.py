@@ -10,203 +10,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
-from jaxspec import sampling
-from jaxspec.config.check import smallest_pool, whole_pool
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA
-from jaxspec.models import kv
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import acceptance, length_chooser, slots
-from jaxspec.rollout.pages import grow, no_pages
+from jaxspec.rollout import length_chooser, slots
+from jaxspec.rollout.decode_state import (
+    DecodeState,
+    active,
+    may_run_out,
+    slot_count,
+    taken,
+)
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.recompute import recomputed
-from jaxspec.rollout.round import Settings, by_matching, features, one_round
-from jaxspec.rollout.slots import Caches, DecodeState, Paged, Prefilled, Queue
-from jaxspec.state import IDLE, RUNNING, AcceptanceEstimate, Drafter, Prompts, PyTree, Rollout
-
-PREFILL_TOKENS = 2**14
-"""Prompt tokens that are read together."""
+from jaxspec.rollout.round import Settings, one_round
+from jaxspec.state import RUNNING, Drafter, Prompts, PyTree, Rollout
 
 Condition = Callable[[DecodeState], Bool[Array, ""]]
 """Whether a loop goes on."""
-
-
-def begin(
-    target: Decoder,
-    drafter: Drafter,
-    draft: Draft | None,
-    prompts: Prompts,
-    first_prompt: Int[Array, ""],
-    key: Key[Array, ""],
-    settings: Settings,
-) -> DecodeState:
-    """Prefills each prompt once, for all rows of its group.
-
-    Args:
-      target: the policy in the rollout layout.
-      drafter: the draft's weights and temperatures.
-      draft: None is plain decoding.
-      prompts: those of this shard.
-      first_prompt: number of this shard's first prompt among all prompts of the call.
-      key: of the call; rows fold in their global number, so results do not depend on the mesh.
-      settings: see `Settings`.
-    """
-    count, width = prompts.tokens.shape
-    group, length = settings.group_size, draft.length if draft else 0
-    size = width + settings.max_new_tokens
-    longest = size + length  # headroom: a block may reach K positions beyond the last token kept
-    with jax.named_scope("prefill"):
-        prefilled = _prefill(target, drafter, draft, prompts)
-    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
-        group, dtype=jnp.int32
-    )
-    lengths = jnp.repeat(prompts.lengths, group)
-    inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
-    tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
-    wide = np.promote_types(target.embedding[...].dtype, np.float32)
-    rollout = Rollout(
-        tokens=jnp.repeat(tokens, group, axis=0),
-        prompt_lengths=lengths,
-        lengths=lengths,
-        logprobs=jnp.zeros((count * group, size), wide),
-        status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
-        version=jnp.zeros_like(lengths),
-        statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
-    )
-    keys = sampling.row_keys(
-        key,
-        numbers.reshape(-1),
-        sampling.TARGET if by_matching(draft, settings) else sampling.ROUND,
-    )
-    chosen = min(settings.slots or count * group, count * group)
-    if chosen < count * group or settings.page_size:
-        state = _with_queue(rollout, keys, prefilled, prompts, chosen, longest, settings)
-        return state.replace(acceptance=_estimate(drafter, settings))
-    assert prefilled.caches is not None, "prompts are read into caches of their own"
-    return DecodeState(
-        rollout=rollout,
-        row=None,
-        keys=keys,
-        caches=prefilled.caches.map(
-            lambda cache: kv.rows_of(cache, group, longest, settings.chunk)
-        ),
-        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
-        round=jnp.zeros((1,), jnp.int32),
-        queue=None,
-        paged=None,
-        acceptance=_estimate(drafter, settings),
-    )
-
-
-def _with_queue(
-    rollout: Rollout,
-    keys: Key[Array, " R"],
-    prefilled: Prefilled,
-    prompts: Prompts,
-    chosen: int,
-    longest: int,
-    settings: Settings,
-) -> DecodeState:
-    """An engine of `chosen` empty slots, for which all rows wait."""
-    count, rows, size = len(prompts.tokens), len(keys), settings.page_size
-    read, paged = prefilled.caches, None
-    assert read is not None, "prompts are read into caches of their own"
-    if not size:
-        caches = read.map(lambda cache: kv.empty_rows(cache, chosen, longest, settings.chunk))
-    else:
-        width = prompts.tokens.shape[1]
-        of_row, of_prompt = -(-longest // size), -(-width // size)
-        number = settings.pages or whole_pool(count, width, longest - width, 0, size, chosen)
-        least = smallest_pool(count, width, longest - width, 0, size)
-        if number < least:
-            raise ValueError(
-                f"{number} pages of {size} positions for {count} prompts and rows of {longest};"
-                f" {least} are the fewest"
-            )
-        wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
-        pages = grow(no_pages(number, chosen + count, of_row), jnp.pad(wanted, (chosen, 0)))
-        table = pages.table[chosen:, :of_prompt]
-        caches = read.map(
-            lambda cache: kv.put_prompts(kv.empty_pages(cache, number, size), table, cache)
-        )
-        prefilled = prefilled.replace(caches=None)
-        nothing = jnp.zeros((chosen,), jnp.int32)
-        paged = Paged(pages=pages, admitted=nothing)
-    return DecodeState(
-        rollout=rollout,
-        row=jnp.full((chosen,), rows, jnp.int32),
-        keys=keys,
-        caches=caches,
-        draft=jax.tree.map(
-            lambda leaf: jnp.zeros((chosen, *leaf.shape[1:]), leaf.dtype), prefilled.draft
-        ),
-        round=jnp.zeros((1,), jnp.int32),
-        queue=Queue(
-            waiting=rollout.status == RUNNING,
-            order=jnp.arange(rows, dtype=jnp.int32),
-            prompts=prefilled,
-        ),
-        paged=paged,
-        acceptance=None,
-    )
-
-
-def _estimate(drafter: Drafter, settings: Settings) -> AcceptanceEstimate | None:
-    if not settings.lengths:
-        return None
-    assert drafter.chooser is not None, "lengths are chosen by an estimate"
-    return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
-
-
-def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts) -> Prefilled:
-    """What target and draft keep of every prompt; some prompts at a time, so that memory does not
-    grow with their number."""
-    count, width = prompts.tokens.shape
-
-    def read(prompts: Prompts) -> Prefilled:
-        rows = len(prompts.tokens)
-        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        forward = target(
-            prompts.tokens,
-            positions,
-            target.empty_cache(rows, width),
-            taps=draft.taps if draft else (),
-        )
-        assert forward.cache is not None, "a cache that goes in comes back"
-        draft_state, cache = None, None
-        if draft is not None:
-            empty = draft.empty_cache(drafter.network, rows, width)
-            draft_state, cache = draft.prefill(
-                drafter.network, target, prompts, features(forward), empty
-            )
-        return Prefilled(
-            caches=Caches(target=forward.cache, draft=cache),
-            draft=draft_state,
-            history=prompts.history,
-            history_lengths=prompts.history_lengths,
-        )
-
-    some = max(1, PREFILL_TOKENS // width)
-    if count <= some:
-        return read(prompts)
-
-    def numbered(rows: Int[Array, " n"]) -> Prefilled:
-        return read(jax.tree.map(lambda leaf: leaf[rows] if leaf.ndim else leaf, prompts))
-
-    def join(leaf: Array) -> Array:
-        axis = int(leaf.ndim == 6)  # layers that are stacked come before prompts
-        joined = jnp.moveaxis(leaf, 0, axis)
-        shape = *joined.shape[:axis], turns * some, *joined.shape[axis + 2 :]
-        return lax.slice_in_dim(joined.reshape(shape), 0, count, axis=axis)
-
-    turns = -(-count // some)
-    numbers = jnp.minimum(jnp.arange(turns * some, dtype=jnp.int32), count - 1)
-    return jax.tree.map(join, lax.map(numbered, numbers.reshape(turns, some)))
 
 
 def advance(
@@ -220,8 +46,8 @@ def advance(
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as
     one long call."""
     limit = state.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - state.round[0])
-    tail = tuple(size for size in settings.tail if size < slots.slot_count(state))
-    evicts = slots.may_run_out(state, settings.max_new_tokens)
+    tail = tuple(size for size in settings.tail if size < slot_count(state))
+    evicts = may_run_out(state, settings.max_new_tokens)
 
     def one(state: DecodeState, length: int) -> DecodeState:
         state = seated(target, drafter, draft, state, settings, evicts)
@@ -256,7 +82,7 @@ def seated(
     """
     block = (draft.length if draft else 0) + 1
     with jax.named_scope("refill"):
-        filled = slots.refill(state, settings.group_size, block)
+        filled = slots.refill(state, settings.group_size, block, evicts)
         if not evicts:
             return filled
         return recomputed(target, drafter, draft, state, filled, settings.group_size)
@@ -308,7 +134,6 @@ def _rounds_of_choice(
         carry: tuple[DecodeState, length_chooser.Choice], length: int
     ) -> tuple[DecodeState, length_chooser.Choice]:
         state, choice = carry
-        assert state.acceptance is not None, "lengths are chosen by an estimate"
         return chosen(
             one(
                 state.replace(
@@ -340,8 +165,8 @@ def _choice(
     """The length of the next round."""
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
     assert state.acceptance is not None, "lengths are chosen by an estimate"
-    lengths = slots.taken(state.rollout.lengths, state.row)
-    longest = jnp.max(jnp.where(slots.active(state), lengths, 0))
+    lengths = taken(state.rollout.lengths, state.row)
+    longest = jnp.max(jnp.where(active(state), lengths, 0))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
         jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest),

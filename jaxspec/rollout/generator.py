@@ -19,8 +19,8 @@ from jaxspec.models.lora import Adapted, merged
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout import generate as loop
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.sync import to_rollout
 from jaxspec.state import (
     EOS,

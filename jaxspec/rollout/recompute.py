@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Draft
 from jaxspec.kernels.order import after, computed
-from jaxspec.models import kv
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache
-from jaxspec.rollout import slots
+from jaxspec.models.paged import put_texts
+from jaxspec.rollout.decode_state import Caches, DecodeState, active, taken
 from jaxspec.rollout.round import features
-from jaxspec.rollout.slots import Caches, DecodeState
+from jaxspec.rollout.slots import shared
 from jaxspec.state import Drafter, Prompts
 
 BLOCK = 512
@@ -33,10 +33,9 @@ def recomputed(
 ) -> DecodeState:
     """Reads the texts of all rows that were admitted since `before` with more than their prompts,
     one row at a time: rows are evicted seldom, and one by one."""
-    assert before.paged is not None and state.paged is not None, "only small pages run out"  # noqa: PT018
     rollout, row = state.rollout, state.row
-    admitted = state.paged.admitted > jnp.max(before.paged.admitted)
-    longer = slots.taken(rollout.lengths, row) > slots.taken(rollout.prompt_lengths, row)
+    admitted = state.admitted > jnp.max(before.admitted)
+    longer = taken(rollout.lengths, row) > taken(rollout.prompt_lengths, row)
 
     def one(
         carry: tuple[DecodeState, Bool[Array, " B"]],
@@ -45,7 +44,7 @@ def recomputed(
         slot = jnp.argmax(left).astype(jnp.int32)
         return _one(target, drafter, draft, state, slot, group_size), left.at[slot].set(False)
 
-    left = admitted & longer & slots.active(state)
+    left = admitted & longer & active(state)
     return lax.while_loop(lambda carry: jnp.any(carry[1]), one, (state, left))[0]
 
 
@@ -58,7 +57,6 @@ def _one(
     group_size: int,
 ) -> DecodeState:
     """Reads the text of the row in `slot`, and puts what target and draft keep of it there."""
-    assert state.row is not None and state.queue is not None and state.paged is not None  # noqa: PT018
     row = state.row[slot]
     text = _text(state, row, group_size)
     cache, read = _through_target(target, draft, text)
@@ -74,20 +72,19 @@ def _one(
             lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh
         )
     # pages that the group shares are as they were
-    pages, size = state.paged.pages, state.caches.page_size
-    common = slots.shared(state.rollout.prompt_lengths[row], size)
+    pages, size = state.pages, state.caches.page_size
+    common = shared(state.rollout.prompt_lengths[row], size)
     own = jnp.arange(pages.table.shape[1], dtype=jnp.int32) >= common
     table = jnp.where(own, pages.table[slot], len(pages.references))[None]
     written = Caches(target=cache, draft=draft_cache)
     return state.replace(
-        caches=state.caches.map(lambda pool, source: kv.put_prompts(pool, table, source), written),
+        caches=state.caches.map(lambda pool, source: put_texts(pool, table, source), written),
         draft=draft_state,
     )
 
 
 def _text(state: DecodeState, row: Int[Array, ""], group_size: int) -> Prompts:
     """The row's prompt and response so far, as the only prompt of a call."""
-    assert state.queue is not None, "rows that were evicted wait"
     prompts, prompt, nothing = state.queue.prompts, row // group_size, jnp.zeros((), jnp.int32)
     return Prompts(
         tokens=state.rollout.tokens[row][None],

@@ -10,9 +10,16 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxspec import sampling
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.kv import KVCache
-from jaxspec.rollout import acceptance, slots
-from jaxspec.rollout.slots import Caches, DecodeState, added, taken
+from jaxspec.rollout import acceptance
+from jaxspec.rollout.decode_state import (
+    Caches,
+    DecodeState,
+    active,
+    added,
+    rows_may_wait,
+    slot_count,
+    taken,
+)
 from jaxspec.rollout.verify import Verdict, leading, match_rule
 from jaxspec.state import (
     EOS,
@@ -82,7 +89,8 @@ def one_round(
         settings,
     )
     context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
-    draft_state, draft_cache = state.draft, _with_table(state.caches.draft, state)
+    caches = state.caches.with_table(state.pages.table[: slot_count(state)])
+    draft_state, draft_cache = state.draft, caches.draft
     proposal = Proposal(
         jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths)
     )
@@ -101,7 +109,7 @@ def one_round(
         forward = target(
             tokens,
             positions,
-            _with_table(state.caches.target, state),
+            caches.target,
             draft.taps if draft else (),
         )
         assert forward.cache is not None, "a cache that goes in comes back"
@@ -155,28 +163,20 @@ def one_round(
         rollout=rollout.replace(
             statistics=_counted(rollout.statistics, change, row, measured.group)
         ),
-        caches=Caches(target=forward.cache, draft=draft_cache).map(
-            lambda cache: cache.replace(table=None)
-        ),
+        caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
         draft=draft_state,
         round=state.round + 1,
-        acceptance=_learnt(state.acceptance, change),
+        acceptance=_learnt(state.acceptance, change) if settings.lengths else state.acceptance,
     )
 
 
 def _start(state: DecodeState) -> _Round:
     rollout, row = state.rollout, state.row
     return _Round(
-        running=slots.active(state),
+        running=active(state),
         lengths=taken(rollout.lengths, row),
         prompt_lengths=taken(rollout.prompt_lengths, row),
     )
-
-
-def _with_table(cache: KVCache | None, state: DecodeState) -> KVCache | None:
-    if cache is None or state.paged is None:
-        return cache
-    return cache.replace(table=state.paged.pages.table[: slots.slot_count(state)])
 
 
 def features(forward: Forward) -> Float[Array, "B T C"]:
@@ -292,24 +292,18 @@ def _widened(change: Statistics, length: int) -> Statistics:
 class _Measured(NamedTuple):
     """Where draft temperatures are compared: in the first row of each group."""
 
-    slots: slice | Int[Array, " m"]
-    group: Int[Array, " m"] | None
-    """The group of each of these slots, none where it has another row; None: they are the groups in
-    order."""
+    slots: Int[Array, " m"]
+    group: Int[Array, " m"]
+    """The group of each of these slots, none where it has another row."""
 
 
 def _measured(state: DecodeState, group_size: int) -> _Measured:
-    if state.row is None:
-        return _Measured(slice(None, None, group_size), None)
     groups = len(state.rollout.status) // group_size
     # In the tail there may be a first row in every slot. While rows come and go there are as many
     # as groups fit the slots, on average.
-    count = min(
-        len(state.row),
-        groups,
-        groups if state.queue is None else 2 * -(-len(state.row) // group_size),
-    )
-    first = slots.active(state) & (state.row % group_size == 0)
+    seats = slot_count(state)
+    count = min(seats, groups, 2 * -(-seats // group_size) if rows_may_wait(state) else groups)
+    first = active(state) & (state.row % group_size == 0)
     chosen = jnp.argsort(~first, stable=True)[:count].astype(jnp.int32)
     return _Measured(chosen, jnp.where(first[chosen], state.row[chosen] // group_size, groups))
 
@@ -317,8 +311,8 @@ def _measured(state: DecodeState, group_size: int) -> _Measured:
 def _counted(
     statistics: Statistics,
     change: Statistics,
-    row: Int[Array, " B"] | None,
-    group: Int[Array, " m"] | None,
+    row: Int[Array, " B"],
+    group: Int[Array, " m"],
 ) -> Statistics:
     """Adds what a round counted by slot; by group for what is measured in some slots only."""
     by_factor = added(statistics.overlap_by_factor, group, change.overlap_by_factor)
@@ -329,17 +323,15 @@ def _counted(
     return summed.replace(overlap_by_factor=by_factor)
 
 
-def _learnt(known: AcceptanceEstimate | None, change: Statistics) -> AcceptanceEstimate | None:
-    """What is known after a round: drafts up to the cut only, where they were drawn under the
+def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstimate:
+    """The estimate after a round: by drafts up to the cut only, where they were drawn under the
     law."""
-    if known is None:
-        return None
     offered_in_turn, kept = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
         for leaf in (change.offered_in_turn, change.accepted)
     )
-    return known.replace(
-        offered_in_turn=known.offered_in_turn + offered_in_turn, kept=known.kept + kept
+    return estimate.replace(
+        offered_in_turn=estimate.offered_in_turn + offered_in_turn, kept=estimate.kept + kept
     )
 
 
@@ -386,7 +378,7 @@ def _commit(
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    number = (jnp.arange(len(count), dtype=jnp.int32) if row is None else row)[:, None]
+    number = row[:, None]
     committed = rollout.replace(
         tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
         logprobs=rollout.logprobs.at[number, where].set(block_logprobs, mode="drop"),

@@ -28,7 +28,7 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.generate import begin
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts

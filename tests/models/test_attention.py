@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.kernels import key_chunks
 from jaxspec.kernels.visible import Visible, causal
-from jaxspec.models import attention, kv
+from jaxspec.models import attention, contiguous, paged
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.kv import KVCache, empty_cache, extend
+from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.contiguous import empty_cache
 from tests.dense import attend, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -83,11 +85,13 @@ def cache_of(
     cache = empty_cache(
         3, pages, page if page > 0 else SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked
     )
+    if page > 0:
+        cache = paged.empty_pages(cache, pages, page)
     if page < 0:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(kv, "CHUNKED", 0)
-            cache = kv.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
-        assert cache.unit == SLOTS // -page
+            patched.setattr(key_chunks, "CHUNKED", 0)
+            cache = contiguous.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
+        assert contiguous.unit(cache) == SLOTS // -page
     cache = cache.replace(
         keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys),
         values=jax.tree.map(lambda leaf: leaf + junk, cache.values),

@@ -11,10 +11,11 @@ import pytest
 from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import PreferringState
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import length_chooser, slots
-from jaxspec.rollout.generate import advance, begin, seated
+from jaxspec.rollout import length_chooser
+from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
+from jaxspec.rollout.generate import advance, seated
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings, features
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
@@ -96,13 +97,12 @@ def said(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the learned draft would say in the engine's next round, what a fresh one says of the
     same texts, and how long these are."""
-    lengths = jnp.where(slots.active(state), slots.taken(state.rollout.lengths, state.row), 0)
+    lengths = jnp.where(active(state), taken(state.rollout.lengths, state.row), 0)
     context = Context(state.rollout.tokens, lengths, state.row, state.rollout.lengths)
     draft_state = state.draft.learned if isinstance(state.draft, PreferringState) else state.draft
     cache = state.caches.draft
     assert cache is not None
-    if state.paged is not None:
-        cache = cache.replace(table=state.paged.pages.table[: len(lengths)])
+    cache = cache.replace(table=state.pages.table[: len(lengths)])
     ours = learned.propose(network, target, draft_state, cache, context, in_turn, DEPTHS)[2].logits
     texts = jnp.where(
         jnp.arange(state.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
@@ -141,7 +141,7 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
         )
     )(prompts)
     step = jax.jit(lambda state, drafter: advance(target, drafter, draft, state, 1, settings))
-    evicts = slots.may_run_out(state, NEW)
+    evicts = may_run_out(state, NEW)
 
     @jax.jit
     def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -150,7 +150,7 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
 
     by_turn = [forced(given, case.lengths, length) for length in case.turns]
     compared, number = 0, 0
-    while bool(slots.waiting(state)) or bool(slots.active(state).any()):
+    while bool(waiting(state)) or bool(active(state).any()):
         ours, theirs, lengths = jax.device_get(compare(state))
         there = lengths > 1  # a row of one token has nothing to draft from
         np.testing.assert_allclose(

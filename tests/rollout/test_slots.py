@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import kv
-from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.kernels import key_chunks
+from jaxspec.rollout.decode_state import DecodeState, rows_may_wait
+from jaxspec.rollout.generate import advance, collect
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.slots import DecodeState, refill
+from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import RUNNING, Prompts, Rollout
 from tests.rollout.harness import (
@@ -115,7 +117,7 @@ CHUNKS = [
 @pytest.mark.parametrize("layout", marked(CHUNKS))
 def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two slots; prompts are longer."""
-    monkeypatch.setattr(kv, "CHUNKED", 0)
+    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
     settings, given = (
@@ -169,22 +171,19 @@ def occupied(rollout: Any, rounds: int) -> np.ndarray:
 def assert_is_whole(state: DecodeState) -> None:
     """A row that has not ended is in one slot, or waits; a holder has pages for its first
     positions, and every page knows how many hold it."""
+    rows = len(state.rollout.status)
     running = np.flatnonzero(np.asarray(state.rollout.status) == RUNNING)
-    if state.row is not None and state.queue is not None:
-        waiting = np.flatnonzero(state.queue.waiting)
-        np.testing.assert_array_equal(
-            np.sort([*waiting, *(row for row in state.row.tolist() if row in running)]), running
-        )
-    if state.paged is not None:
-        pages = state.paged.pages
-        table, held, references = (
-            np.asarray(leaf) for leaf in (pages.table, pages.held, pages.references)
-        )
-        there = np.arange(table.shape[1]) < held[:, None]
-        np.testing.assert_array_equal(table < len(references), there)
-        np.testing.assert_array_equal(
-            np.bincount(table[there], minlength=len(references)), references
-        )
+    waiting = np.flatnonzero(state.queue.waiting)
+    seated = [row for row in state.row.tolist() if row in running]
+    np.testing.assert_array_equal(np.sort([*waiting, *seated]), running)
+    table, held, references = (
+        np.asarray(leaf) for leaf in (state.pages.table, state.pages.held, state.pages.references)
+    )
+    assert (len(references) > 0) == (table.shape[1] > 0)
+    there = np.arange(table.shape[1]) < held[:, None]
+    np.testing.assert_array_equal(table < len(references), there)
+    np.testing.assert_array_equal(np.bincount(table[there], minlength=len(references)), references)
+    assert rows_may_wait(state) or set(state.row.tolist()) <= {*range(rows + 1)}
 
 
 def test_slots_are_full_until_nobody_waits() -> None:
@@ -206,11 +205,7 @@ def test_slots_are_full_until_nobody_waits() -> None:
                 jax.random.key(5),
                 settings,
             )
-            return (
-                state
-                if state.queue is None
-                else state.replace(queue=state.queue.replace(order=order))
-            )
+            return state.replace(queue=state.queue.replace(order=order))
 
         step = jax.jit(
             lambda state: advance(target, drafter(network, draft), draft, state, slices, settings)
@@ -220,9 +215,8 @@ def test_slots_are_full_until_nobody_waits() -> None:
             state = step(state)
             assert_is_whole(state)
         assert (np.asarray(collect(state).status) != RUNNING).all()
-        if state.paged is not None:
-            ended = jax.jit(lambda state: refill(state, GROUP, 4))(state)
-            assert not np.asarray(ended.paged.pages.references).any()
+        ended = jax.jit(lambda state: refill(state, GROUP, 4, True))(state)
+        assert not np.asarray(ended.pages.references).any()
         return jax.tree.map(np.asarray, collect(state))
 
     # tokens: rows lose their pages when they have some, and the last rows need several slices
