@@ -290,18 +290,18 @@ def _search(
 ) -> Found:
     """Where in the first `size` tokens of `text` a token follows the longest run of `last`;
     compares N shifted copies."""
-    slots = text.shape[0]
-    places = jnp.arange(slots, dtype=jnp.int32)
+    width = text.shape[0]
+    places = jnp.arange(width, dtype=jnp.int32)
     following = jnp.clip(size - places, 0, length)
     agrees, matched = places < size, jnp.zeros_like(places)
     for back in range(last.shape[0]):
         # -2: before the text, which nothing matches
-        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:slots] == last[back]
+        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:width] == last[back]
         matched += agrees.astype(jnp.int32)
     score = jnp.where(matched >= min_match, matched, 0)
     if latest:
         score = jnp.where(score > 0, score * length + following, 0)
-        place = slots - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
+        place = width - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
     else:
         place = jnp.argmax(score).astype(jnp.int32)
     tokens = jnp.take(text, place + jnp.arange(length, dtype=jnp.int32), mode="clip")

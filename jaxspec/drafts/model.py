@@ -55,8 +55,8 @@ def external(max_draft_length: int) -> Draft:
         length: int,
     ) -> tuple[ModelState, KVCache, Proposal]:
         # The last token is new. So is the one before it where all drafts were kept: the last of
-        # them was drawn, but never read. A row of one token starts with it and reads a slot ahead,
-        # which the next step overwrites.
+        # them was drawn, but never read. A row of one token starts with it and reads a position
+        # ahead, which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
 
         def read(start: Int[Array, " B"], count: int, cache: KVCache) -> Forward:

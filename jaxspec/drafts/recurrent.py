@@ -22,8 +22,8 @@ Network = Eagle3 | Mtp
 class RecurrentState(Tree):
     """The block that the draft has yet to read.
 
-    In its cache, slot t of turn 0 reads the features of position t and the token after it; of turn
-    k, the output of turn k-1 at slot t-1 and that token.
+    In its cache, position t of turn 0 reads the features of position t and the token after it; of
+    turn k, the output of turn k-1 at position t-1 and that token.
     """
 
     features: Float[Array, "B K1 C"]
@@ -31,18 +31,20 @@ class RecurrentState(Tree):
     committed."""
     first: Int[Array, " B"]
     before: Float[Array, "B N1 D"]
-    """Outputs of all turns but the last at the slot before `first`; zeros where there is none."""
+    """Outputs of all turns but the last at the position before `first`; zeros where there is
+    none."""
     ends: Float[Array, "B N1 D"]
-    """The same at the last slot that was read: `before` of the next block."""
+    """The same at the last position that was read: `before` of the next block."""
 
 
 def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
     """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
     layers in each of `depth` turns (drafters.md 1.9, 3.2).
 
-    Token i+1 of a block comes from turn i mod `depth`. A slot attends to what it saw in training:
-    in turn k, the true slots up to k before its own and its own; when drafting, the true slots and
-    those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for each of its layers.
+    Token i+1 of a block comes from turn i mod `depth`. A position attends to what it saw in
+    training: in turn k, the true positions up to k before its own and its own; when drafting, the
+    true positions and those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for
+    each of its layers.
     """
 
     def empty(network: Network, rows: int, positions: int) -> KVCache:
@@ -70,11 +72,13 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         cache, outputs = _read(
             network, cache, nothing, features[:, :-1], embedded, positions, depth
         )
-        # The last whole slot of the prompt (its token is the prompt's last) is read again by the
-        # first round, as its pending block.
+        # The last whole position of the prompt (its token is the prompt's last) is read again by
+        # the first round, as its pending block.
         first = jnp.maximum(prompts.lengths - 2, 0)
         before = [
-            jnp.take_along_axis(_next_slot(nothing[:, k], outputs[k]), first[:, None, None], axis=1)
+            jnp.take_along_axis(
+                _next_position(nothing[:, k], outputs[k]), first[:, None, None], axis=1
+            )
             for k in range(depth - 1)
         ]
         before = jnp.concatenate([nothing[:, :0], *before], axis=1)
@@ -116,7 +120,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1),
             state.ends,
         )
-        hidden, last_slot = at_last[0], (state.first + last)[:, None]
+        hidden, last_position = at_last[0], (state.first + last)[:, None]
         drafted, laws = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
@@ -126,14 +130,14 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
-                visible = Visible(step % depth, last_slot, last_slot + step, depth)
+                visible = Visible(step % depth, last_position, last_position + step, depth)
                 cache, hidden = _turn(
                     network,
                     step % depth,
                     cache,
                     hidden,
                     network.embed(target, token[:, None]),
-                    last_slot + step,
+                    last_position + step,
                     visible,
                 )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
@@ -242,18 +246,18 @@ def _read(
     hidden, outputs = network.read(features), []
     for turn in range(depth):
         if turn > 0:
-            hidden = _next_slot(before[:, turn - 1], hidden)[:, :-1]
-        # of the last `turn` slots, only the own one is right in its layers
+            hidden = _next_position(before[:, turn - 1], hidden)[:, :-1]
+        # of the last `turn` positions, only the own one is right in its layers
         visible = Visible(turn, positions - turn, positions, depth)
         cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
         outputs.append(hidden)
     return cache, outputs
 
 
-def _next_slot(
+def _next_position(
     before: Float[Array, "B D"], outputs: Float[Array, "B T D"]
 ) -> Float[Array, "B T1 D"]:
-    """Outputs moved one slot up: what the next turn reads."""
+    """Outputs moved one position up: what the next turn reads."""
     return jnp.concatenate([before[:, None], outputs], axis=1)
 
 

@@ -23,6 +23,7 @@ from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
     may_run_out,
+    rows_of_slots,
     slot_count,
     taken,
 )
@@ -164,8 +165,7 @@ def _choice(
 ) -> length_chooser.Choice:
     """The length of the next round."""
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
-    assert state.acceptance is not None, "lengths are chosen by an estimate"
-    lengths = taken(state.rollout.lengths, state.row)
+    lengths = taken(state.rollout.lengths, rows_of_slots(state))
     longest = jnp.max(jnp.where(active(state), lengths, 0))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
@@ -181,7 +181,7 @@ def _choice(
 
 
 def collect(state: DecodeState) -> Rollout:
-    """The rows as they stand, without the engine's caches."""
+    """The rows as they stand, without caches and queue."""
     return state.rollout
 
 
@@ -246,7 +246,7 @@ def begin_sharded(
     state = jax.eval_shape(
         shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
     )
-    return _on_each_shard(mesh, shard, inputs, _engine_specs(state))(
+    return _on_each_shard(mesh, shard, inputs, _state_specs(state))(
         target, drafter, prompts, numbers, key
     )
 
@@ -267,7 +267,7 @@ def advance_sharded(
     ) -> DecodeState:
         return advance(target, drafter, draft, state, max_rounds, settings)
 
-    specs = _engine_specs(state)
+    specs = _state_specs(state)
     return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
         target, drafter, state, max_rounds
     )
@@ -278,7 +278,7 @@ def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
     return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
 
 
-def _engine_specs(state: DecodeState) -> PyTree:
+def _state_specs(state: DecodeState) -> PyTree:
     """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
     else."""
     return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), state)

@@ -14,9 +14,11 @@ from jaxspec.rollout import acceptance
 from jaxspec.rollout.decode_state import (
     Caches,
     DecodeState,
+    Rows,
     active,
     added,
     rows_may_wait,
+    rows_of_slots,
     slot_count,
     taken,
 )
@@ -77,10 +79,10 @@ def one_round(
     length: int,
 ) -> DecodeState:
     """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
-    rollout, row, now = state.rollout, state.row, _start(state)
+    rollout, rows, now = state.rollout, rows_of_slots(state), _start(state)
     matching, measured = by_matching(draft, settings), _measured(state, settings.group_size)
     noise = _noise(
-        taken(state.keys, row),
+        taken(state.keys, rows),
         now.lengths,
         length,
         target.config.vocab,
@@ -88,7 +90,7 @@ def one_round(
         matching,
         settings,
     )
-    context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
+    context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), rows, rollout.lengths)
     caches = state.caches.with_table(state.pages.table[: slot_count(state)])
     draft_state, draft_cache = state.draft, caches.draft
     proposal = Proposal(
@@ -152,7 +154,7 @@ def one_round(
         change = acceptance.of_round(
             now.running, verdict, proposal.offered, comparison, entropy, kept, measured.slots
         )
-        ended = now.running & (taken(rollout.status, row) != RUNNING)
+        ended = now.running & (taken(rollout.status, rows) != RUNNING)
         change = _widened(
             change.replace(ended=jnp.where(ended, state.round + 1, 0)),
             draft.length if draft else 0,
@@ -161,7 +163,7 @@ def one_round(
             draft_state = draft.commit(draft_state, Kept(block, features(forward), positions, kept))
     return state.replace(
         rollout=rollout.replace(
-            statistics=_counted(rollout.statistics, change, row, measured.group)
+            statistics=_counted(rollout.statistics, change, rows, measured.groups)
         ),
         caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
         draft=draft_state,
@@ -171,11 +173,11 @@ def one_round(
 
 
 def _start(state: DecodeState) -> _Round:
-    rollout, row = state.rollout, state.row
+    rollout, rows = state.rollout, rows_of_slots(state)
     return _Round(
         running=active(state),
-        lengths=taken(rollout.lengths, row),
-        prompt_lengths=taken(rollout.prompt_lengths, row),
+        lengths=taken(rollout.lengths, rows),
+        prompt_lengths=taken(rollout.prompt_lengths, rows),
     )
 
 
@@ -292,12 +294,14 @@ def _widened(change: Statistics, length: int) -> Statistics:
 class _Measured(NamedTuple):
     """Where draft temperatures are compared: in the first row of each group."""
 
-    slots: Int[Array, " m"]
-    group: Int[Array, " m"]
+    slots: Rows
+    groups: Rows
     """The group of each of these slots, none where it has another row."""
 
 
 def _measured(state: DecodeState, group_size: int) -> _Measured:
+    if isinstance(rows_of_slots(state), slice):
+        return _Measured(slice(None, None, group_size), slice(None))
     groups = len(state.rollout.status) // group_size
     # In the tail there may be a first row in every slot. While rows come and go there are as many
     # as groups fit the slots, on average.
@@ -311,13 +315,13 @@ def _measured(state: DecodeState, group_size: int) -> _Measured:
 def _counted(
     statistics: Statistics,
     change: Statistics,
-    row: Int[Array, " B"],
-    group: Int[Array, " m"],
+    rows: Rows,
+    groups: Rows,
 ) -> Statistics:
     """Adds what a round counted by slot; by group for what is measured in some slots only."""
-    by_factor = added(statistics.overlap_by_factor, group, change.overlap_by_factor)
+    by_factor = added(statistics.overlap_by_factor, groups, change.overlap_by_factor)
     summed = jax.tree.map(
-        lambda leaf, more: added(leaf, row, more),
+        lambda leaf, more: added(leaf, rows, more),
         *(each.replace(overlap_by_factor=None) for each in (statistics, change)),
     )
     return summed.replace(overlap_by_factor=by_factor)
@@ -349,7 +353,7 @@ def _commit(
 
     Returns the rows, the block, and how much of it each slot keeps.
     """
-    rollout, row = state.rollout, state.row
+    rollout, rows = state.rollout, rows_of_slots(state)
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(
@@ -378,11 +382,11 @@ def _commit(
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    number = row[:, None]
+    number = state.row[:, None]
     committed = rollout.replace(
         tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
         logprobs=rollout.logprobs.at[number, where].set(block_logprobs, mode="drop"),
-        lengths=added(rollout.lengths, row, count),
-        status=added(rollout.status, row, change),
+        lengths=added(rollout.lengths, rows, count),
+        status=added(rollout.status, rows, change),
     )
     return committed, block, count

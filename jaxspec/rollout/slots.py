@@ -14,6 +14,7 @@ from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
     rows_may_wait,
+    rows_of_slots,
     slot_count,
     taken,
     waiting,
@@ -141,7 +142,7 @@ def _make_room(state: DecodeState, block: int, evicts: bool) -> DecodeState:
     count = slot_count(state)
 
     def wanted(state: DecodeState) -> Int[Array, " A"]:
-        lengths = taken(state.rollout.lengths, state.row)
+        lengths = taken(state.rollout.lengths, rows_of_slots(state))
         needed = jnp.where(active(state), _pages_for(state, lengths, block), 0)
         return state.pages.held.at[:count].max(needed)
 
