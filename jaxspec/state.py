@@ -27,20 +27,24 @@ logits or a law that is not finite, never started."""
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[_T]) -> type[_T]:
-    """Makes a frozen dataclass a pytree of all its fields.
+    """Makes a frozen dataclass a pytree of all its fields; those with the metadata `static` are
+    part of its structure.
 
     Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where
     its annotations say arrays.
     """
     frozen: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    names = [item.name for item in dataclasses.fields(frozen)]
+    fields = dataclasses.fields(frozen)
+    names = [item.name for item in fields if "static" not in item.metadata]
+    static = [item.name for item in fields if "static" in item.metadata]
 
-    def flatten(node: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names], None
+    def flatten(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names]
+        return children, tuple(getattr(node, name) for name in static)
 
-    def unflatten(_: None, children: Any) -> Any:
+    def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
         node = object.__new__(frozen)
-        for name, child in zip(names, children, strict=True):
+        for name, child in zip((*names, *static), (*children, *structure), strict=True):
             object.__setattr__(node, name, child)
         return node
 
@@ -89,7 +93,7 @@ class Statistics(Tree):
     """Target passes the row took part in."""
     drafted: Int[AnyArray, "B K"]
     """Rounds that offered at least 1, 2, ... K drafts."""
-    reached: Int[AnyArray, "B K"]
+    offered_in_turn: Int[AnyArray, "B K"]
     """Rounds that offered draft 1, ... K and kept every one before it: only there were target and
     draft compared under the law."""
     accepted: Int[AnyArray, "B K"]
@@ -98,12 +102,12 @@ class Statistics(Tree):
     kept: Int[AnyArray, " B"]
     """Tokens kept in rounds that offered a draft."""
     overlap: Float[AnyArray, "B K"]
-    """Expected acceptance sum_v min(target, draft), over the rounds of `reached`."""
+    """Expected acceptance sum_v min(target, draft), over the rounds of `offered_in_turn`."""
     overlap_by_factor: Float[AnyArray, "n K F"]
     """The same at each draft temperature factor of the grid, in the first row of each of the n
     groups."""
     draft_entropy: Float[AnyArray, "B K"]
-    """Over the rounds of `reached`, in nats; 0 for drafts that draw nothing."""
+    """Over the rounds of `offered_in_turn`, in nats; 0 for drafts that draw nothing."""
     began: Int[AnyArray, " B"]
     """Rounds of its shard before the row got a slot."""
     ended: Int[AnyArray, " B"]
@@ -173,24 +177,24 @@ class Trained(Tree):
 
 
 @pytree
-class Known(Tree):
-    """What is known of a draft's acceptance, by depth."""
+class AcceptanceEstimate(Tree):
+    """How much of a draft was accepted, by depth."""
 
-    reached: Float[Array, "*n K"]
+    offered_in_turn: Float[Array, "*n K"]
     """Drafts offered after all before them were kept; earlier calls count less."""
     kept: Float[Array, "*n K"]
     """Those of them that were kept."""
-    spare: Float[Array, "*n"]
+    seconds_to_lose: Float[Array, "*n"]
     """Seconds, by the cost table, that may be lost on trying a longer draft."""
 
 
 @pytree
-class Pace(Tree):
+class LengthChooser(Tree):
     """What draft lengths are chosen by."""
 
-    known: Known
+    acceptance: AcceptanceEstimate
     """Before the call."""
-    cost: Float[Array, "A S C"]
+    round_cost: Float[Array, "A S C"]
     """Seconds of a round by draft length, number of slots (most first) and context; zeros: not
     measured yet."""
 
@@ -202,7 +206,7 @@ class Drafter(Tree):
 
     network: PyTree
     choice: Int[Array, " K"]
-    pace: Pace | None = None
+    chooser: LengthChooser | None = None
     """None: all rounds draft alike."""
 
 
@@ -236,7 +240,7 @@ class GeneratorState(Tree):
     overlap_by_factor: Float[AnyArray, "K F"]
     """Decayed sums from which the draft's temperature is chosen; see
     `rollout/draft_temperature.py`."""
-    pace: Pace | None = None
+    chooser: LengthChooser | None = None
     """None: all rounds draft alike."""
 
 

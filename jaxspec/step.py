@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import Config, require
 from jaxspec.drafts.build import build_draft, build_network, check_fits, draft_model
+from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.kernels.order import after, computed, needed_on
 from jaxspec.models.arrangement import Arrangement, best
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import CHUNK
 from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
 from jaxspec.rl.advantages import group_advantages

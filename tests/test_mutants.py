@@ -1,7 +1,7 @@
 """Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test
 fail.
 
-The rows are those of the table in the README's section on losslessness. A mutant replaces text that
+The rows are those of the table in docs/losslessness.md. A mutant replaces text that
 must be there exactly once, so that none of them can rot into a change that changes nothing.
 """
 
@@ -92,10 +92,9 @@ MUTANTS = [
         "7",
         "the recorded log-probability is that before temperature and truncation",
         "rollout/round.py",
-        "_commit(engine, now, verdict, proposal.tokens, follows, target_logprobs, finite,"
+        "_commit(state, now, verdict, proposal.tokens, target_logprobs, finite, settings)",
+        "_commit(state, now, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite,"
         " settings)",
-        "_commit(engine, now, verdict, proposal.tokens, follows, jax.nn.log_softmax(logits),"
-        " finite, settings)",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
     Mutant(
@@ -125,9 +124,9 @@ MUTANTS = [
     Mutant(
         "11",
         "attention sees what stands in the cache above the block",
-        "kernels/sight.py",
-        "return (true & (slots >= self.first) if self.first else true) | beyond",
-        "return (true & (slots >= self.first) if self.first else true) | beyond | (slots >"
+        "kernels/visible.py",
+        "return (true & (positions >= self.first) if self.first else true) | beyond",
+        "return (true & (positions >= self.first) if self.first else true) | beyond | (positions >"
         " own.max(axis=1, keepdims=True))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
@@ -151,8 +150,8 @@ MUTANTS = [
         "13",
         "a block may run past the length limit",
         "rollout/round.py",
-        "count = jnp.where(running, jnp.minimum(until_end, room), 0)",
-        "count = jnp.where(running, until_end, 0)\n    room = jnp.maximum(room, count)",
+        "count = jnp.where(now.running, jnp.minimum(until_end, room), 0)",
+        "count = jnp.where(now.running, until_end, 0)\n    room = jnp.maximum(room, count)",
         CUTS,
     ),
     Mutant(
@@ -174,7 +173,7 @@ MUTANTS = [
     Mutant(
         "17",
         "rows are numbered within their shard",
-        "rollout/generate.py",
+        "rollout/prefill.py",
         "numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
         "numbers = (0 * first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group",
         "rollout/test_coupled.py::test_coupled_tokens_are_those_of_plain_decoding[hf, 2, mesh 8x1]",
@@ -224,18 +223,35 @@ MUTANTS = [
     Mutant(
         "-",
         "a row that lost its pages samples its text again",
-        "rollout/round.py",
-        "jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)",
-        "jnp.zeros_like(lengths)",
+        "rollout/slots.py",
+        "statistics=statistics.replace(began=statistics.began.at[row].set(began))",
+        "statistics=statistics.replace(began=statistics.began.at[row].set(began)),"
+        " lengths=rollout.lengths.at[row].set(length)",
         SLOTS,
     ),
     Mutant(
         "-",
-        "the log-probabilities of a row that goes through its text again are overwritten",
-        "rollout/round.py",
-        "logprobs=rollout.logprobs.at[number, where]",
-        "logprobs=rollout.logprobs.at[\n            number, jnp.where((now.running & ~running)[:,"
-        " None] & within, now.lengths[:, None] + offsets, where)\n        ]",
+        "the log-probabilities of a row that is recomputed are overwritten",
+        "rollout/recompute.py",
+        "        draft=draft_state,",
+        "        draft=draft_state,\n        rollout=state.rollout.replace(\n           "
+        " logprobs=state.rollout.logprobs.at[row].set(0)\n        ),",
+        SLOTS,
+    ),
+    Mutant(
+        "-",
+        "a row that lost its pages goes on without being recomputed",
+        "rollout/recompute.py",
+        "left = admitted & longer & active(state)",
+        "left = admitted & ~longer & active(state)",
+        SLOTS,
+    ),
+    Mutant(
+        "-",
+        "a recomputed row drafts from its prompt",
+        "rollout/recompute.py",
+        "lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh",
+        "lambda leaf, source: leaf, state.draft, fresh",
         SLOTS,
     ),
     Mutant(
@@ -250,8 +266,8 @@ MUTANTS = [
         "-",
         "the last rows' draft is forgotten when they move back to their slots",
         "rollout/slots.py",
-        "draft=jax.tree.map(put, engine.draft, fewer.draft),",
-        "draft=engine.draft,",
+        "draft=jax.tree.map(put, state.draft, fewer.draft),",
+        "draft=state.draft,",
         SLOTS,
     ),
     Mutant(
@@ -284,9 +300,8 @@ MUTANTS = [
         "-",
         "the tail forgets the rows that lost their pages in it",
         "rollout/slots.py",
-        "row=None if engine.row is None else put(engine.row, _row(fewer)),",
-        "row=None if engine.row is None else put(engine.row, _row(fewer)),\n       "
-        " queue=engine.queue,",
+        "row=put(state.row, fewer.row),",
+        "row=put(state.row, fewer.row),\n        queue=state.queue,",
         "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their"
         " pages]",
     ),
@@ -294,8 +309,8 @@ MUTANTS = [
         "-",
         "statistics count drafts beyond the cut",
         "rollout/acceptance.py",
-        "reached = drafted & (depths <= kept[:, None])",
-        "reached = drafted",
+        "offered_in_turn = drafted & (depths <= kept[:, None])",
+        "offered_in_turn = drafted",
         "rollout/test_monte_carlo.py::test_a_round_counts_drafts_up_to_its_cut[block_rule]",
     ),
 ]
@@ -384,10 +399,12 @@ def test_every_mutant_is_a_change(repository: Path) -> None:
         assert mutated(mutant, text) != text
 
 
-def test_the_readme_lists_every_mutant_and_nothing_else(repository: Path) -> None:
+def test_the_documents_list_every_mutant_and_nothing_else(repository: Path) -> None:
     """Bug and killing test stand side by side in the section on losslessness."""
     table = re.findall(
-        r"^\| (.+) \| `(.+::.+)` \|$", (repository / "README.md").read_text(), re.MULTILINE
+        r"^\| (.+) \| `(.+::.+)` \|$",
+        (repository / "docs/losslessness.md").read_text(),
+        re.MULTILINE,
     )
     assert len(table) == len(MUTANTS)
     assert set(table) == {(mutant.bug, re.sub(r"\[.*", "", mutant.killer)) for mutant in MUTANTS}

@@ -340,9 +340,9 @@ def test_metrics_are_those_of_the_rollout() -> None:
     assert drafted == rounds, "EAGLE-3 always has a draft"
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,
-        "conditional_rate": counts.accepted.sum(0) / counts.reached.sum(0),
-        "expected_acceptance": counts.overlap.sum(0) / counts.reached.sum(0),
-        "draft_entropy": counts.draft_entropy.sum(0) / counts.reached.sum(0),
+        "conditional_rate": counts.accepted.sum(0) / counts.offered_in_turn.sum(0),
+        "expected_acceptance": counts.overlap.sum(0) / counts.offered_in_turn.sum(0),
+        "draft_entropy": counts.draft_entropy.sum(0) / counts.offered_in_turn.sum(0),
         "draft_temperature": np.ones(LENGTH),
     }
     expected = {

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import step
 from jaxspec.config.settings import LoraConfig
 from jaxspec.host.runner import whole_step
-from jaxspec.models import kv
+from jaxspec.kernels import key_chunks
 from tests.conftest import small_mesh
 from tests.whole_step import (
     LENGTH,
@@ -164,13 +164,13 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
         if " all-gather(" in line and line not in loop
     ]
     assert any(not set(groups(line)) <= peers for line in outside)
-    slots = -(-(WIDTH + NEW + LENGTH) // kv.EVEN) * kv.EVEN
+    slots = -(-(WIDTH + NEW + LENGTH) // key_chunks.EVEN) * key_chunks.EVEN
     assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
 
 
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "CHUNK", 4)
-    monkeypatch.setattr(kv, "CHUNKED", 0)
+    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
     assert_stays(
         compiled(8, 1).reached_from(is_loop),
         ROWS // 8,

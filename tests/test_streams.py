@@ -83,7 +83,7 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
     state = jax.jit(step.fresh)()
     with pytest.raises(Enough):
-        round_cost.with_pace(
+        round_cost.with_chooser(
             step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN))
         )
     assert seen == [Stream.PILOT]

@@ -33,11 +33,11 @@ from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, process_0_first, run
-from jaxspec.host.round_cost import with_pace
+from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
 from jaxspec.host.warm_start import load_policy
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import draft_length, draft_temperature
+from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
 from jaxspec.step import build_step
@@ -153,9 +153,11 @@ class Bench:
         """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
         self.measured = draft_temperature.update(self.measured, rollout.statistics)
         drafter = self.ready.drafter
-        if drafter.pace is not None:
-            pace = put(draft_length.update(drafter.pace, rollout.statistics), drafter.pace)
-            self.ready = self.ready.replace(drafter=drafter.replace(pace=pace))
+        if drafter.chooser is not None:
+            chooser = put(
+                length_chooser.update(drafter.chooser, rollout.statistics), drafter.chooser
+            )
+            self.ready = self.ready.replace(drafter=drafter.replace(chooser=chooser))
 
     def row(self, plain_round: float) -> dict[str, Any]:
         """The row of the table."""
@@ -223,7 +225,7 @@ def prepare(
             process_0_first(lambda: cached_draft(job, interrupt, text)),
             shapes.learner.draft.network,
         )
-    state = with_pace(
+    state = with_chooser(
         step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
     )
     ready = jax.jit(step.load)(state)

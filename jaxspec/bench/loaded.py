@@ -23,7 +23,7 @@ from jaxspec.drafts.build import build_draft, build_network
 from jaxspec.hf.from_checkpoint import read_draft
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host.job import Job, start_jax
-from jaxspec.host.round_cost import measured_pace
+from jaxspec.host.round_cost import measured_chooser
 from jaxspec.host.runner import abstract, placed, put
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
@@ -111,11 +111,11 @@ class Loaded(NamedTuple):
             return generator.load(policy, network, generator.start())
 
         ready = jax.jit(load_all)(self.policy, network)
-        if ready.drafter.pace is None:
+        if ready.drafter.chooser is None:
             return ready
-        pace = measured_pace(generator, ready, prompts)
-        pace = jax.device_put(pace, meshes.replicated(generator.mesh))
-        return ready.replace(drafter=ready.drafter.replace(pace=pace))
+        pace = measured_chooser(generator, ready, prompts)
+        chooser = jax.device_put(pace, meshes.replicated(generator.mesh))
+        return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
     def texts(self, count: int, call: int = 0) -> list[str]:
         """What a call asks: random digits of its own, or the problems whose turn it is."""

@@ -21,7 +21,7 @@ from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import StepOptions
 from jaxspec.config.cli import override
 from jaxspec.config.settings import ModelConfig, numbers_of
-from jaxspec.host.round_cost import with_pace
+from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.rl.train_batch import planned
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
@@ -60,7 +60,7 @@ class Stepper:
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(
             *weights
         )
-        self.state, self._learner = with_pace(step, state, self.prompts(0)), step.learner
+        self.state, self._learner = with_chooser(step, state, self.prompts(0)), step.learner
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
         self.read: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""The `Draft` protocol: what the engine asks of anything that proposes tokens."""
+"""The `Draft` protocol: what generation asks of anything that proposes tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.kv import KVCache
+from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
 Sampler = Callable[[Float[Array, "B V"], int], Int[Array, " B"]]
@@ -33,25 +33,26 @@ class Context(NamedTuple):
     """Prompt and response so far of every row; zeros beyond its end."""
     lengths: Int[Array, " B"]
     """Tokens of each slot's row that it may look at; 0 where no row is running."""
-    row: Int[Array, " B"] | None = None
-    """The row in each slot; None: slot b has row b."""
+    row: slice | Int[Array, " B"] = slice(None)
+    """The row in each slot; a slice: slot b has row b."""
     row_lengths: Int[Array, " R"] | None = None
     """Tokens of every row; None: `lengths`."""
 
     def rows(self) -> Int[Array, " B"]:
         """The row in each slot; for an empty slot, the last one."""
-        numbers = jnp.arange(len(self.lengths), dtype=jnp.int32) if self.row is None else self.row
-        return jnp.minimum(numbers, len(self.tokens) - 1)
+        if isinstance(self.row, slice):
+            return jnp.arange(len(self.lengths), dtype=jnp.int32)
+        return jnp.minimum(self.row, len(self.tokens) - 1)
 
     def at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Tokens at some positions of each slot's row; beyond its buffer, the last one there."""
-        if self.row is None:
+        if isinstance(self.row, slice):
             return jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
         return self.tokens[self.rows()[:, None], jnp.clip(positions, 0, self.tokens.shape[1] - 1)]
 
     def texts(self) -> Int[Array, "B S"]:
         """The whole row of each slot."""
-        return self.tokens if self.row is None else self.tokens[self.rows()]
+        return self.tokens if isinstance(self.row, slice) else self.tokens[self.rows()]
 
 
 class Kept(NamedTuple):
@@ -71,11 +72,11 @@ class Draft(NamedTuple):
     """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends
     its embedding and head.
 
-    The first axis of everything in a state is rows, which the engine may repeat, move and exchange.
-    A draft's keys and values are not in its state: the engine pages them beside the target's, slot
-    for slot.
+    The first axis of everything in a state is rows, which may be repeated, moved and exchanged.
+    A draft's keys and values are not in its state: they lie beside the target's, in the same
+    layout.
 
-    empty_cache(network, rows, slots) -> a cache for the draft's own layers; None: it has none
+    empty_cache(network, rows, positions) -> a cache for the draft's own layers; None: it has none
     prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows,
     cache) catch_up(network, target, state, cache, context) -> (state, cache); before a round in
     which nothing is proposed propose(network, target, state, cache, context, sample, length) ->

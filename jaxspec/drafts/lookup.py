@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]
@@ -30,15 +30,19 @@ class Found(NamedTuple):
 
 
 def ngram(
-    longest: int, rule: Rule, min_match: int, max_match: int, stop_ids: tuple[int, ...] = ()
+    max_draft_length: int,
+    rule: Rule,
+    min_match: int,
+    max_match: int,
+    stop_ids: tuple[int, ...] = (),
 ) -> Draft:
-    """Prompt lookup: up to `longest` tokens that followed an earlier occurrence of the row's last
-    `min_match` to `max_match` tokens.
+    """Prompt lookup: up to `max_draft_length` tokens that followed an earlier occurrence of the
+    row's last `min_match` to `max_match` tokens.
 
     `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the
     first of `stop_ids` on.
     """
-    _check(longest, min_match, max_match)
+    _check(max_draft_length, min_match, max_match)
 
     def prefill(
         network: PyTree,
@@ -70,7 +74,7 @@ def ngram(
             )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=count)
 
-    return _without_weights(longest, prefill, propose)
+    return _without_weights(max_draft_length, prefill, propose)
 
 
 @pytree
@@ -81,7 +85,7 @@ class HistoryState(Tree):
     lengths: Int[Array, "B H"]
 
 
-def history(longest: int, group_size: int, min_match: int, max_match: int) -> Draft:
+def history(max_draft_length: int, group_size: int, min_match: int, max_match: int) -> Draft:
     """Looks the row's last tokens up in its own text, in what its group's other rows have so far,
     and in `Prompts.history`.
 
@@ -89,7 +93,7 @@ def history(longest: int, group_size: int, min_match: int, max_match: int) -> Dr
     tokens after it (up to the draft's length), then the row's own text before its siblings' (the
     same weights), and theirs before earlier ones (older weights), then the latest place.
     """
-    _check(longest, min_match, max_match)
+    _check(max_draft_length, min_match, max_match)
 
     def prefill(
         network: PyTree,
@@ -147,7 +151,7 @@ def history(longest: int, group_size: int, min_match: int, max_match: int) -> Dr
         )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=found.offered)
 
-    return _without_weights(longest, prefill, propose)
+    return _without_weights(max_draft_length, prefill, propose)
 
 
 @pytree
@@ -236,16 +240,16 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
     )
 
 
-def _check(longest: int, min_match: int, max_match: int) -> None:
-    if longest < 1 or not 1 <= min_match <= max_match:
+def _check(max_draft_length: int, min_match: int, max_match: int) -> None:
+    if max_draft_length < 1 or not 1 <= min_match <= max_match:
         raise ValueError(
-            f"a lookup of {longest} tokens after {min_match} to {max_match} that match; 1 <="
-            " min_match <= max_match is needed"
+            f"a lookup of {max_draft_length} tokens after {min_match} to {max_match} that match;"
+            " 1 <= min_match <= max_match is needed"
         )
 
 
 def _without_weights(
-    longest: int,
+    max_draft_length: int,
     prefill: Callable[..., tuple[PyTree, None]],
     propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
@@ -258,10 +262,10 @@ def _without_weights(
         return state, None
 
     return Draft(
-        longest,
+        max_draft_length,
         (),
         False,
-        lambda network, rows, slots: None,
+        lambda network, rows, positions: None,
         prefill,
         catch_up,
         propose,
@@ -286,18 +290,18 @@ def _search(
 ) -> Found:
     """Where in the first `size` tokens of `text` a token follows the longest run of `last`;
     compares N shifted copies."""
-    slots = text.shape[0]
-    places = jnp.arange(slots, dtype=jnp.int32)
+    width = text.shape[0]
+    places = jnp.arange(width, dtype=jnp.int32)
     following = jnp.clip(size - places, 0, length)
     agrees, matched = places < size, jnp.zeros_like(places)
     for back in range(last.shape[0]):
         # -2: before the text, which nothing matches
-        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:slots] == last[back]
+        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:width] == last[back]
         matched += agrees.astype(jnp.int32)
     score = jnp.where(matched >= min_match, matched, 0)
     if latest:
         score = jnp.where(score > 0, score * length + following, 0)
-        place = slots - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
+        place = width - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
     else:
         place = jnp.argmax(score).astype(jnp.int32)
     tokens = jnp.take(text, place + jnp.arange(length, dtype=jnp.int32), mode="clip")

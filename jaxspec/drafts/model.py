@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.kernels.order import after, computed
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.kv import KVCache
 from jaxspec.state import Prompts, Tree, pytree
 
 
@@ -20,12 +20,12 @@ class ModelState(Tree):
     """Positions before this one are in the cache."""
 
 
-def external(longest: int) -> Draft:
-    """A draft of up to `longest` tokens a round from a `Decoder` that reads the text itself and
-    nothing of the target."""
+def external(max_draft_length: int) -> Draft:
+    """A draft of up to `max_draft_length` tokens a round from a `Decoder` that reads the text
+    itself and nothing of the target."""
 
-    def empty_cache(network: Decoder, rows: int, slots: int) -> KVCache:
-        return network.empty_cache(rows, slots)
+    def empty_cache(network: Decoder, rows: int, positions: int) -> KVCache:
+        return network.empty_cache(rows, positions)
 
     def prefill(
         network: Decoder,
@@ -55,8 +55,8 @@ def external(longest: int) -> Draft:
         length: int,
     ) -> tuple[ModelState, KVCache, Proposal]:
         # The last token is new. So is the one before it where all drafts were kept: the last of
-        # them was drawn, but never read. A row of one token starts with it and reads a slot ahead,
-        # which the next step overwrites.
+        # them was drawn, but never read. A row of one token starts with it and reads a position
+        # ahead, which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
 
         def read(start: Int[Array, " B"], count: int, cache: KVCache) -> Forward:
@@ -65,8 +65,8 @@ def external(longest: int) -> Draft:
 
         def read_on(carry: tuple[Int[Array, " B"], KVCache]) -> tuple[Int[Array, " B"], KVCache]:
             start, cache = carry
-            return jnp.minimum(start + longest + 1, first), _cache_of(
-                read(start, longest + 1, cache).cache
+            return jnp.minimum(start + max_draft_length + 1, first), _cache_of(
+                read(start, max_draft_length + 1, cache).cache
             )
 
         # What rounds without drafts committed.
@@ -100,7 +100,7 @@ def external(longest: int) -> Draft:
         drafts = kept.positions.shape[1] - 1
         return state.replace(read=state.read + jnp.clip(kept.length - 1, 0, max(drafts - 1, 0)))
 
-    return Draft(longest, (), True, empty_cache, prefill, catch_up, propose, commit)
+    return Draft(max_draft_length, (), True, empty_cache, prefill, catch_up, propose, commit)
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

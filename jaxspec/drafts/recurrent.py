@@ -6,11 +6,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
-from jaxspec.kernels.sight import Sight
+from jaxspec.kernels.visible import Visible
 from jaxspec.models.attention import attend_cache
+from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.kv import KVCache, empty_cache, extend
 from jaxspec.models.mtp import Mtp
 from jaxspec.state import Prompts, Tree, pytree
 
@@ -21,8 +22,8 @@ Network = Eagle3 | Mtp
 class RecurrentState(Tree):
     """The block that the draft has yet to read.
 
-    In its cache, slot t of turn 0 reads the features of position t and the token after it; of turn
-    k, the output of turn k-1 at slot t-1 and that token.
+    In its cache, position t of turn 0 reads the features of position t and the token after it; of
+    turn k, the output of turn k-1 at position t-1 and that token.
     """
 
     features: Float[Array, "B K1 C"]
@@ -30,26 +31,28 @@ class RecurrentState(Tree):
     committed."""
     first: Int[Array, " B"]
     before: Float[Array, "B N1 D"]
-    """Outputs of all turns but the last at the slot before `first`; zeros where there is none."""
+    """Outputs of all turns but the last at the position before `first`; zeros where there is
+    none."""
     ends: Float[Array, "B N1 D"]
-    """The same at the last slot that was read: `before` of the next block."""
+    """The same at the last position that was read: `before` of the next block."""
 
 
-def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
-    """A draft of up to `longest` tokens a round from a network that runs a stack of layers in each
-    of `depth` turns (drafters.md 1.9, 3.2).
+def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
+    """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
+    layers in each of `depth` turns (drafters.md 1.9, 3.2).
 
-    Token i+1 of a block comes from turn i mod `depth`. A slot attends to what it saw in training:
-    in turn k, the true slots up to k before its own and its own; when drafting, the true slots and
-    those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for each of its layers.
+    Token i+1 of a block comes from turn i mod `depth`. A position attends to what it saw in
+    training: in turn k, the true positions up to k before its own and its own; when drafting, the
+    true positions and those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for
+    each of its layers.
     """
 
-    def empty(network: Network, rows: int, slots: int) -> KVCache:
+    def empty(network: Network, rows: int, positions: int) -> KVCache:
         config = network.config
         return empty_cache(
             depth * network.stack,
             rows,
-            slots,
+            positions,
             config.kv_heads,
             config.head_size,
             network.norm[...].dtype,
@@ -69,17 +72,19 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         cache, outputs = _read(
             network, cache, nothing, features[:, :-1], embedded, positions, depth
         )
-        # The last whole slot of the prompt (its token is the prompt's last) is read again by the
-        # first round, as its pending block.
+        # The last whole position of the prompt (its token is the prompt's last) is read again by
+        # the first round, as its pending block.
         first = jnp.maximum(prompts.lengths - 2, 0)
         before = [
-            jnp.take_along_axis(_next_slot(nothing[:, k], outputs[k]), first[:, None, None], axis=1)
+            jnp.take_along_axis(
+                _next_position(nothing[:, k], outputs[k]), first[:, None, None], axis=1
+            )
             for k in range(depth - 1)
         ]
         before = jnp.concatenate([nothing[:, :0], *before], axis=1)
         pending = jnp.pad(
             jnp.take_along_axis(features, first[:, None, None], axis=1),
-            ((0, 0), (0, longest), (0, 0)),
+            ((0, 0), (0, max_draft_length), (0, 0)),
         )
         return RecurrentState(features=pending, first=first, before=before, ends=before), cache
 
@@ -87,7 +92,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
         # leaves room for the position that the round commits
-        return _within(longest, depth, network, target, state, cache, context)
+        return _within(max_draft_length, depth, network, target, state, cache, context)
 
     def propose(
         network: Network,
@@ -98,7 +103,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         sample: Sampler,
         length: int,
     ) -> tuple[RecurrentState, KVCache, Proposal]:
-        if length < longest:
+        if length < max_draft_length:
             state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
         embedded, block = (
@@ -115,7 +120,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1),
             state.ends,
         )
-        hidden, last_slot = at_last[0], (state.first + last)[:, None]
+        hidden, last_position = at_last[0], (state.first + last)[:, None]
         drafted, laws = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
@@ -125,15 +130,15 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
-                sight = Sight(step % depth, last_slot, last_slot + step, depth)
+                visible = Visible(step % depth, last_position, last_position + step, depth)
                 cache, hidden = _turn(
                     network,
                     step % depth,
                     cache,
                     hidden,
                     network.embed(target, token[:, None]),
-                    last_slot + step,
-                    sight,
+                    last_position + step,
+                    visible,
                 )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
         proposal = Proposal(
@@ -146,7 +151,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
         went_on = kept.length > 0
         if kept.positions.shape[1] == 1:
             return _appended(state, kept, went_on)
-        spare = longest + 1 - kept.positions.shape[1]
+        spare = max_draft_length + 1 - kept.positions.shape[1]
         return state.replace(
             features=jnp.where(
                 went_on[:, None, None],
@@ -157,7 +162,7 @@ def recurrent(longest: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft
             before=jnp.where(went_on[:, None, None], state.ends, state.before),
         )
 
-    return Draft(longest, taps, True, empty, prefill, catch_up, propose, commit)
+    return Draft(max_draft_length, taps, True, empty, prefill, catch_up, propose, commit)
 
 
 def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
@@ -241,18 +246,18 @@ def _read(
     hidden, outputs = network.read(features), []
     for turn in range(depth):
         if turn > 0:
-            hidden = _next_slot(before[:, turn - 1], hidden)[:, :-1]
-        # of the last `turn` slots, only the own one is right in its layers
-        sight = Sight(turn, positions - turn, positions, depth)
-        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, sight)
+            hidden = _next_position(before[:, turn - 1], hidden)[:, :-1]
+        # of the last `turn` positions, only the own one is right in its layers
+        visible = Visible(turn, positions - turn, positions, depth)
+        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
         outputs.append(hidden)
     return cache, outputs
 
 
-def _next_slot(
+def _next_position(
     before: Float[Array, "B D"], outputs: Float[Array, "B T D"]
 ) -> Float[Array, "B T1 D"]:
-    """Outputs moved one slot up: what the next turn reads."""
+    """Outputs moved one position up: what the next turn reads."""
     return jnp.concatenate([before[:, None], outputs], axis=1)
 
 
@@ -263,12 +268,12 @@ def _turn(
     hidden: Float[Array, "B T D"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    sight: Sight,
+    visible: Visible,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
-    """Runs the layers of one turn; slots of the cache are positions."""
+    """Runs the layers of one turn; a row's cache is numbered by position."""
     for layer in range(turn * network.stack, (turn + 1) * network.stack):
         heads = network.heads(layer, hidden, embedded, positions)
         cache = extend(cache, layer, positions, heads.key, heads.value)
-        attended = attend_cache(heads.query, cache, layer, sight)
+        attended = attend_cache(heads.query, cache, layer, visible)
         hidden = network.finish(layer, heads.residual, attended)
     return cache, hidden

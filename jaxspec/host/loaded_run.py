@@ -24,8 +24,8 @@ from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
 from jaxspec.host.workdir import CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.rollout import draft_temperature
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Metrics, Step, build_step
 from jaxspec.storage.checkpoint import Checkpoints

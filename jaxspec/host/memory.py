@@ -53,7 +53,7 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     state, _, asked = abstract(step, prompts)
     ready = jax.eval_shape(step.load, state)
     running = jax.eval_shape(step.generator.begin, ready, asked)
-    read = None if running.queue is None else running.queue.prompts.caches
+    read = running.queue.prompts.caches
     learner, mesh = state.learner, step.mesh.shape
     offload = "" if step.offloaded else "--learner.offload, "
     fewer_moments = f"--learner.moments bfloat16, {offload}--lora.rank 16, or more devices"

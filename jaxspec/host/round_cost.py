@@ -17,10 +17,10 @@ from jaxspec.config.json_keys import parse_json
 from jaxspec.host.job import sources
 from jaxspec.host.runner import ahead, placed, put
 from jaxspec.mesh import DATA, machine, replicated
-from jaxspec.rollout import draft_length
+from jaxspec.rollout import length_chooser
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.slots import DecodeState
-from jaxspec.state import EOS, Known, Pace, Prompts, Ready, TrainState
+from jaxspec.state import EOS, AcceptanceEstimate, LengthChooser, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, content_key
 from jaxspec.streams import Stream
@@ -33,17 +33,17 @@ REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
 """Calls of each number of rounds: at least and at most so many, and as long as they take."""
 
 
-def with_pace(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
+def with_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, measured now; as it is where all rounds
     draft alike."""
-    if state.generator.pace is None:
+    if state.generator.chooser is None:
         return state
-    pace = measured_pace(step.generator, jax.jit(step.load)(state), prompts)
-    pace = put(pace, jax.tree.map(placed, pace, step.state_shardings().generator.pace))
-    return state.replace(generator=state.generator.replace(pace=pace))
+    chooser = measured_chooser(step.generator, jax.jit(step.load)(state), prompts)
+    chooser = put(chooser, jax.tree.map(placed, chooser, step.state_shardings().generator.chooser))
+    return state.replace(generator=state.generator.replace(chooser=chooser))
 
 
-def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
+def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> LengthChooser:
     """The cost table of this machine, measured once for each model and shape, and the acceptance of
     the draft on some prompts.
 
@@ -59,12 +59,14 @@ def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
     settings, mesh = generator.settings, generator.mesh
     generator = generator.with_(processing=settings.processing._replace(stop_ids=()))
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
-    empty = draft_length.unmeasured(settings.lengths, longest)
+    empty = length_chooser.unmeasured(settings.lengths, longest)
 
     def forced(place: int) -> Ready:
-        cost = jnp.full_like(empty.cost, 1e6).at[place].set(1e-6)
-        pace = jax.device_put(Pace(known=empty.known, cost=cost), replicated(mesh))
-        return ready.replace(drafter=ready.drafter.replace(pace=pace))
+        cost = jnp.full_like(empty.round_cost, 1e6).at[place].set(1e-6)
+        chooser = jax.device_put(
+            LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated(mesh)
+        )
+        return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
     begin, running = ahead(generator.begin, forced(0), prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
@@ -76,13 +78,15 @@ def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
     total = jax.jit(
         lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(mesh)
     )
-    reached, kept = (np.asarray(total(leaf)) for leaf in (made.reached, made.accepted))
+    offered_in_turn, kept = (
+        np.asarray(total(leaf)) for leaf in (made.offered_in_turn, made.accepted)
+    )
     file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
-    cost = _from_process_0(_kept(file, empty.cost.shape))
+    cost = _from_process_0(_kept(file, empty.round_cost.shape))
     if not cost.any():
         shards, room = mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
-            for context, end in enumerate(draft_length.contexts(longest)):
+            for context, end in enumerate(length_chooser.contexts(longest)):
                 placed_at = functools.partial(_with, live=live, shards=shards, start=end - room)
                 prepared = jax.jit(placed_at, out_shardings=same)(state)
                 for place, length in enumerate(settings.lengths):
@@ -93,10 +97,12 @@ def measured_pace(generator: Generator, ready: Ready, prompts: Prompts) -> Pace:
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
             _keep(file, cost)
-    known = Known(
-        reached=jnp.asarray(reached), kept=jnp.asarray(kept), spare=jnp.zeros((), jnp.float32)
+    estimate = AcceptanceEstimate(
+        offered_in_turn=jnp.asarray(offered_in_turn),
+        kept=jnp.asarray(kept),
+        seconds_to_lose=jnp.zeros((), jnp.float32),
     )
-    return Pace(known=known, cost=jnp.asarray(cost))
+    return LengthChooser(acceptance=estimate, round_cost=jnp.asarray(cost))
 
 
 def _keep(file: Path, cost: np.ndarray) -> None:
@@ -177,8 +183,7 @@ def _with(state: DecodeState, live: int, shards: int, start: int) -> DecodeState
         prompt_lengths=rollout.prompt_lengths + ahead_by,
         lengths=rollout.lengths + ahead_by,
     )
-    if queue is not None:
-        queue = queue.replace(waiting=queue.waiting & (numbers < live))
+    queue = queue.replace(waiting=queue.waiting & (numbers < live))
     return state.replace(rollout=moved, queue=queue)
 
 

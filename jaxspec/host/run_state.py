@@ -13,10 +13,10 @@ from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
 from jaxspec.host.job import Job, process_0_first
-from jaxspec.host.round_cost import with_pace
+from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import abstract
 from jaxspec.host.warm_start import cached_policy, load_policy
-from jaxspec.rollout import draft_length
+from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
 from jaxspec.storage.checkpoint import Checkpoints
@@ -88,7 +88,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
             job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     return RunState(
-        state=paced(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0
+        state=choosing(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0
     )
 
 
@@ -109,20 +109,20 @@ def random_draft(config: Config) -> str:
     )
 
 
-def paced(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
+def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, where they are."""
-    if state.generator.pace is None:
+    if state.generator.chooser is None:
         return state
     job.say(
         "measuring what rounds of each draft length cost on this machine, and what the draft is"
         " worth"
     )
     began = time.perf_counter()
-    state, lengths = with_pace(job.step, state, prompts), job.step.generator.settings.lengths
-    pace = state.generator.pace
-    assert pace is not None, "it was just measured"
-    full = np.asarray(pace.cost)[:, 0, 0]
-    kept = np.asarray(draft_length.expected_tokens(pace.known, lengths))
+    state, lengths = with_chooser(job.step, state, prompts), job.step.generator.settings.lengths
+    chooser = state.generator.chooser
+    assert chooser is not None, "it was just measured"
+    full = np.asarray(chooser.round_cost)[:, 0, 0]
+    kept = np.asarray(length_chooser.expected_tokens(chooser.acceptance, lengths))
     rounds = zip(lengths, full / full[0], kept, strict=True)
     table = "; ".join(
         f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens"

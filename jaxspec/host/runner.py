@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from jaxspec import mesh as meshes
 from jaxspec.rl.train_batch import plan_layout
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Ready, Rollout, TrainState
 from jaxspec.step import Step
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kernels.sight import Sight
+from jaxspec.kernels.visible import Visible
 from jaxspec.mesh import TENSOR
 
 QUERIES = 64
@@ -54,7 +54,7 @@ def paged_parts(
     values: Float[Array, "L P M s H"],
     layer: Int[Array, ""],
     table: Int[Array, "B N"],
-    sight: Sight,
+    visible: Visible,
 ) -> tuple[Float[Array, "B M T R"], Float[Array, "B M T R"], Float[Array, "B M T R H"]]:
     """Attention that is not yet normalised: largest scores, sums of weights, and weighted values,
     all float32.
@@ -65,7 +65,7 @@ def paged_parts(
       values: the same.
       layer: which one.
       table: the pages of each row.
-      sight: what each query sees.
+      visible: what each query sees.
     """
     rows, length, heads, shared, size = query.shape
     page, count = keys.shape[-1], length * shared
@@ -75,13 +75,13 @@ def paged_parts(
         ((0, 0), (0, 0), (0, spare), (0, 0)),
     )
     # Queries beyond those that there are see nothing.
-    limits = jnp.repeat(jnp.stack([sight.last, sight.own], axis=1), shared, axis=2)
+    limits = jnp.repeat(jnp.stack([visible.last, visible.own], axis=1), shared, axis=2)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, spare)), constant_values=-1)
     needed = jnp.max(limits, axis=(1, 2)) // page + 1
     pages = jnp.clip(table, 0, keys.shape[1] - 1)  # what a row does not need may be no page
 
     def run(*arrays: Array) -> list[Array]:
-        return _kernel(*arrays, sight=sight)
+        return _kernel(*arrays, visible=visible)
 
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR in mesh.auto_axes and mesh.shape[TENSOR] > 1:  # a kernel is not split by itself
@@ -111,7 +111,7 @@ def _kernel(  # noqa: C901 - a kernel is one piece
     pages: Int[Array, "B N"],
     limits: Int[Array, "B two Q"],
     needed: Int[Array, " B"],
-    sight: Sight,
+    visible: Visible,
 ) -> list[Array]:
     """Largest scores, sums of weights and weighted values of each of the parts that a row's pages
     are dealt into."""
@@ -160,17 +160,17 @@ def _kernel(  # noqa: C901 - a kernel is one piece
             place = lax.rem(turn, jnp.int32(ahead))
             plgpu.barrier_wait(keys_ready.at[place])
             scores = product(queries, key_pages.at[place], (QUERIES, page))
-            slots = (part + turn * parts) * page + lax.broadcasted_iota(
+            positions = (part + turn * parts) * page + lax.broadcasted_iota(
                 jnp.int32, (QUERIES, page), 1
             )
             last, own = (
                 lax.broadcast_in_dim(limit[...], (QUERIES, page), (0,)) for limit in limits_here
             )
-            beyond = (slots > last) & (slots <= own)
-            if sight.period > 1:
-                beyond &= lax.rem(own - slots, jnp.int32(sight.period)) == 0
+            beyond = (positions > last) & (positions <= own)
+            if visible.period > 1:
+                beyond &= lax.rem(own - positions, jnp.int32(visible.period)) == 0
             scores = jnp.where(
-                ((slots >= sight.first) & (slots <= last)) | beyond, scores, -jnp.inf
+                ((positions >= visible.first) & (positions <= last)) | beyond, scores, -jnp.inf
             )
             new = jnp.maximum(largest, scores.max(axis=1))
             base = jnp.where(new == -jnp.inf, 0.0, new)

@@ -1,5 +1,6 @@
 """Grouped-query attention of a block to the live part of a cache."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,12 +8,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kernels import paged_attention
-from jaxspec.kernels.sight import Sight
-from jaxspec.models.kv import KVCache, Page, stretch
+from jaxspec.kernels.key_chunks import scores
+from jaxspec.kernels.visible import Visible
+from jaxspec.models.cache import KVCache, LayerIndex
 
-STRETCH = 512
-"""Slots of a cache that are looked at together; of longer caches, only as many stretches as the
+BLOCK = 512
+"""Positions of a cache that are looked at together; of longer caches, only as many blocks as the
 longest row needs."""
 
 
@@ -26,8 +27,8 @@ layers, 8 heads of 16, float32): 32 of 64 the same program; 32 of 192 201 / 148,
 """
 
 
-class _Part(NamedTuple):
-    """Attention over some slots, not yet normalised."""
+class Part(NamedTuple):
+    """Attention over some positions, not yet normalised."""
 
     largest: Float[Array, "B M T R"]
     total: Float[Array, "B M T R"]
@@ -35,7 +36,7 @@ class _Part(NamedTuple):
 
 
 def attend_cache(
-    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+    query: Float[Array, "B T N H"], cache: KVCache, layer: LayerIndex, visible: Visible
 ) -> Float[Array, "B T N H"]:
     """Softmax attention of a block to what its rows have in the cache; scores are normalised in at
     least float32.
@@ -46,7 +47,7 @@ def attend_cache(
     rows, length, *heads = query.shape
     pieces = -(-length // max(FEWEST, TOGETHER // rows))
     if pieces == 1:
-        return _attended(query, cache, layer, sight)
+        return _attended(query, cache, layer, visible)
 
     def apart(leaf: Array, mode: str) -> Array:
         """Pieces as a first axis; the last one is filled up with what nobody reads."""
@@ -56,83 +57,68 @@ def attend_cache(
         return jnp.moveaxis(padded.reshape(rows, pieces, -1, *leaf.shape[2:]), 1, 0)
 
     def one(piece: tuple[Array, Array, Array]) -> Array:
-        return _attended(piece[0], cache, layer, sight._replace(last=piece[1], own=piece[2]))
+        return _attended(piece[0], cache, layer, visible._replace(last=piece[1], own=piece[2]))
 
     attended = lax.map(
-        one, (apart(query, "constant"), apart(sight.last, "edge"), apart(sight.own, "edge"))
+        one, (apart(query, "constant"), apart(visible.last, "edge"), apart(visible.own, "edge"))
     )
     return jnp.moveaxis(attended, 0, 1).reshape(rows, -1, *heads)[:, :length]
 
 
 def _attended(
-    query: Float[Array, "B T N H"], cache: KVCache, layer: Page, sight: Sight
+    query: Float[Array, "B T N H"], cache: KVCache, layer: LayerIndex, visible: Visible
 ) -> Float[Array, "B T N H"]:
     """The same, all at once."""
     rows, length, heads, size = query.shape
     grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
-    done = (
-        _paged(grouped, cache, layer, sight)
-        if _by_kernel(grouped, cache)
-        else _in_stretches(grouped, cache, layer, sight)
-    )
+    done = cache.layout.attend(grouped, cache, layer, visible)
     attended = (done.weighted / done.total[..., None]).astype(query.dtype)
     return attended.transpose(0, 2, 1, 3, 4).reshape(rows, length, heads, size)
 
 
-def _by_kernel(grouped: Float[Array, "B T M R H"], cache: KVCache) -> bool:
-    """Whether an accelerator kernel does it."""
-    return (
-        cache.table is not None
-        and paged_attention.runs_here()
-        and paged_attention.fits(grouped, cache.keys[0])
-    )
+def in_blocks(
+    grouped: Float[Array, "B T M R H"],
+    read: Callable[..., tuple[Array, Array, Int[Array, " C"]]],
+    visible: Visible,
+    whole: int,
+    unit: int,
+) -> Part:
+    """Attention at a cost that follows the longest row: longer caches are gone through in blocks,
+    with an online softmax (Milakov & Gimelshein, arXiv 1805.02867).
 
+    Args:
+      grouped: scaled queries, by the head of keys that they share.
+      read: (first, count) -> keys, values and their positions, as in `Layout.read`.
+      visible: what each query sees.
+      whole: positions of a row.
+      unit: positions that only come together.
+    """
+    count = whole if whole <= BLOCK else unit * max(1, BLOCK // unit)
+    wide = np.promote_types(grouped.dtype, np.float32)
 
-def _paged(grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight) -> _Part:
-    assert cache.table is not None, "a row that is one page is left to the compiler"
-    if isinstance(cache.keys, tuple):
-        keys, values, layer = cache.keys[layer][None], cache.values[layer][None], 0
-    else:
-        keys, values = cache.keys, cache.values
-    place = jnp.asarray(layer, jnp.int32)
-    return _Part(*paged_attention.paged_parts(grouped, keys, values, place, cache.table, sight))
-
-
-def _in_stretches(
-    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: Page, sight: Sight
-) -> _Part:
-    """At a cost that follows the longest row: longer caches are gone through in stretches (Milakov
-    & Gimelshein, arXiv 1805.02867)."""
-    rows, length, kv_heads, shared, _ = grouped.shape
-    whole = cache.page_size * (1 if cache.table is None else cache.table.shape[1])
-    count = whole if whole <= STRETCH else cache.unit * max(1, STRETCH // cache.unit)
-
-    def part(first: Int[Array, ""] | int) -> _Part:
-        keys, values, slots = stretch(cache, layer, first, count)
-        wide = np.promote_types(grouped.dtype, np.float32)
-        # chunks are a batch dimension, and the queries the same for all: with free chunks XLA would
-        # transpose the keys
-        queries = jnp.broadcast_to(grouped[:, None], (rows, keys.shape[2], *grouped.shape[1:]))
-        scores = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=wide)
-        scores = jnp.moveaxis(scores, 2, 4).reshape(rows, kv_heads, length, shared, -1)
-        seen = sight.sees(slots) & (slots >= first) if count < whole else sight.sees(slots)
-        scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
-        largest = jnp.max(scores, axis=-1)
-        weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
+    def part(first: Int[Array, ""] | int) -> Part:
+        keys, values, positions = read(first, count)
+        found = scores(grouped, keys, wide)
+        seen = visible.sees(positions)
+        if count < whole:
+            seen &= positions >= first
+        found = jnp.where(seen[:, None, :, None], found, -jnp.inf)
+        largest = jnp.max(found, axis=-1)
+        weights = jnp.exp(found - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
         split = weights.astype(values.dtype).reshape(*weights.shape[:-1], values.shape[1], -1)
         weighted = jnp.einsum("BMTRns,BnMsH->BMTRH", split, values, preferred_element_type=wide)
-        return _Part(largest, jnp.sum(weights, axis=-1), weighted)
+        return Part(largest, jnp.sum(weights, axis=-1), weighted)
 
-    def join(index: Int[Array, ""], before: _Part) -> _Part:
+    def join(index: Int[Array, ""], before: Part) -> Part:
         after = part(index * count)
         largest = jnp.maximum(before.largest, after.largest)
         base = jnp.where(largest == -jnp.inf, 0, largest)
         old, new = jnp.exp(before.largest - base), jnp.exp(after.largest - base)
         weighted = before.weighted * old[..., None] + after.weighted * new[..., None]
-        return _Part(largest, before.total * old + after.total * new, weighted)
+        return Part(largest, before.total * old + after.total * new, weighted)
 
     done = part(0)
     if count < whole:
-        needed = jnp.minimum(jnp.max(sight.own) // count + 1, -(-whole // count))
+        needed = jnp.minimum(jnp.max(visible.own) // count + 1, -(-whole // count))
         done = lax.fori_loop(1, needed, join, done)
     return done

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config.settings import ModelConfig
 from jaxspec.kernels.segment_attention import attend_segments
-from jaxspec.kernels.sight import causal
+from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.kv import KVCache, Page, apart, empty_cache, extend, together
+from jaxspec.models.cache import KVCache, LayerIndex, apart, extend, together
+from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
@@ -200,7 +201,7 @@ class Decoder(nnx.Module):
     ) -> Forward:
         """Runs a block of tokens.
 
-        With a cache the block is written to the slots of its positions and attends to all up to its
+        With a cache the block is written at its positions and attends to all up to its
         own; without one it attends causally to itself, each token from the place `first` on, where
         its text starts (None: the first place of the block).
 
@@ -221,7 +222,7 @@ class Decoder(nnx.Module):
         starts = jnp.zeros_like(tokens) if first is None else first
 
         def layer(
-            x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: Page
+            x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
         ) -> tuple[Any, Any]:
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
@@ -251,13 +252,13 @@ class Decoder(nnx.Module):
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
 
-    def empty_cache(self, rows: int, slots: int) -> KVCache:
+    def empty_cache(self, rows: int, positions: int) -> KVCache:
         """A cache for this model, of its type."""
         config, stacked = self.config, isinstance(self.layers, Layers)
         return empty_cache(
             config.layers,
             rows,
-            slots,
+            positions,
             config.kv_heads,
             config.head_size,
             self.embedding[...].dtype,

@@ -76,7 +76,7 @@ class FirstLayer(Layers):
 
 
 class Eagle3(nnx.Module):
-    """Draft slot t sees the taps of position t and token t+1, and predicts token t+2.
+    """Draft position t sees the taps of position t and token t+1, and predicts token t+2.
 
     The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only;
     deeper steps feed the previous step's output instead, before the final norm (after it with

@@ -15,7 +15,7 @@ from jaxspec.models.rope import rotary_table
 
 
 class Mtp(nnx.Module):
-    """Draft slot t sees the target's final-norm hidden state of position t and token t+1, and
+    """Draft position t sees the target's final-norm hidden state of position t and token t+1, and
     predicts token t+2.
 
     Embedding and head are the target's. Deeper steps feed the previous layer's post-final-norm

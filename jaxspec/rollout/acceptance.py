@@ -31,7 +31,7 @@ def no_statistics(
     return Statistics(
         rounds=count,
         drafted=by_depth,
-        reached=by_depth,
+        offered_in_turn=by_depth,
         accepted=by_depth,
         kept=count,
         overlap=jnp.zeros((rows, draft_length), dtype),
@@ -109,19 +109,21 @@ def of_round(
     tokens."""
     depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
     drafted = running[:, None] & (depths <= offered[:, None])
-    reached = drafted & (depths <= kept[:, None])  # what stands before it was kept
+    offered_in_turn = drafted & (depths <= kept[:, None])  # what stands before it was kept
     accepted = depths <= jnp.minimum(verdict.accepted, kept)[:, None]
     inside = jnp.arange(entropy.shape[1], dtype=jnp.int32) < kept[:, None]
     nothing = jnp.zeros_like(kept)
     return Statistics(
         rounds=running.astype(jnp.int32),
         drafted=drafted.astype(jnp.int32),
-        reached=reached.astype(jnp.int32),
+        offered_in_turn=offered_in_turn.astype(jnp.int32),
         accepted=accepted.astype(jnp.int32),
         kept=jnp.where(offered > 0, kept, 0),
-        overlap=jnp.where(reached, comparison.overlap, 0),
-        overlap_by_factor=jnp.where(reached[measured][:, :, None], comparison.overlap_by_factor, 0),
-        draft_entropy=jnp.where(reached, comparison.draft_entropy, 0),
+        overlap=jnp.where(offered_in_turn, comparison.overlap, 0),
+        overlap_by_factor=jnp.where(
+            offered_in_turn[measured][:, :, None], comparison.overlap_by_factor, 0
+        ),
+        draft_entropy=jnp.where(offered_in_turn, comparison.draft_entropy, 0),
         began=nothing,
         ended=nothing,
         target_entropy=jnp.sum(jnp.where(inside, entropy, 0), axis=1),
@@ -146,9 +148,9 @@ def acceptance_metrics(
 
     by_depth = {
         "acceptance_rate": share(total.accepted, total.drafted[:1]),
-        "conditional_rate": share(total.accepted, total.reached),
-        "expected_acceptance": share(total.overlap, total.reached),
-        "draft_entropy": share(total.draft_entropy, total.reached),
+        "conditional_rate": share(total.accepted, total.offered_in_turn),
+        "expected_acceptance": share(total.overlap, total.offered_in_turn),
+        "draft_entropy": share(total.draft_entropy, total.offered_in_turn),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[choice],
     }
     drafted, generated = jnp.sum(total.drafted[:1]), tokens.astype(jnp.float32)

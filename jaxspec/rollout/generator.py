@@ -16,11 +16,11 @@ from jaxspec.models.arrangement import Arrangement, arranged
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import Adapted, merged
-from jaxspec.rollout import draft_length, draft_temperature
+from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout import generate as loop
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.sync import to_rollout
 from jaxspec.state import (
     EOS,
@@ -124,23 +124,25 @@ class Generator:
 
     def start(self) -> GeneratorState:
         """What is known before anything was generated."""
-        pace = (
-            draft_length.unmeasured(self.settings.lengths, self.row_length)
+        chooser = (
+            length_chooser.unmeasured(self.settings.lengths, self.row_length)
             if self.settings.lengths
             else None
         )
         return GeneratorState(
             overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid),
-            pace=pace,
+            chooser=chooser,
         )
 
     def observed(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
         """What is known after a rollout: for the draft's temperatures and lengths in the next
         ones."""
-        pace = None if state.pace is None else draft_length.update(state.pace, statistics)
+        chooser = (
+            None if state.chooser is None else length_chooser.update(state.chooser, statistics)
+        )
         return GeneratorState(
             overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics),
-            pace=pace,
+            chooser=chooser,
         )
 
     # ---- generation
@@ -160,7 +162,7 @@ class Generator:
         )
         target, network = map(arranged, networks, self.arrangements)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
-        drafter = Drafter(network=network, choice=choice, pace=state.pace)
+        drafter = Drafter(network=network, choice=choice, chooser=state.chooser)
         return Ready(target=target, drafter=drafter, version=jnp.asarray(version, jnp.int32))
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:

@@ -16,17 +16,17 @@ class Pages(Tree):
     """The page tables of one pool of P pages."""
 
     table: Int[Array, "A N"]
-    """Page of each holder's n-th stretch of positions; P where it has none."""
+    """Page of each holder's n-th page_size positions; P where it has none."""
     held: Int[Array, " A"]
-    """How many stretches of a holder have a page: the first ones."""
+    """How many pages a holder has: those of its first positions."""
     references: Int[Array, " P"]
     """Holders of each page; 0: free."""
 
 
-def no_pages(pages: int, holders: int, stretches: int) -> Pages:
+def no_pages(pages: int, holders: int, row_pages: int) -> Pages:
     """A pool whose pages are all free."""
     return Pages(
-        table=jnp.full((holders, stretches), pages, jnp.int32),
+        table=jnp.full((holders, row_pages), pages, jnp.int32),
         held=jnp.zeros((holders,), jnp.int32),
         references=jnp.zeros((pages,), jnp.int32),
     )
@@ -42,14 +42,14 @@ def grow(pages: Pages, wanted: Int[Array, " A"]) -> Pages:
     be free."""
     need = jnp.maximum(wanted - pages.held, 0)
     ends, unused = jnp.cumsum(need, dtype=jnp.int32), pages.references == 0
-    # the r-th free page goes to the r-th stretch that lacks one
+    # the r-th free page goes to the r-th page index that lacks one
     rank = jnp.cumsum(unused, dtype=jnp.int32) - 1
     given = unused & (rank < ends[-1])
     holder = jnp.searchsorted(ends, rank, side="right").astype(jnp.int32)
-    stretch = jnp.take(pages.held + need - ends, holder, mode="clip") + rank
+    page_index = jnp.take(pages.held + need - ends, holder, mode="clip") + rank
     numbers = jnp.arange(len(unused), dtype=jnp.int32)
     return Pages(
-        table=pages.table.at[jnp.where(given, holder, len(ends)), stretch].set(
+        table=pages.table.at[jnp.where(given, holder, len(ends)), page_index].set(
             numbers, mode="drop", unique_indices=True
         ),
         held=pages.held + need,

@@ -10,11 +10,29 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxspec import sampling
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.kv import KVCache
-from jaxspec.rollout import acceptance, slots
-from jaxspec.rollout.slots import Caches, DecodeState, added, taken
+from jaxspec.rollout import acceptance
+from jaxspec.rollout.decode_state import (
+    Caches,
+    DecodeState,
+    Rows,
+    active,
+    added,
+    rows_may_wait,
+    rows_of_slots,
+    slot_count,
+    taken,
+)
 from jaxspec.rollout.verify import Verdict, leading, match_rule
-from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Drafter, Known, Rollout, Statistics
+from jaxspec.state import (
+    EOS,
+    FAILED,
+    LENGTH,
+    RUNNING,
+    AcceptanceEstimate,
+    Drafter,
+    Rollout,
+    Statistics,
+)
 
 
 class Settings(NamedTuple):
@@ -49,26 +67,22 @@ class _Round(NamedTuple):
 
     running: Bool[Array, " B"]
     lengths: Int[Array, " B"]
-    """Tokens each slot has gone through."""
     prompt_lengths: Int[Array, " B"]
-    known: Int[Array, " B"] | None
-    """Tokens that follow and are known: a row that had lost its pages goes through its text again.
-    None: no row can."""
 
 
 def one_round(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
-    engine: DecodeState,
+    state: DecodeState,
     settings: Settings,
     length: int,
 ) -> DecodeState:
     """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
-    rollout, row, now = engine.rollout, engine.row, _start(engine)
-    matching, measured = by_matching(draft, settings), _measured(engine, settings.group_size)
+    rollout, rows, now = state.rollout, rows_of_slots(state), _start(state)
+    matching, measured = by_matching(draft, settings), _measured(state, settings.group_size)
     noise = _noise(
-        taken(engine.keys, row),
+        taken(state.keys, rows),
         now.lengths,
         length,
         target.config.vocab,
@@ -76,9 +90,9 @@ def one_round(
         matching,
         settings,
     )
-    context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), row, rollout.lengths)
-    follows = context.at(block_positions(now.lengths, length + 1))
-    draft_state, draft_cache = engine.draft, _with_table(engine.caches.draft, engine)
+    context = Context(rollout.tokens, jnp.where(now.running, now.lengths, 0), rows, rollout.lengths)
+    caches = state.caches.with_table(state.pages.table[: slot_count(state)])
+    draft_state, draft_cache = state.draft, caches.draft
     proposal = Proposal(
         jnp.zeros((len(now.lengths), 0), jnp.int32), None, jnp.zeros_like(now.lengths)
     )
@@ -87,10 +101,7 @@ def one_round(
             held = drafter.network, target, draft_state, draft_cache, context
             if length:
                 draft_state, draft_cache, proposal = draft.propose(
-                    *held, _sampler(now, follows, drafter, settings, noise), length
-                )
-                proposal = proposal._replace(
-                    tokens=_or_known(now, follows[:, :length], proposal.tokens)
+                    *held, _sampler(now, length, drafter, settings, noise), length
                 )
             else:
                 draft_state, draft_cache = draft.catch_up(*held)
@@ -100,7 +111,7 @@ def one_round(
         forward = target(
             tokens,
             positions,
-            _with_table(engine.caches.target, engine),
+            caches.target,
             draft.taps if draft else (),
         )
         assert forward.cache is not None, "a cache that goes in comes back"
@@ -136,54 +147,38 @@ def one_round(
                 noise.next,
             )
     with jax.named_scope("commit"):
-        rollout, block, kept, fresh = _commit(
-            engine, now, verdict, proposal.tokens, follows, target_logprobs, finite, settings
+        rollout, block, kept = _commit(
+            state, now, verdict, proposal.tokens, target_logprobs, finite, settings
         )
         entropy = sampling.entropy(target_logprobs)
-        # A row that goes through known text again took part in the round, and that is all.
-        counted = (
-            proposal.offered if now.known is None else jnp.where(now.known > 0, 0, proposal.offered)
-        )
         change = acceptance.of_round(
-            now.running, verdict, counted, comparison, entropy, fresh, measured.slots
+            now.running, verdict, proposal.offered, comparison, entropy, kept, measured.slots
         )
-        ended = now.running & (taken(rollout.status, row) != RUNNING)
+        ended = now.running & (taken(rollout.status, rows) != RUNNING)
         change = _widened(
-            change.replace(ended=jnp.where(ended, engine.round + 1, 0)),
+            change.replace(ended=jnp.where(ended, state.round + 1, 0)),
             draft.length if draft else 0,
         )
         if draft is not None:
             draft_state = draft.commit(draft_state, Kept(block, features(forward), positions, kept))
-    return engine.replace(
+    return state.replace(
         rollout=rollout.replace(
-            statistics=_counted(rollout.statistics, change, row, measured.group)
+            statistics=_counted(rollout.statistics, change, rows, measured.groups)
         ),
-        caches=Caches(target=forward.cache, draft=draft_cache).map(
-            lambda cache: cache.replace(table=None)
-        ),
+        caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
         draft=draft_state,
-        round=engine.round + 1,
-        paged=None
-        if engine.paged is None
-        else engine.paged.replace(reached=engine.paged.reached + kept),
-        known=_learnt(engine.known, change),
+        round=state.round + 1,
+        acceptance=_learnt(state.acceptance, change) if settings.lengths else state.acceptance,
     )
 
 
-def _start(engine: DecodeState) -> _Round:
-    rollout, lengths, running = engine.rollout, slots.reached(engine), slots.active(engine)
-    known = (
-        None
-        if engine.paged is None
-        else jnp.where(running, taken(rollout.lengths, engine.row) - lengths, 0)
+def _start(state: DecodeState) -> _Round:
+    rollout, rows = state.rollout, rows_of_slots(state)
+    return _Round(
+        running=active(state),
+        lengths=taken(rollout.lengths, rows),
+        prompt_lengths=taken(rollout.prompt_lengths, rows),
     )
-    return _Round(running, lengths, taken(rollout.prompt_lengths, engine.row), known)
-
-
-def _with_table(cache: KVCache | None, engine: DecodeState) -> KVCache | None:
-    if cache is None or engine.paged is None:
-        return cache
-    return cache.replace(table=engine.paged.pages.table[: slots.slot_count(engine)])
 
 
 def features(forward: Forward) -> Float[Array, "B T C"]:
@@ -260,35 +255,20 @@ def _factors(drafter: Drafter, settings: Settings, length: int) -> Float[Array, 
 
 
 def _sampler(
-    now: _Round, follows: Int[Array, "B K1"], drafter: Drafter, settings: Settings, noise: _Noise
+    now: _Round, length: int, drafter: Drafter, settings: Settings, noise: _Noise
 ) -> Sampler:
-    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule; what is
-    known is not drawn."""
-    factors = _factors(drafter, settings, follows.shape[1] - 1)
+    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule."""
+    factors = _factors(drafter, settings, length)
 
     def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
         factor = factors[offset] if isinstance(factors, jax.Array) else factors
         produced = _produced(now, offset + 1)[:, offset]
         own = jax.tree.map(lambda leaf: leaf[:, offset], noise.draft)
-        token = sampling.categorical(
+        return sampling.categorical(
             sampling.processed_logits(logits, settings.processing, produced, factor), own
         )
-        return _or_known(now, follows, token[:, None], offset)[:, 0]
 
     return sample
-
-
-def _or_known(
-    now: _Round, follows: Int[Array, "B T"], tokens: Int[Array, "B t"], first: int = 0
-) -> Int[Array, "B t"]:
-    """Tokens at the offsets from `first` on, but those that are known where a row goes through its
-    text again."""
-    if now.known is None:
-        return tokens
-    offsets = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return jnp.where(
-        offsets < now.known[:, None], follows[:, first : first + tokens.shape[1]], tokens
-    )
 
 
 def _widened(change: Statistics, length: int) -> Statistics:
@@ -300,78 +280,80 @@ def _widened(change: Statistics, length: int) -> Statistics:
     def wide(leaf: Array) -> Array:
         return jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))
 
-    names = ("drafted", "reached", "accepted", "overlap", "overlap_by_factor", "draft_entropy")
+    names = (
+        "drafted",
+        "offered_in_turn",
+        "accepted",
+        "overlap",
+        "overlap_by_factor",
+        "draft_entropy",
+    )
     return change.replace(**{name: wide(getattr(change, name)) for name in names})
 
 
 class _Measured(NamedTuple):
     """Where draft temperatures are compared: in the first row of each group."""
 
-    slots: slice | Int[Array, " m"]
-    group: Int[Array, " m"] | None
-    """The group of each of these slots, none where it has another row; None: they are the groups in
-    order."""
+    slots: Rows
+    groups: Rows
+    """The group of each of these slots, none where it has another row."""
 
 
-def _measured(engine: DecodeState, group_size: int) -> _Measured:
-    if engine.row is None:
-        return _Measured(slice(None, None, group_size), None)
-    groups = len(engine.rollout.status) // group_size
+def _measured(state: DecodeState, group_size: int) -> _Measured:
+    if isinstance(rows_of_slots(state), slice):
+        return _Measured(slice(None, None, group_size), slice(None))
+    groups = len(state.rollout.status) // group_size
     # In the tail there may be a first row in every slot. While rows come and go there are as many
     # as groups fit the slots, on average.
-    count = min(
-        len(engine.row),
-        groups,
-        groups if engine.queue is None else 2 * -(-len(engine.row) // group_size),
-    )
-    first = slots.active(engine) & (engine.row % group_size == 0)
+    seats = slot_count(state)
+    count = min(seats, groups, 2 * -(-seats // group_size) if rows_may_wait(state) else groups)
+    first = active(state) & (state.row % group_size == 0)
     chosen = jnp.argsort(~first, stable=True)[:count].astype(jnp.int32)
-    return _Measured(chosen, jnp.where(first[chosen], engine.row[chosen] // group_size, groups))
+    return _Measured(chosen, jnp.where(first[chosen], state.row[chosen] // group_size, groups))
 
 
 def _counted(
     statistics: Statistics,
     change: Statistics,
-    row: Int[Array, " B"] | None,
-    group: Int[Array, " m"] | None,
+    rows: Rows,
+    groups: Rows,
 ) -> Statistics:
     """Adds what a round counted by slot; by group for what is measured in some slots only."""
-    by_factor = added(statistics.overlap_by_factor, group, change.overlap_by_factor)
+    by_factor = added(statistics.overlap_by_factor, groups, change.overlap_by_factor)
     summed = jax.tree.map(
-        lambda leaf, more: added(leaf, row, more),
+        lambda leaf, more: added(leaf, rows, more),
         *(each.replace(overlap_by_factor=None) for each in (statistics, change)),
     )
     return summed.replace(overlap_by_factor=by_factor)
 
 
-def _learnt(known: Known | None, change: Statistics) -> Known | None:
-    """What is known after a round: drafts up to the cut only, where they were drawn under the
+def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstimate:
+    """The estimate after a round: by drafts up to the cut only, where they were drawn under the
     law."""
-    if known is None:
-        return None
-    reached, kept = (
-        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None] for leaf in (change.reached, change.accepted)
+    offered_in_turn, kept = (
+        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
+        for leaf in (change.offered_in_turn, change.accepted)
     )
-    return known.replace(reached=known.reached + reached, kept=known.kept + kept)
+    return estimate.replace(
+        offered_in_turn=estimate.offered_in_turn + offered_in_turn, kept=estimate.kept + kept
+    )
 
 
 def _commit(
-    engine: DecodeState,
+    state: DecodeState,
     now: _Round,
     verdict: Verdict,
     drafted: Int[Array, "B K"],
-    follows: Int[Array, "B K1"],
     target_logprobs: Float[Array, "B K1 V"],
     finite: Bool[Array, "B K1"],
     settings: Settings,
-) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"], Int[Array, " B"]]:
+) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"]]:
     """Cuts the block at the first end token, the length limit or a failure, and writes what is left
     of it.
 
-    Returns the rows, the block, how much of it each slot has gone through, and how much of that is
-    new.
+    Returns the rows, the block, and how much of it each slot keeps.
     """
-    rollout, row = engine.rollout, engine.row
+    rollout, rows = state.rollout, rows_of_slots(state)
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(
@@ -388,8 +370,7 @@ def _commit(
         jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good
     )
     room = now.prompt_lengths + settings.max_new_tokens - now.lengths
-    running = now.running if now.known is None else now.running & (now.known == 0)
-    count = jnp.where(running, jnp.minimum(until_end, room), 0)
+    count = jnp.where(now.running, jnp.minimum(until_end, room), 0)
     kept = offsets < count[:, None]
     at_end = jnp.any(ends & kept, axis=1)
     ended = jnp.where(
@@ -397,22 +378,15 @@ def _commit(
         EOS,
         jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)),
     )
-    change = jnp.where(running, ended - RUNNING, 0).astype(jnp.int32)
+    change = jnp.where(now.running, ended - RUNNING, 0).astype(jnp.int32)
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(kept, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    number = (jnp.arange(len(count), dtype=jnp.int32) if row is None else row)[:, None]
+    number = state.row[:, None]
     committed = rollout.replace(
         tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
         logprobs=rollout.logprobs.at[number, where].set(block_logprobs, mode="drop"),
-        lengths=added(rollout.lengths, row, count),
-        status=added(rollout.status, row, change),
+        lengths=added(rollout.lengths, rows, count),
+        status=added(rollout.status, rows, change),
     )
-    if now.known is None:
-        return committed, block, count, count
-    return (
-        committed,
-        _or_known(now, follows, block),
-        count + jnp.minimum(now.known, len(offsets)),
-        count,
-    )
+    return committed, block, count

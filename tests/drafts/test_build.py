@@ -28,7 +28,7 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.generate import begin
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
@@ -161,7 +161,7 @@ def proposing(draft: Draft, network: Any) -> Lowered:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def run(target: Decoder, network: Any, prompts: Prompts) -> Proposal:
-        engine = begin(
+        state = begin(
             target,
             drafter(network, draft),
             draft,
@@ -170,9 +170,9 @@ def proposing(draft: Draft, network: Any) -> Lowered:
             jax.random.key(0),
             settings,
         )
-        context = Context(engine.rollout.tokens, engine.rollout.lengths)
+        context = Context(state.rollout.tokens, state.rollout.lengths)
         return draft.propose(
-            network, target, engine.draft, engine.caches.draft, context, likeliest, draft.length
+            network, target, state.draft, state.caches.draft, context, likeliest, draft.length
         )[2]
 
     return jax.jit(run).lower(tiny_network(Decoder, tiny_model(), 1), network, texts())

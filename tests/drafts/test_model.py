@@ -11,9 +11,9 @@ import pytest
 
 from jaxspec.drafts.base import Context, Kept, Proposal
 from jaxspec.drafts.model import ModelState, external
-from jaxspec.models import kv
+from jaxspec.models import contiguous
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache
 from tests.conftest import tiny_model, tiny_network, tiny_prompts
 from tests.twins import numpy_decoder
 
@@ -43,7 +43,7 @@ def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int 
     assert cache is not None
     return Held(
         jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
-        kv.rows_of(cache, times, SLOTS),
+        contiguous.rows_of(cache, times, SLOTS),
     )
 
 

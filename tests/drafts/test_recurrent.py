@@ -12,9 +12,9 @@ import pytest
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal
 from jaxspec.drafts.recurrent import RecurrentState, recurrent
-from jaxspec.models import kv
+from jaxspec.models import contiguous
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.kv import KVCache
 from jaxspec.models.mtp import Mtp
 from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
 from tests.twins import (
@@ -91,7 +91,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         assert cache is not None
         return Held(
             jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
-            kv.rows_of(cache, times, SLOTS),
+            contiguous.rows_of(cache, times, SLOTS),
         )
 
     @jax.jit

@@ -18,9 +18,9 @@ from jaxspec.config.settings import (
     ModelConfig,
     RolloutConfig,
 )
-from jaxspec.host.round_cost import _keep, _kept, measured_pace
+from jaxspec.host.round_cost import _keep, _kept, measured_chooser
 from jaxspec.models.decoder import Decoder
-from jaxspec.state import Pace
+from jaxspec.state import LengthChooser
 from jaxspec.step import build_step
 from jaxspec.storage.cache import content_key
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "costs"
 
 
-def pace_of(draft: DraftConfig) -> Pace:
+def chooser_of(draft: DraftConfig) -> LengthChooser:
     config = tiny_config(
         MODEL,
         rollout=RolloutConfig(max_new_tokens=24, draft=draft, engine=EngineConfig(tail=False)),
@@ -49,7 +49,7 @@ def pace_of(draft: DraftConfig) -> Pace:
     load = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))
     ready = load(tiny_network(Decoder, MODEL, 1), network)
     return jax.tree.map(
-        np.asarray, measured_pace(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
+        np.asarray, measured_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
     )
 
 
@@ -116,32 +116,34 @@ def test_a_table_that_cannot_be_written_is_no_reason_to_stop(
 @pytest.mark.slow
 def test_costs_are_measured_once_and_kept_for_the_machine_model_and_shape(folder: Path) -> None:
     auto = DraftConfig(draft_length="auto")
-    first = pace_of(auto)
+    first = chooser_of(auto)
     (file,) = folder.iterdir()
-    assert first.cost.shape == (4, 3, 1)
-    assert (first.cost > 0).all()
+    assert first.round_cost.shape == (4, 3, 1)
+    assert (first.round_cost > 0).all()
     np.testing.assert_array_equal(
-        first.cost, np.asarray(json.loads(file.read_text())["cost"], np.float32)
+        first.round_cost, np.asarray(json.loads(file.read_text())["cost"], np.float32)
     )
-    doubled = (np.asarray(first.cost) * 2).tolist()
+    doubled = (np.asarray(first.round_cost) * 2).tolist()
     file.write_text(json.dumps({"cost": doubled, "digest": content_key(doubled)}))
-    np.testing.assert_array_equal(pace_of(auto).cost, first.cost * 2)  # what is kept is what counts
+    np.testing.assert_array_equal(
+        chooser_of(auto).round_cost, first.round_cost * 2
+    )  # what is kept is what counts
     # of another shape
     file.write_text(json.dumps({"cost": [[1.0]], "digest": content_key([[1.0]])}))
-    assert pace_of(auto).cost.shape == (4, 3, 1)
-    pace_of(DraftConfig(kind="model", draft_length="auto"))
+    assert chooser_of(auto).round_cost.shape == (4, 3, 1)
+    chooser_of(DraftConfig(kind="model", draft_length="auto"))
     assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.slow
 def test_acceptance_is_that_of_the_draft_on_some_prompts(folder: Path) -> None:
     """Random weights keep some of what they draft, the policy's own weights all."""
-    random = pace_of(DraftConfig(draft_length="auto")).known
-    same = pace_of(DraftConfig(kind="model", draft_length="auto")).known
+    random = chooser_of(DraftConfig(draft_length="auto")).acceptance
+    same = chooser_of(DraftConfig(kind="model", draft_length="auto")).acceptance
     drafted = 2 * 16 * 3  # three rounds of both shards' slots
-    assert random.reached[0] == drafted
-    np.testing.assert_array_equal(random.reached[1:], random.kept[:-1])
+    assert random.offered_in_turn[0] == drafted
+    np.testing.assert_array_equal(random.offered_in_turn[1:], random.kept[:-1])
     assert 0 < random.kept[0] < drafted
-    np.testing.assert_array_equal(same.reached, drafted)
+    np.testing.assert_array_equal(same.offered_in_turn, drafted)
     np.testing.assert_array_equal(same.kept, drafted)
-    assert random.spare == 0
+    assert random.seconds_to_lose == 0

@@ -12,10 +12,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.sight import Sight, causal
+from jaxspec.kernels.visible import Visible, causal
 from jaxspec.mesh import DATA, TENSOR
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.kv import KVCache, empty_cache, extend
+from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.contiguous import empty_cache
+from jaxspec.models.paged import PAGED, empty_pages
 
 LAYERS, KV_HEADS = 2, 2
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -40,11 +42,11 @@ class Case(NamedTuple):
         return self.name
 
     @property
-    def sight(self) -> Sight:
+    def visible(self) -> Visible:
         own = jnp.asarray(self.lengths, jnp.int32)[:, None] + jnp.arange(
             self.block, dtype=jnp.int32
         )
-        return Sight(self.first, own - self.drafted, own, self.period)
+        return Visible(self.first, own - self.drafted, own, self.period)
 
 
 CASES = [
@@ -61,14 +63,15 @@ def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
     written is not a number."""
     random, rows = np.random.default_rng(0), len(case.lengths)
     longest = max(case.lengths) + case.block
-    stretches = -(-longest // case.page) + 1
-    pages = rows * stretches + 2
+    of_row = -(-longest // case.page) + 1
+    pages = rows * of_row + 2
     cache = empty_cache(LAYERS, pages, case.page, KV_HEADS, case.size, dtype, case.stacked)
+    cache = empty_pages(cache, pages, case.page)
     cache = cache.replace(keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys))
-    table = random.permutation(pages)[: rows * stretches].reshape(rows, stretches)
+    table = random.permutation(pages)[: rows * of_row].reshape(rows, of_row)
     held = -(-(np.array(case.lengths) + case.block) // case.page)
     # no page where none is needed
-    table = np.where(np.arange(stretches) < held[:, None], table, pages)
+    table = np.where(np.arange(of_row) < held[:, None], table, pages)
     cache = cache.replace(table=jnp.asarray(table, jnp.int32))
     slots = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), (rows, longest))
     slots = jnp.where(slots < jnp.asarray(case.lengths)[:, None] + case.block, slots, 2**30)
@@ -115,9 +118,9 @@ def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> 
             for name in ("keys", "values")
         }
     )
-    wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.sight)
+    wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.visible)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.sight))(
+        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.visible))(
             query, cache
         )
     assert found.dtype == jnp.bfloat16
@@ -133,9 +136,9 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
     at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)
     cache = extend(cache, 0, at, spoiled, spoiled)
     with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.sight))(
-            query, cache
-        )
+        found = jax.jit(
+            lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.visible)
+        )(query, cache)
     finite = np.isfinite(np.asarray(found, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(finite, [[True] * 4, [True, True, False, False], [True] * 4])
 
@@ -159,13 +162,12 @@ def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
         ),
         cache.values,
     )
-    assert cache.table is not None
     table = jax.ShapeDtypeStruct((2 * cache.table.shape[0], cache.table.shape[1]), jnp.int32)
 
     def shard(
         query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        held = KVCache(keys=keys, values=values, table=table)
+        held = KVCache(keys=keys, values=values, table=table, layout=PAGED)
         return attend_cache(query, held, jnp.int32(1), causal(positions))
 
     by_page = P(None, DATA)

@@ -1,4 +1,4 @@
-"""Attention to a cache is attention to the slots that a query may see: in stretches or at once, in
+"""Attention to a cache is attention to the slots that a query may see: in blocks or at once, in
 whole rows or in pages."""
 
 from typing import Any, NamedTuple
@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.kernels.sight import Sight, causal
-from jaxspec.models import attention, kv
+from jaxspec.kernels import key_chunks
+from jaxspec.kernels.visible import Visible, causal
+from jaxspec.models import attention, contiguous, paged
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.kv import KVCache, empty_cache, extend
+from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.contiguous import empty_cache
 from tests.dense import attend, up_to_position
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -23,7 +25,7 @@ POSITIONS = FIRST[:, None] + np.arange(BLOCK, dtype=np.int32)
 
 
 class Seen(NamedTuple):
-    """What the first query of each row sees, and the others accordingly, as in `Sight`."""
+    """What the first query of each row sees, and the others accordingly, as in `Visible`."""
 
     name: str
     first: int
@@ -35,8 +37,8 @@ class Seen(NamedTuple):
         return self.name
 
     @property
-    def sight(self) -> Sight:
-        return Sight(self.first, jnp.asarray(self.last), jnp.asarray(self.own), self.period)
+    def visible(self) -> Visible:
+        return Visible(self.first, jnp.asarray(self.last), jnp.asarray(self.own), self.period)
 
     def mask(self) -> np.ndarray:
         """Slot by slot."""
@@ -83,11 +85,13 @@ def cache_of(
     cache = empty_cache(
         3, pages, page if page > 0 else SLOTS, KV_HEADS, SIZE, jnp.dtype(keys.dtype), stacked
     )
+    if page > 0:
+        cache = paged.empty_pages(cache, pages, page)
     if page < 0:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(kv, "CHUNKED", 0)
-            cache = kv.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
-        assert cache.unit == SLOTS // -page
+            patched.setattr(key_chunks, "CHUNKED", 0)
+            cache = contiguous.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
+        assert contiguous.unit(cache) == SLOTS // -page
     cache = cache.replace(
         keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys),
         values=jax.tree.map(lambda leaf: leaf + junk, cache.values),
@@ -119,15 +123,17 @@ def made(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_a_cache_is_attended_to_like_a_text(
     together: int, page: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 1 to 23 positions, through stretches that do and do not divide the cache or the
+    """Rows of 1 to 23 positions, through blocks that do and do not divide the cache or the
     page."""
-    monkeypatch.setattr(attention, "STRETCH", together)
+    monkeypatch.setattr(attention, "BLOCK", together)
     query, keys, values = made()
     cache = cache_of(keys, values, page, stacked)
 
     @jax.jit
     def run(query: jax.Array, cache: KVCache, layer: jax.Array) -> list[jax.Array]:
-        return [attend_cache(query, cache, layer if stacked else 1, seen.sight) for seen in SIGHTS]
+        return [
+            attend_cache(query, cache, layer if stacked else 1, seen.visible) for seen in SIGHTS
+        ]
 
     for seen, found in zip(SIGHTS, run(jnp.asarray(query), cache, jnp.int32(1)), strict=True):
         mask = seen.mask()
@@ -139,9 +145,9 @@ def test_a_cache_is_attended_to_like_a_text(
 
 
 def test_causal_sight_is_that_of_a_text() -> None:
-    sight = causal(jnp.asarray(POSITIONS))
+    visible = causal(jnp.asarray(POSITIONS))
     np.testing.assert_array_equal(
-        sight.sees(jnp.arange(SLOTS, dtype=jnp.int32)),
+        visible.sees(jnp.arange(SLOTS, dtype=jnp.int32)),
         up_to_position(jnp.asarray(POSITIONS), SLOTS),
     )
     np.testing.assert_array_equal(SIGHTS[0].mask(), up_to_position(jnp.asarray(POSITIONS), SLOTS))
@@ -152,14 +158,14 @@ def test_causal_sight_is_that_of_a_text() -> None:
 def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(
     together: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "STRETCH", together)
+    monkeypatch.setattr(attention, "BLOCK", together)
     query, keys, values = made()
     spoilt, spoilt_values = keys.copy(), values.copy()
     spoilt[1, 4], spoilt_values[3, 22] = np.nan, np.inf
     spoilt[2, 14:], spoilt_values[2, 14:] = np.nan, np.nan  # beyond the block
-    sight = causal(jnp.asarray(POSITIONS))
+    visible = causal(jnp.asarray(POSITIONS))
     clean, found = (
-        np.asarray(attend_cache(jnp.asarray(query), cache_of(*pair, page, False), 1, sight))
+        np.asarray(attend_cache(jnp.asarray(query), cache_of(*pair, page, False), 1, visible))
         for pair in ((keys, values), (spoilt, spoilt_values))
     )
     harmed = np.zeros((ROWS, BLOCK), bool)
@@ -173,9 +179,9 @@ def test_stretches_beyond_the_longest_row_are_not_read(
     page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold NaNs, also in their values, which even a weight of 0 would let through."""
-    monkeypatch.setattr(attention, "STRETCH", 4)
+    monkeypatch.setattr(attention, "BLOCK", 4)
     query, keys, values = made()
-    # the last query's stretch ends with slot 11
+    # the last query's block ends with slot 11
     positions = jnp.minimum(jnp.asarray(POSITIONS), 11)
     cache = cache_of(keys, values, page, True, 12, np.nan)
     assert all(jnp.isnan(leaf[1]).any() for leaf in (cache.keys, cache.values))
@@ -191,7 +197,7 @@ def test_stretches_beyond_the_longest_row_are_not_read(
 def test_narrow_types_are_summed_in_float32(
     dtype: Any, tolerance: float, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "STRETCH", together)
+    monkeypatch.setattr(attention, "BLOCK", together)
     query, keys, values = (np.asarray(jnp.asarray(part, dtype)) for part in made())
     found = attend_cache(
         jnp.asarray(query), cache_of(keys, values, 0, False), 1, causal(jnp.asarray(POSITIONS))
@@ -212,12 +218,12 @@ def test_a_long_block_is_attended_to_in_pieces(
 ) -> None:
     """Each sees as if it were whole, and a slot that is not finite harms the queries that see it
     alone."""
-    for name, size in (("STRETCH", together), ("TOGETHER", 1), ("FEWEST", queries)):
+    for name, size in (("BLOCK", together), ("TOGETHER", 1), ("FEWEST", queries)):
         monkeypatch.setattr(attention, name, size)
     query, keys, values = made()
     cache = cache_of(keys, values, page, False)
     for seen in SIGHTS:
-        found = attend_cache(jnp.asarray(query), cache, 1, seen.sight)
+        found = attend_cache(jnp.asarray(query), cache, 1, seen.visible)
         wanted = attend(
             jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(seen.mask())
         )

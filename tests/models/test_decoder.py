@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, tap_boundaries
-from jaxspec.models.kv import KVCache
 from tests.conftest import tiny_model, tiny_network
 from tests.twins import numpy_decoder, numpy_weights
 

@@ -17,12 +17,12 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout import draft_length
+from jaxspec.rollout import length_chooser
 from jaxspec.rollout.generate import generate
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import Drafter, Pace, Prompts, Rollout
+from jaxspec.state import Drafter, LengthChooser, Prompts, Rollout
 from tests.conftest import (
     eagle3,
     no_history,
@@ -116,18 +116,20 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
             return None
 
 
-def changing_pace(lengths: tuple[int, ...]) -> Pace | None:
+def changing_chooser(lengths: tuple[int, ...]) -> LengthChooser | None:
     """By which rounds of all slots draft nothing, after two that try one token; those of the tail
     draft most. None: all draft alike."""
     if not lengths:
         return None
-    pace = draft_length.unmeasured(lengths, WIDTH + NEW)
+    chooser = length_chooser.unmeasured(lengths, WIDTH + NEW)
     falling, rising = np.linspace(9.0, 1.0, len(lengths)), np.linspace(1.0, 9.0, len(lengths))
-    first = np.arange(pace.cost.shape[1])[:, None] == 0
+    first = np.arange(chooser.round_cost.shape[1])[:, None] == 0
     cost = np.where(first, rising[:, None, None], falling[:, None, None])
-    return pace.replace(
-        cost=jnp.asarray(cost, jnp.float32),
-        known=pace.known.replace(spare=jnp.float32(2 * (rising[1] - rising[0]))),
+    return chooser.replace(
+        round_cost=jnp.asarray(cost, jnp.float32),
+        acceptance=chooser.acceptance.replace(
+            seconds_to_lose=jnp.float32(2 * (rising[1] - rising[0]))
+        ),
     )
 
 
@@ -141,7 +143,7 @@ def drafter(
     return Drafter(
         network=network,
         choice=jnp.asarray(choice, jnp.int32).reshape(length),
-        pace=changing_pace(lengths),
+        chooser=changing_chooser(lengths),
     )
 
 

@@ -11,10 +11,11 @@ import pytest
 from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import PreferringState
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import draft_length, slots
-from jaxspec.rollout.generate import advance, begin
+from jaxspec.rollout import length_chooser
+from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
+from jaxspec.rollout.generate import advance, seated
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings, features
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
@@ -41,7 +42,7 @@ class Case(NamedTuple):
     turns: tuple[int, ...]
     """Lengths of the rounds, in turn."""
     paged: bool = True
-    """With pages that run out, so that rows are evicted and read their texts again; else a row of
+    """With pages that run out, so that rows are evicted and are recomputed; else a row of
     cache for each slot."""
     slow: bool = True
 
@@ -78,9 +79,11 @@ CASES = [
 
 def forced(given: Drafter, lengths: tuple[int, ...], length: int) -> Drafter:
     """By which every round has this length: all others cost far more."""
-    pace = draft_length.unmeasured(lengths, WIDTH + NEW)
+    chooser = length_chooser.unmeasured(lengths, WIDTH + NEW)
     return given.replace(
-        pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[lengths.index(length)].set(1e-6))
+        chooser=chooser.replace(
+            round_cost=jnp.full_like(chooser.round_cost, 1e6).at[lengths.index(length)].set(1e-6)
+        )
     )
 
 
@@ -90,21 +93,19 @@ def in_turn(logits: jax.Array, offset: int) -> jax.Array:
 
 
 def said(
-    learned: Draft, target: Decoder, network: Any, engine: DecodeState
+    learned: Draft, target: Decoder, network: Any, state: DecodeState
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the learned draft would say in the engine's next round, what a fresh one says of the
     same texts, and how long these are."""
-    engine = slots.make_room(slots.refill(engine, GROUP, DEPTHS + 1), DEPTHS + 1)
-    lengths = jnp.where(slots.active(engine), slots.reached(engine), 0)
-    context = Context(engine.rollout.tokens, lengths, engine.row, engine.rollout.lengths)
-    state = engine.draft.learned if isinstance(engine.draft, PreferringState) else engine.draft
-    cache = engine.caches.draft
+    lengths = jnp.where(active(state), taken(state.rollout.lengths, state.row), 0)
+    context = Context(state.rollout.tokens, lengths, state.row, state.rollout.lengths)
+    draft_state = state.draft.learned if isinstance(state.draft, PreferringState) else state.draft
+    cache = state.caches.draft
     assert cache is not None
-    if engine.paged is not None:
-        cache = cache.replace(table=engine.paged.pages.table[: len(lengths)])
-    ours = learned.propose(network, target, state, cache, context, in_turn, DEPTHS)[2].logits
+    cache = cache.replace(table=state.pages.table[: len(lengths)])
+    ours = learned.propose(network, target, draft_state, cache, context, in_turn, DEPTHS)[2].logits
     texts = jnp.where(
-        jnp.arange(engine.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
+        jnp.arange(state.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
         context.texts(),
         7,
     )
@@ -115,9 +116,9 @@ def said(
     )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
     empty = learned.empty_cache(network, len(texts), texts.shape[1] + DEPTHS + 1)
-    state, cache = learned.prefill(network, target, whole, features(forward), empty)
+    draft_state, cache = learned.prefill(network, target, whole, features(forward), empty)
     theirs = learned.propose(
-        network, target, state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
+        network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
     )[2].logits
     assert ours is not None
     assert theirs is not None
@@ -134,25 +135,31 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
     assert learned is not None
     given = drafter(network, draft, lengths=case.lengths)
     prompts = coupled_prompts()
-    engine = jax.jit(
+    state = jax.jit(
         lambda prompts: begin(
             target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings
         )
     )(prompts)
-    step = jax.jit(lambda engine, drafter: advance(target, drafter, draft, engine, 1, settings))
-    compare = jax.jit(lambda engine: said(learned, target, network, engine))
+    step = jax.jit(lambda state, drafter: advance(target, drafter, draft, state, 1, settings))
+    evicts = may_run_out(state, NEW)
+
+    @jax.jit
+    def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+        filled = seated(target, given, draft, state, settings, evicts)
+        return said(learned, target, network, filled)
+
     by_turn = [forced(given, case.lengths, length) for length in case.turns]
     compared, number = 0, 0
-    while bool(slots.waiting(engine)) or bool(slots.active(engine).any()):
-        ours, theirs, lengths = jax.device_get(compare(engine))
+    while bool(waiting(state)) or bool(active(state).any()):
+        ours, theirs, lengths = jax.device_get(compare(state))
         there = lengths > 1  # a row of one token has nothing to draft from
         np.testing.assert_allclose(
             ours[there], theirs[there], rtol=0, atol=1e-9, err_msg=f"before round {number}"
         )
         compared, number = compared + int(there.sum()), number + 1
-        engine = step(engine, by_turn[number % len(by_turn)])
+        state = step(state, by_turn[number % len(by_turn)])
     assert compared > 100
-    found = engine.rollout.statistics
+    found = state.rollout.statistics
     spent = found.ended - found.began
     assert bool((found.rounds < spent).any()) == case.paged, (
         "rows lost their pages, or the case tests less than it says"

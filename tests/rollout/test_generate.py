@@ -14,7 +14,8 @@ import pytest
 from jaxspec.drafts.recurrent import RecurrentState, recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.rollout.generate import advance, collect
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
@@ -137,15 +138,13 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
         )
     )
     step = jax.jit(
-        lambda engine, rounds: advance(
-            target, drafter(network, draft), draft, engine, rounds, chosen
-        )
+        lambda state, rounds: advance(target, drafter(network, draft), draft, state, rounds, chosen)
     )
-    engine = start(prompts(), jax.random.key(KEY))
-    seen = jax.tree.map(np.asarray, collect(engine))
+    state = start(prompts(), jax.random.key(KEY))
+    seen = jax.tree.map(np.asarray, collect(state))
     while (seen.status == RUNNING).any():
-        engine = step(engine, jnp.int32(1))
-        now = jax.tree.map(np.asarray, collect(engine))
+        state = step(state, jnp.int32(1))
+        now = jax.tree.map(np.asarray, collect(state))
         was_running = seen.status == RUNNING
         count, accepted = (
             now.lengths - seen.lengths,
@@ -165,15 +164,15 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
         before = np.arange(seen.tokens.shape[1]) < seen.lengths[:, None]
         np.testing.assert_array_equal(now.tokens[before], seen.tokens[before])
         np.testing.assert_array_equal(now.logprobs[before], seen.logprobs[before])
-        assert_pending_block_is_the_text(target, engine.draft, now)
+        assert_pending_block_is_the_text(target, state.draft, now)
         seen = now
     whole = program(draft.length, coupled)(networks(), prompts())
     for found, wanted in zip(jax.tree.leaves(seen), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
-    engine = jax.tree.map(
+    state = jax.tree.map(
         np.asarray, collect(step(start(prompts(), jax.random.key(KEY)), jnp.int32(0)))
     )
-    np.testing.assert_array_equal(engine.lengths, engine.prompt_lengths)
+    np.testing.assert_array_equal(state.lengths, state.prompt_lengths)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +214,11 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     @jax.jit
     def part(prompts: Prompts, first: jax.Array, key: jax.Array) -> Rollout:
         draft = recurrent(3, (1, 2, 3))
-        engine = begin(
+        state = begin(
             target, drafter(network, draft), draft, prompts, first, key, settings(coupled)
         )
         return collect(
-            advance(target, drafter(network, draft), draft, engine, 100, settings(coupled))
+            advance(target, drafter(network, draft), draft, state, 100, settings(coupled))
         )
 
     alone = jax.tree.map(np.asarray, part(last, jnp.int32(4), jax.random.key(KEY)))

@@ -17,7 +17,8 @@ from jaxspec.drafts.base import Draft
 from jaxspec.drafts.model import external
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs
-from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.rollout.generate import advance, collect
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
@@ -231,7 +232,7 @@ def test_the_mean_kept_is_the_predicted_one(rule: Any, grid: tuple[float, ...]) 
     )
     total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
     rate = np.minimum(law, 1 / 8).sum() if grid != (0.0,) else law.max()
-    np.testing.assert_allclose(total.overlap / total.reached, rate, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(total.overlap / total.offered_in_turn, rate, rtol=0, atol=1e-12)
     kept = first_round_kept(target, bigram_draft(length, table), chosen)
     predicted = (
         1 + block_acceptance(law, length)
@@ -265,10 +266,10 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
 
     @jax.jit
     def run(prompts: Prompts) -> Rollout:
-        engine = begin(
+        state = begin(
             target, drafter(None, draft), draft, prompts, jnp.int32(0), jax.random.key(5), chosen
         )
-        return collect(advance(target, drafter(None, draft), draft, engine, 1, chosen))
+        return collect(advance(target, drafter(None, draft), draft, state, 1, chosen))
 
     return np.asarray(run(last_token_prompts([1, 2])).statistics.kept)
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout import draft_length
-from jaxspec.rollout.generate import advance, begin, collect
+from jaxspec.rollout import length_chooser
+from jaxspec.rollout.generate import advance, collect
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
@@ -126,17 +127,15 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
         bigram_draft(1, np.zeros((vocab, vocab), np.float32)),
         Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1)),
     )
-    pace = draft_length.unmeasured(settings.lengths, 4)
+    chooser = length_chooser.unmeasured(settings.lengths, 4)
     plain = drafter(None, draft).replace(
-        pace=pace.replace(cost=jnp.full_like(pace.cost, 1e6).at[0].set(1e-6))
+        chooser=chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e6).at[0].set(1e-6))
     )
 
     @jax.jit
     def run(key: jax.Array) -> Any:
-        engine = begin(
-            target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings
-        )
-        return collect(advance(target, plain, draft, engine, 1000, settings))
+        state = begin(target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings)
+        return collect(advance(target, plain, draft, state, 1000, settings))
 
     rollout = jax.tree.map(np.asarray, run(jax.random.key(1)))
     assert (rollout.statistics.rounds == 2).all()
@@ -174,8 +173,8 @@ def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
     rollout = jax.tree.map(np.asarray, collect(run(jax.random.key(1))))
     found, kept = rollout.statistics, rollout.lengths - rollout.prompt_lengths
     np.testing.assert_array_equal(found.drafted, 1)
-    np.testing.assert_array_equal(found.reached[:, 0], 1)
-    np.testing.assert_array_equal(found.reached[:, 1:], found.accepted[:, :-1])
+    np.testing.assert_array_equal(found.offered_in_turn[:, 0], 1)
+    np.testing.assert_array_equal(found.offered_in_turn[:, 1:], found.accepted[:, :-1])
     np.testing.assert_array_equal(found.accepted.sum(axis=1), kept - 1)
     assert set(kept.tolist()) == {1, 2, 3, 4}
-    assert ((found.overlap > 0) == (found.reached > 0)).all()
+    assert ((found.overlap > 0) == (found.offered_in_turn > 0)).all()

@@ -11,14 +11,14 @@ import pytest
 from jaxspec.rollout import pages as paging
 from jaxspec.rollout.pages import Pages, no_pages
 
-HOLDERS, STRETCHES = 6, 5
+HOLDERS, ROW_PAGES = 6, 5
 grow, share, release, free = (
     jax.jit(getattr(paging, name)) for name in ("grow", "share", "release", "free")
 )
 
 
 class Simulated:
-    """Each holder's pages in order of its stretches; which free pages are given is the pool's own
+    """Each holder's pages in order of their indices; which free pages are given is the pool's own
     affair."""
 
     def __init__(self, count: int):
@@ -32,8 +32,8 @@ class Simulated:
         """Takes over what was given, when it was free and given once."""
         unused = self.free()
         for holder, pages in self.held.items():
-            for stretch in range(len(pages), int(wanted[holder])):
-                page = int(after.table[holder, stretch])
+            for page_index in range(len(pages), int(wanted[holder])):
+                page = int(after.table[holder, page_index])
                 assert page in unused, f"page {page} is given, but it is not free"
                 unused.remove(page)
                 pages.append(page)
@@ -49,7 +49,7 @@ class Simulated:
         assert int(free(pages)) == len(self.free())
         for holder, held in self.held.items():
             assert int(pages.held[holder]) == len(held)
-            assert pages.table[holder].tolist() == held + [self.count] * (STRETCHES - len(held))
+            assert pages.table[holder].tolist() == held + [self.count] * (ROW_PAGES - len(held))
             assert len(set(held)) == len(held)
 
 
@@ -69,7 +69,7 @@ def random_step(
         marked = random.random(HOLDERS) < 0.4
         simulated.held |= {holder: [] for holder in np.flatnonzero(marked).tolist()}
         return "release", release(pages, jnp.asarray(marked))
-    wanted = random.integers(0, STRETCHES + 1, HOLDERS)
+    wanted = random.integers(0, ROW_PAGES + 1, HOLDERS)
     while simulated.needed(wanted) > len(simulated.free()):
         wanted[random.integers(HOLDERS)] = 0
     after = grow(pages, jnp.asarray(wanted, jnp.int32))
@@ -83,7 +83,7 @@ def random_step(
 @pytest.mark.parametrize("count", [5, 9, 17, 30])
 def test_random_sequences_agree_with_plain_lists(count: int) -> None:
     random, simulated, seen = np.random.default_rng(count), Simulated(count), Counter()
-    pages = no_pages(count, HOLDERS, STRETCHES)
+    pages = no_pages(count, HOLDERS, ROW_PAGES)
     simulated.check(pages)
     shared = 0
     for _ in range(150):

@@ -14,9 +14,9 @@ import pytest
 from jaxspec.config.settings import DataConfig, DraftConfig, EngineConfig, GrpoConfig
 from jaxspec.host.runner import abstract, ahead
 from jaxspec.models import attention
-from jaxspec.rollout.generate import begin
+from jaxspec.rollout.decode_state import DecodeState
+from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.slots import DecodeState
 from jaxspec.step import build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 from tests.rollout.harness import GROUP, SPREAD, draft_of, drafter, network_of, plain
@@ -43,13 +43,13 @@ def begun(kind: str) -> DecodeState:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["none", "eagle3", "mtp 2", "model"])
-@pytest.mark.parametrize(("fewest", "stretch"), [(1, 512), (5, 512), (5, 4)])
+@pytest.mark.parametrize(("fewest", "block"), [(1, 512), (5, 512), (5, 4)])
 def test_prompts_that_are_read_in_pieces_leave_the_same(
-    kind: str, fewest: int, stretch: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, fewest: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of 1 to 13 tokens: what target and draft keep of them is that of one piece."""
     whole = begun(kind)
-    for name, size in (("TOGETHER", 1), ("FEWEST", fewest), ("STRETCH", stretch)):
+    for name, size in (("TOGETHER", 1), ("FEWEST", fewest), ("BLOCK", block)):
         monkeypatch.setattr(attention, name, size)
     pieces = begun(kind)
     assert jax.tree.structure(pieces) == jax.tree.structure(whole)
@@ -83,9 +83,9 @@ def test_memory_is_linear_in_the_length_of_prompts(kind: Any) -> None:
         prefill(width, 2, kind=kind).memory_analysis().temp_size_in_bytes for width in (2048, 4096)
     )
     assert long < 2.3 * short
-    scores = 2 * 4096 * 16 * attention.STRETCH * 4
+    scores = 2 * 4096 * 16 * attention.BLOCK * 4
     assert long < 0.75 * scores, (
-        "the scores of all queries to a stretch of keys are never there at once"
+        "the scores of all queries to a block of keys are never there at once"
     )
 
 

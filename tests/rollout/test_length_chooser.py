@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout.acceptance import no_statistics
-from jaxspec.rollout.draft_length import choose, contexts, expected_tokens, unmeasured, update
-from jaxspec.state import Known, Pace
+from jaxspec.rollout.length_chooser import choose, contexts, expected_tokens, unmeasured, update
+from jaxspec.state import AcceptanceEstimate, LengthChooser
 
 LENGTHS = (0, 1, 3, 5)
 COSTS = [
@@ -20,11 +20,13 @@ COSTS = [
 ]
 
 
-def known(reached: list[float], kept: list[float], spare: float = 0.0) -> Known:
-    return Known(
-        reached=jnp.asarray(reached, jnp.float32),
+def estimate(
+    offered_in_turn: list[float], kept: list[float], seconds_to_lose: float = 0.0
+) -> AcceptanceEstimate:
+    return AcceptanceEstimate(
+        offered_in_turn=jnp.asarray(offered_in_turn, jnp.float32),
         kept=jnp.asarray(kept, jnp.float32),
-        spare=jnp.float32(spare),
+        seconds_to_lose=jnp.float32(seconds_to_lose),
     )
 
 
@@ -37,44 +39,48 @@ def test_contexts_end_ever_later() -> None:
 def test_expected_tokens_are_those_of_conditional_acceptance() -> None:
     """Where much is known, the fractions; a depth never reached does as well as the one before; of
     nothing, 0.8 at every depth."""
-    many = expected_tokens(known([8e6, 4e6, 1e6, 1e6, 0], [4e6, 1e6, 1e6, 5e5, 0]), LENGTHS)
+    many = expected_tokens(estimate([8e6, 4e6, 1e6, 1e6, 0], [4e6, 1e6, 1e6, 5e5, 0]), LENGTHS)
     np.testing.assert_allclose(
         many, [1, 1.5, 1.5 + 1 / 8 + 1 / 8, 1.75 + 1 / 16 + 1 / 32], rtol=1e-5
     )
     np.testing.assert_allclose(
-        expected_tokens(known([0] * 5, [0] * 5), LENGTHS), [1, 1.8, 2.952, 3.68928], rtol=1e-5
+        expected_tokens(estimate([0] * 5, [0] * 5), LENGTHS), [1, 1.8, 2.952, 3.68928], rtol=1e-5
     )
     # Two drafts of which one was kept, and the word of one draft that 0.8 are: 1.8 of 3.
     np.testing.assert_allclose(
-        expected_tokens(known([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]), (1,)), [1.6], rtol=1e-5
+        expected_tokens(estimate([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]), (1,)), [1.6], rtol=1e-5
     )
 
 
 def test_the_most_tokens_a_second_are_chosen() -> None:
     # 1, 1.5, 1.875, 1.96875 tokens
-    half = known([1e6, 5e5, 2.5e5, 1e5, 1e5], [5e5, 2.5e5, 1.25e5, 5e4, 5e4])
+    half = estimate([1e6, 5e5, 2.5e5, 1e5, 1e5], [5e5, 2.5e5, 1.25e5, 5e4, 5e4])
     for cost, wanted in (
         ((1, 1.1, 1.2, 1.3), 2),
         ((1, 1.1, 1.5, 2), 1),
         ((1, 1.6, 1.9, 2), 0),
         ((1, 1, 1, 1), 3),
     ):
-        place, spare = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
+        place, seconds_to_lose = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
         assert place == wanted
-        assert spare == jnp.float32(0.01) * jnp.float32(cost[wanted])
-        tried, spare = choose(
-            half.replace(spare=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS
+        assert seconds_to_lose == jnp.float32(0.01) * jnp.float32(cost[wanted])
+        tried, seconds_to_lose = choose(
+            half.replace(seconds_to_lose=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS
         )
         longer = min(wanted + 1, 3)
         assert tried == (longer if cost[longer] - cost[wanted] <= 0.5 else wanted)
-        assert spare >= 0
+        assert seconds_to_lose >= 0
     place, _ = choose(half, jnp.asarray((1.1, 1.2), jnp.float32), (1, 3))
     assert place == 1
 
 
 def spent(
-    cost: tuple[float, ...], rates: list[float], rounds: int, start: Known, measured: int = 0
-) -> tuple[np.ndarray, float, Known]:
+    cost: tuple[float, ...],
+    rates: list[float],
+    rounds: int,
+    start: AcceptanceEstimate,
+    measured: int = 0,
+) -> tuple[np.ndarray, float, AcceptanceEstimate]:
     """Rounds of each length, their tokens a second, and what is known after them, for a draft whose
     depths are kept at `rates`.
 
@@ -82,19 +88,23 @@ def spent(
     """
     random = np.random.default_rng(0)
     table, now = jnp.asarray(cost, jnp.float32), start
-    decide = jax.jit(lambda known: choose(known, table, LENGTHS))
+    decide = jax.jit(lambda estimate: choose(estimate, table, LENGTHS))
     counts, tokens, rows = np.zeros(len(LENGTHS)), 0, 4
     for number in range(-measured, rounds):
         place = 3
         if number >= 0:
-            place, spare = decide(now)
-            now = now.replace(spare=spare)
+            place, seconds_to_lose = decide(now)
+            now = now.replace(seconds_to_lose=seconds_to_lose)
         length = LENGTHS[int(place)]
         kept = np.cumprod(random.random((rows, length)) < np.array(rates[:length]), axis=1)
-        reached = np.concatenate([np.ones((rows, 1)), kept[:, :-1]], axis=1) if length else kept
+        offered_in_turn = (
+            np.concatenate([np.ones((rows, 1)), kept[:, :-1]], axis=1) if length else kept
+        )
         change = np.zeros((2, 5), np.float32)
-        change[:, :length] = reached.sum(0), kept.sum(0)
-        now = now.replace(reached=now.reached + change[0], kept=now.kept + change[1])
+        change[:, :length] = offered_in_turn.sum(0), kept.sum(0)
+        now = now.replace(
+            offered_in_turn=now.offered_in_turn + change[0], kept=now.kept + change[1]
+        )
         counts[int(place)] += number >= 0
         tokens += (1 + kept.sum() / rows) * (number >= 0)
     return counts, tokens / float(counts @ np.array(cost)), now
@@ -104,7 +114,7 @@ def spent(
 def test_a_useless_draft_costs_a_hundredth(cost: tuple[float, ...]) -> None:
     """Over plain decoding, by the table, once it is known to be useless; finding out takes a few
     rounds."""
-    counts, _, after = spent(cost, [0.0] * 5, 150, known([0] * 5, [0] * 5))
+    counts, _, after = spent(cost, [0.0] * 5, 150, estimate([0] * 5, [0] * 5))
     assert counts[0] > 0
     counts, _, _ = spent(cost, [0.0] * 5, 2000, after)
     assert counts @ np.array(cost) <= 1.01 * 2000 * cost[0]
@@ -118,32 +128,35 @@ def test_no_fixed_length_is_much_better(cost: tuple[float, ...], rate: float) ->
         (1 - rate ** (length + 1)) / (1 - rate) / seconds
         for length, seconds in zip(LENGTHS, cost, strict=True)
     )
-    counts, speed, _ = spent(cost, [rate] * 5, 1000, known([0] * 5, [0] * 5), measured=16)
+    counts, speed, _ = spent(cost, [rate] * 5, 1000, estimate([0] * 5, [0] * 5), measured=16)
     assert speed * 1.05 >= best, counts
 
 
 def test_a_draft_that_becomes_useful_is_found() -> None:
     cost = (1, 1.3, 1.6, 2.0)
-    _, _, useless = spent(cost, [0.0] * 5, 300, known([0] * 5, [0] * 5))
-    calls = known([4.0] * 5, [0] * 5)  # what halving at every call leaves of it
-    counts, _, _ = spent(cost, [0.9] * 5, 600, calls.replace(spare=useless.spare))
+    _, _, useless = spent(cost, [0.0] * 5, 300, estimate([0] * 5, [0] * 5))
+    calls = estimate([4.0] * 5, [0] * 5)  # what halving at every call leaves of it
+    counts, _, _ = spent(
+        cost, [0.9] * 5, 600, calls.replace(seconds_to_lose=useless.seconds_to_lose)
+    )
     assert counts[3] > 300
 
 
 def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
     made = no_statistics(2, 1, 5, 1, jnp.float32)
     fresh = made.replace(
-        reached=made.reached.at[:, 0].set(jnp.asarray([3, 5])),
+        offered_in_turn=made.offered_in_turn.at[:, 0].set(jnp.asarray([3, 5])),
         accepted=made.accepted.at[:, 0].set(jnp.asarray([1, 4])),
     )
-    before = Pace(
-        known=known([10, 6, 0, 0, 0], [2, 2, 0, 0, 0], 5), cost=unmeasured(LENGTHS, 100).cost + 2
+    before = LengthChooser(
+        acceptance=estimate([10, 6, 0, 0, 0], [2, 2, 0, 0, 0], 5),
+        round_cost=unmeasured(LENGTHS, 100).round_cost + 2,
     )
-    after = update(before, fresh).known
-    np.testing.assert_allclose(after.reached, [13, 3, 0, 0, 0])
+    after = update(before, fresh).acceptance
+    np.testing.assert_allclose(after.offered_in_turn, [13, 3, 0, 0, 0])
     np.testing.assert_allclose(after.kept, [6, 1, 0, 0, 0])
-    assert after.spare == 0
+    assert after.seconds_to_lose == 0
     # nothing was drafted: it earns
-    idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).known
-    np.testing.assert_allclose(idle.reached, before.known.reached)
-    np.testing.assert_allclose(idle.spare, 5 + 0.01 * 2 * 15)
+    idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).acceptance
+    np.testing.assert_allclose(idle.offered_in_turn, before.acceptance.offered_in_turn)
+    np.testing.assert_allclose(idle.seconds_to_lose, 5 + 0.01 * 2 * 15)

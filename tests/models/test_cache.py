@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import kv
-from jaxspec.models.kv import KVCache, empty_cache, extend
+from jaxspec.kernels import key_chunks
+from jaxspec.models import contiguous, paged
+from jaxspec.models.cache import KVCache, Seat, extend
+from jaxspec.models.contiguous import CONTIGUOUS, empty_cache
+from jaxspec.models.paged import PAGED
 
 LAYERS, ROWS, SLOTS, HEADS, SIZE = 3, 4, 6, 2, 5
 PAGE, PAGES = 2, 14
@@ -54,19 +57,18 @@ def random_cache(
     seed: int = 0,
 ) -> KVCache:
     """A cache that is full of different numbers."""
-    return full(
-        empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked),
-        table,
-        seed,
-    )
+    empty = empty_cache(LAYERS, pages, page_size, HEADS, SIZE, jnp.dtype("float32"), stacked)
+    if table is not None:
+        empty = paged.empty_pages(empty, pages, page_size)
+    return full(empty, table, seed)
 
 
 def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0) -> KVCache:
     """The same in chunks of two slots."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kv, "CHUNKED", 0)
+        patched.setattr(key_chunks, "CHUNKED", 0)
         made = full(
-            kv.empty_rows(
+            contiguous.empty_rows(
                 empty_cache(LAYERS, 1, 1, HEADS, SIZE, jnp.dtype("float32"), stacked),
                 rows,
                 slots,
@@ -74,7 +76,7 @@ def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0
             ),
             seed=seed,
         )
-    assert made.unit == 2
+    assert contiguous.unit(made) == 2
     return made
 
 
@@ -84,6 +86,16 @@ def full(empty: KVCache, table: np.ndarray | None = None, seed: int = 0) -> KVCa
         lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty
     )
     return filled if table is None else filled.replace(table=jnp.asarray(table))
+
+
+def paged_cache(stacked: bool) -> KVCache:
+    """The same in pages that are not in use."""
+    return random_cache(stacked, PAGES, PAGE, np.zeros((0, 0), np.int32))
+
+
+def seat_of(row: int, prompt: int, *pages: np.ndarray) -> Seat:
+    to, source = pages or (np.zeros(0, np.int32), np.zeros(0, np.int32))
+    return Seat(jnp.int32(row), jnp.int32(prompt), jnp.asarray(to), jnp.asarray(source))
 
 
 def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
@@ -111,8 +123,8 @@ def place(table: np.ndarray | str | None, row: int, slot: int) -> tuple[int, int
     """Page of a row's slot and the place in it; None: there is none."""
     if table is None or isinstance(table, str):
         return (row, slot) if slot < SLOTS else None
-    stretch = slot // PAGE
-    page = table[row, stretch] if stretch < table.shape[1] else PAGES
+    page_index = slot // PAGE
+    page = table[row, page_index] if page_index < table.shape[1] else PAGES
     return (int(page), slot % PAGE) if page < PAGES else None
 
 
@@ -151,7 +163,8 @@ def test_extend_writes_each_rows_block_at_its_slots(
         *(jnp.asarray(part) for part in fresh),
     )
     assert_is(found, wanted, before)
-    assert (found.table is None) != isinstance(table, np.ndarray)
+    assert found.layout is (PAGED if isinstance(table, np.ndarray) else CONTIGUOUS)
+    np.testing.assert_array_equal(found.table, before.table)
 
 
 @TABLES
@@ -194,11 +207,11 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(
     ],
 )
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_stretches_hold_the_slots_that_they_say(
+def test_blocks_hold_the_slots_that_they_say(
     stacked: bool, table: np.ndarray | str | None, count: int
 ) -> None:
     """At the end of a row slots come along that were seen already; every slot is in one of the
-    stretches, in the order of their numbers."""
+    blocks, in the order of their numbers."""
     if isinstance(table, str):
         cache = in_chunks(stacked, slots=8)
     else:
@@ -211,7 +224,7 @@ def test_stretches_hold_the_slots_that_they_say(
     for first in range(0, whole, count):
         for layer in range(LAYERS):
             where = jnp.int32(layer) if stacked else layer
-            keys, values, slots = kv.stretch(
+            keys, values, slots = cache.layout.read(
                 cache, where, first if count == whole else jnp.int32(first), count
             )
             assert slots.tolist() == list(
@@ -250,9 +263,9 @@ def test_rows_of_keeps_groups_together(
     stacked: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of at least the length that is asked for."""
-    monkeypatch.setattr(kv, "CHUNKED", 0)
+    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
     prompts, slots = random_cache(stacked, 2), 16
-    rows, twin = kv.rows_of(prompts, 3, SLOTS + 8, chunk), Twin(prompts)
+    rows, twin = contiguous.rows_of(prompts, 3, SLOTS + 8, chunk), Twin(prompts)
     found = Twin(rows)
     assert rows.keys[0].shape[-1] == (chunk or slots)
     assert found.keys.shape == found.values.shape == (LAYERS, 6, slots, HEADS, SIZE)
@@ -271,15 +284,16 @@ def test_rows_of_keeps_groups_together(
 def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
     cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"), stacked)
     pool, rows = (
-        kv.empty_pages(random_cache(stacked), 9, 7),
-        kv.empty_rows(random_cache(stacked), 9, 13, 4),
+        paged.empty_pages(random_cache(stacked), 9, 7),
+        contiguous.empty_rows(random_cache(stacked), 9, 13, 4),
     )
     for made, pages, size, dtype in (
         (cache, ROWS, SLOTS, jnp.bfloat16),
         (pool, 9, 7, jnp.float32),
         (rows, 9, 16, jnp.float32),
     ):
-        assert made.table is None
+        assert made.layout is (PAGED if made is pool else CONTIGUOUS)
+        assert made.table.shape == (0, 0)
         assert isinstance(made.keys, tuple) != stacked
         for pools, page in ((made.keys, (SIZE, size)), (made.values, (size, SIZE))):
             layers = [pools] if stacked else pools
@@ -294,7 +308,7 @@ def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
 @pytest.mark.parametrize(
     ("chunks", "slots"), [(False, SLOTS - 2), (True, SLOTS - 2), (True, 1), (True, 3)]
 )
-def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(
+def test_a_seat_in_contiguous_rows_copies_a_prompt_to_the_beginning_of_a_row(
     stacked: bool, chunks: bool, slots: int
 ) -> None:
     """What stands behind it in the row is left, but for keys in its last chunk, and so are the
@@ -311,7 +325,7 @@ def test_put_row_copies_a_prompt_to_the_beginning_of_a_row(
         wanted = Twin(cache).change(partial(put, row, prompt), Twin(prompts))
         if chunks and slots % 2 and slots > 2:
             wanted.keys[:, row, slots] = 0
-        found = jax.jit(kv.put_row)(cache, jnp.int32(row), prompts, jnp.int32(prompt))
+        found = jax.jit(contiguous.seat)(cache, seat_of(row, prompt), prompts)
         assert_is(found, wanted, cache)
 
 
@@ -321,7 +335,7 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
     make: Callable[..., KVCache], stacked: bool
 ) -> None:
     cache, rows = make(stacked), np.array([2, 0, 3], np.int32)
-    some = kv.take_rows(cache, jnp.asarray(rows))
+    some = contiguous.take(cache, jnp.asarray(rows))
     for found, whole in zip(Twin(some).both(), Twin(cache).both(), strict=True):
         np.testing.assert_array_equal(found, whole[:, rows])
 
@@ -330,42 +344,43 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
 
     fresh = make(stacked, 3, seed=1)
     assert_is(
-        kv.put_rows(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some
+        contiguous.put(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some
     )
-    assert_is(kv.put_rows(cache, jnp.asarray(rows), some), Twin(cache), cache)
+    assert_is(contiguous.put(cache, jnp.asarray(rows), some), Twin(cache), cache)
 
 
 @STACKED
-def test_put_prompts_fills_the_pages_of_each(stacked: bool) -> None:
+def test_put_texts_fills_the_pages_of_each(stacked: bool) -> None:
     """The last page of a prompt is filled with zeros, and where a prompt has no page its entries
     are dropped."""
     cache, prompts = (
-        random_cache(stacked, PAGES, PAGE),
+        paged_cache(stacked),
         random_cache(stacked, 3, 2 * PAGE + 1, seed=1),
     )
     pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
 
     def put(ours: np.ndarray, theirs: np.ndarray) -> None:
-        for prompt, stretch in np.ndindex(pages.shape):
-            page, slots = pages[prompt, stretch], range(stretch * PAGE, (stretch + 1) * PAGE)
+        for prompt, page_index in np.ndindex(pages.shape):
+            page, slots = (
+                pages[prompt, page_index],
+                range(page_index * PAGE, (page_index + 1) * PAGE),
+            )
             for place, slot in enumerate(slots if page < PAGES else ()):
                 ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
 
     assert_is(
-        kv.put_prompts(cache, jnp.asarray(pages), prompts),
+        paged.put_texts(cache, jnp.asarray(pages), prompts),
         Twin(cache).change(put, Twin(prompts)),
         cache,
     )
 
 
 @STACKED
-def test_copy_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool) -> None:
-    cache = random_cache(stacked, PAGES, PAGE)
+def test_a_seat_in_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool) -> None:
+    cache = paged_cache(stacked)
     to, source = np.array([5, PAGES, 1], np.int32), np.array([3, 2, 5], np.int32)
 
     def copy(ours: np.ndarray) -> None:
         ours[:, 5], ours[:, 1] = ours[:, 3].copy(), ours[:, 5].copy()
 
-    assert_is(
-        kv.copy_pages(cache, jnp.asarray(to), jnp.asarray(source)), Twin(cache).change(copy), cache
-    )
+    assert_is(paged.seat(cache, seat_of(0, 0, to, source), cache), Twin(cache).change(copy), cache)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.attention import STRETCH
-from jaxspec.state import Known, Pace, Statistics
+from jaxspec.models.attention import BLOCK
+from jaxspec.state import AcceptanceEstimate, LengthChooser, Statistics
 
 LOOPS = 3
 """Loops of ever fewer slots that a cost table has room for."""
@@ -29,47 +29,56 @@ worth."""
 def contexts(longest: int) -> tuple[int, ...]:
     """Last position of each context bucket: four times as long as the one before, and the longest
     there can be."""
-    ends = [STRETCH * 4**power for power in range(12) if STRETCH * 4**power < longest]
+    ends = [BLOCK * 4**power for power in range(12) if BLOCK * 4**power < longest]
     return (*ends, longest)
 
 
-def unmeasured(lengths: tuple[int, ...], longest: int) -> Pace:
+def unmeasured(lengths: tuple[int, ...], longest: int) -> LengthChooser:
     """Nothing known of rows of up to `longest` tokens: no cost, and no draft ever offered."""
     none = jnp.zeros((lengths[-1],), jnp.float32)
-    known = Known(reached=none, kept=none, spare=jnp.zeros((), jnp.float32))
-    return Pace(
-        known=known, cost=jnp.zeros((len(lengths), LOOPS, len(contexts(longest))), jnp.float32)
+    estimate = AcceptanceEstimate(
+        offered_in_turn=none, kept=none, seconds_to_lose=jnp.zeros((), jnp.float32)
+    )
+    return LengthChooser(
+        acceptance=estimate,
+        round_cost=jnp.zeros((len(lengths), LOOPS, len(contexts(longest))), jnp.float32),
     )
 
 
-def update(pace: Pace, statistics: Statistics) -> Pace:
+def update(chooser: LengthChooser, statistics: Statistics) -> LengthChooser:
     """Adds a call, over all rows of the mesh."""
-    known = pace.known
-    reached, kept = (
+    before = chooser.acceptance
+    offered_in_turn, kept = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)
-        for leaf in (statistics.reached, statistics.accepted)
+        for leaf in (statistics.offered_in_turn, statistics.accepted)
     )
-    drafted = reached[0] > 0
+    drafted = offered_in_turn[0] > 0
     # A call that drafted has spent what there was; plain rounds earn, as many as a row took on
     # average, which is fewer than its shard's.
     plain = jnp.mean((statistics.rounds - statistics.drafted[:, 0]).astype(jnp.float32))
-    fresh = Known(
-        reached=jnp.where(drafted, KEEP * known.reached + reached, known.reached),
-        kept=jnp.where(drafted, KEEP * known.kept + kept, known.kept),
-        spare=jnp.where(drafted, 0, known.spare + SHARE * pace.cost[0, 0, 0] * plain),
+    fresh = AcceptanceEstimate(
+        offered_in_turn=jnp.where(
+            drafted, KEEP * before.offered_in_turn + offered_in_turn, before.offered_in_turn
+        ),
+        kept=jnp.where(drafted, KEEP * before.kept + kept, before.kept),
+        seconds_to_lose=jnp.where(
+            drafted, 0, before.seconds_to_lose + SHARE * chooser.round_cost[0, 0, 0] * plain
+        ),
     )
-    return pace.replace(known=fresh)
+    return chooser.replace(acceptance=fresh)
 
 
-def expected_tokens(known: Known, lengths: tuple[int, ...]) -> Float[Array, " A"]:
+def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> Float[Array, " A"]:
     """Tokens a round of each length is expected to keep, its next_token included.
 
     Depths never reached are taken to do as well as the one before: a length is tried when that
     would make it pay.
     """
     rates, before = [], jnp.float32(HOPE)
-    for depth in range(known.kept.shape[0]):
-        before = (known.kept[depth] + WEIGHT * before) / (known.reached[depth] + WEIGHT)
+    for depth in range(estimate.kept.shape[0]):
+        before = (estimate.kept[depth] + WEIGHT * before) / (
+            estimate.offered_in_turn[depth] + WEIGHT
+        )
         rates.append(before)
     by_depth = 1 + jnp.concatenate(
         [jnp.zeros((1,), jnp.float32), jnp.cumsum(jnp.cumprod(jnp.stack(rates)))]
@@ -82,23 +91,27 @@ class Choice(NamedTuple):
     generation ends must not matter."""
 
     place: Int[Array, ""]
-    """In the lengths, ascending: the best, or the next longer one when there are seconds to spare
-    for it."""
-    spare: Float[Array, ""]
-    """Seconds left to spare once the round is made: earned by the best, spent by the longer one."""
+    """In the lengths, ascending: the best, or the next longer one when there are seconds to lose
+    on it."""
+    seconds_to_lose: Float[Array, ""]
+    """What is left of them once the round is made: earned by the best, spent by the longer one."""
 
 
-def choose(known: Known, cost: Float[Array, " A"], lengths: tuple[int, ...]) -> Choice:
+def choose(
+    estimate: AcceptanceEstimate, cost: Float[Array, " A"], lengths: tuple[int, ...]
+) -> Choice:
     """The length of the next round.
 
     Args:
-      known: so far.
+      estimate: of the draft's acceptance so far.
       cost: seconds of a round of each length, at the slots and the context of the next one.
       lengths: that are compiled, ascending.
     """
-    best = jnp.argmax(expected_tokens(known, lengths) / cost).astype(jnp.int32)
+    best = jnp.argmax(expected_tokens(estimate, lengths) / cost).astype(jnp.int32)
     longer = jnp.minimum(best + 1, len(lengths) - 1)
     extra = jnp.maximum(cost[longer] - cost[best], 0)  # as if it kept no more than the best
-    tries = (longer > best) & (known.spare >= extra)
-    spare = jnp.where(tries, known.spare - extra, known.spare + SHARE * cost[best])
-    return Choice(jnp.where(tries, longer, best), spare)
+    tries = (longer > best) & (estimate.seconds_to_lose >= extra)
+    left = jnp.where(
+        tries, estimate.seconds_to_lose - extra, estimate.seconds_to_lose + SHARE * cost[best]
+    )
+    return Choice(jnp.where(tries, longer, best), left)

@@ -1,0 +1,144 @@
+"""The paged layout: a pool of pages of which each row has those that its table names, so that rows
+of a group share the pages of their prompt and no row has more than it needs (Kwon et al., arXiv
+2309.06180)."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.kernels import paged_attention
+from jaxspec.kernels.key_chunks import split
+from jaxspec.kernels.visible import Visible
+from jaxspec.models.attention import Part, in_blocks
+from jaxspec.models.cache import (
+    KVCache,
+    LayerIndex,
+    Layout,
+    Seat,
+    consecutive,
+    map_both,
+    map_layers,
+    of_layer,
+    scattered,
+    zeros_like,
+)
+
+
+def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
+    """A pool of zeros like another cache, which a table makes rows of."""
+    return zeros_like(cache, pages, 1, page_size, PAGED)
+
+
+def write(
+    cache: KVCache,
+    layer: LayerIndex,
+    positions: Int[Array, "B T"],
+    keys: Float[Array, "B T M H"],
+    values: Float[Array, "B T M H"],
+) -> KVCache:
+    """See `Layout`."""
+    size = cache.page_size
+    pages = jnp.take_along_axis(
+        cache.table, positions // size, axis=1, mode="fill", fill_value=cache.pages
+    )
+    inside = positions % size
+
+    def write_keys(pool: Array, layer: LayerIndex) -> Array:
+        places = {3: inside // size, 5: inside}
+        return scattered(split(pool, cache.kv_heads), layer, pages, places, keys).reshape(
+            pool.shape
+        )
+
+    def write_values(pool: Array, layer: LayerIndex) -> Array:
+        return scattered(pool, layer, pages, {3: inside}, values)
+
+    return cache.replace(
+        keys=of_layer(cache.keys, layer, write_keys),
+        values=of_layer(cache.values, layer, write_values),
+    )
+
+
+def read(
+    cache: KVCache, layer: LayerIndex, first: Int[Array, ""] | int, count: int
+) -> tuple[Array, Array, Int[Array, " C"]]:
+    """See `Layout`."""
+    size, of_row = cache.page_size, cache.table.shape[1]
+    pages = min(count // size, of_row)
+    column = jnp.minimum(first // size, of_row - pages)
+    chosen = lax.dynamic_slice_in_dim(cache.table, column, pages, axis=1)
+
+    def gather(pool: Any) -> Array:
+        found = pool[layer].at[chosen] if isinstance(pool, tuple) else pool.at[layer, chosen]
+        return found.get(mode="clip")
+
+    keys, values = gather(cache.keys).swapaxes(1, 2), gather(cache.values)
+    return keys, values, consecutive(column * size, pages * size)
+
+
+def attend(
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, visible: Visible
+) -> Part:
+    """See `Layout`; by an accelerator kernel where there is one for these shapes."""
+    if paged_attention.runs_here() and paged_attention.fits(grouped, cache.keys[0]):
+        keys, values = cache.keys, cache.values
+        if isinstance(keys, tuple):
+            keys, values, layer = keys[layer][None], values[layer][None], 0
+        place = jnp.asarray(layer, jnp.int32)
+        return Part(
+            *paged_attention.paged_parts(grouped, keys, values, place, cache.table, visible)
+        )
+    size = cache.page_size
+    whole = size * cache.table.shape[1]
+    return in_blocks(grouped, partial(read, cache, layer), visible, whole, size)
+
+
+def seat(cache: KVCache, where: Seat, prompts: KVCache) -> KVCache:
+    """Copies the pages of a prompt that a row of its group writes to; the others are shared."""
+
+    def one(lead: int, pool: Array) -> Array:
+        before = (slice(None),) * lead
+        found = pool[(*before, where.source)]
+        return pool.at[(*before, where.to)].set(found, mode="drop")
+
+    return map_both(one, cache)
+
+
+def put_texts(cache: KVCache, pages: Int[Array, "n N"], texts: KVCache) -> KVCache:
+    """Writes whole contiguous rows in one chunk into the pages of each; entries beyond the last
+    page are dropped."""
+    count = pages.shape[1]
+
+    def one(lead: int, pool: Array, source: Array, axis: int) -> Array:
+        size = pool.shape[axis]
+        widths = [(0, 0)] * source.ndim
+        widths[axis] = (0, count * size - source.shape[axis])
+        wide = jnp.pad(source, widths)
+        split = wide.reshape(*wide.shape[:axis], count, size, *wide.shape[axis + 1 :])
+        return pool.at[(slice(None),) * lead + (pages,)].set(
+            jnp.moveaxis(split, axis, lead + 1), mode="drop"
+        )
+
+    return cache.replace(
+        keys=map_layers(
+            lambda lead, pool, source: one(lead, pool, source, lead + 3), cache.keys, texts.keys
+        ),
+        values=map_layers(
+            lambda lead, pool, source: one(lead, pool, source, lead + 2), cache.values, texts.values
+        ),
+    )
+
+
+def take(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
+    """Pages stay where they are: only tables move."""
+    return cache
+
+
+def put(cache: KVCache, rows: Int[Array, " b"], some: KVCache) -> KVCache:
+    """What stands in the pages by then."""
+    return some
+
+
+PAGED = Layout(write, read, attend, seat, take, put)

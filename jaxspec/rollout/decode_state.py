@@ -1,0 +1,146 @@
+"""What a rollout carries from round to round. It has one shape: every part is always there, and XLA
+removes those that a program never changes."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+from jaxspec.models.cache import KVCache, no_table
+from jaxspec.rollout.pages import Pages
+from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, pytree
+
+
+@pytree
+class Caches(Tree):
+    """Keys and values of target and draft, slot for slot."""
+
+    target: KVCache
+    draft: KVCache | None
+    """None: there is no draft, or one without a cache."""
+
+    def map(self, function: Callable[..., KVCache], *others: "Caches") -> "Caches":
+        """Both, changed alike."""
+        target = function(self.target, *(other.target for other in others))
+        if self.draft is None:
+            return Caches(target=target, draft=None)
+        return Caches(target=target, draft=function(self.draft, *(other.draft for other in others)))
+
+    def with_table(self, table: Int[Array, "B N"]) -> "Caches":
+        """As a round reads and writes them."""
+        return self.map(lambda cache: cache.replace(table=table))
+
+    def without_table(self) -> "Caches":
+        """As they lie between rounds."""
+        return self.with_table(no_table())
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.target.page_size
+
+
+@pytree
+class Prefilled(Tree):
+    """What every row of a group starts from, by prompt; of no prompt where no row can wait."""
+
+    caches: Caches
+    """Of no prompt where these lie in pages."""
+    draft: PyTree
+    history: Int[Array, "n H S"]
+    """As of `Prompts`: where a row is recomputed, its draft starts from its prompt once more."""
+    history_lengths: Int[Array, "n H"]
+
+
+@pytree
+class Queue(Tree):
+    """The rows that have no slot."""
+
+    waiting: Bool[Array, " R"]
+    order: Int[Array, " R"]
+    """Rows in the order in which they are admitted; an evicted row comes again before those behind
+    it."""
+    prompts: Prefilled
+
+
+@pytree
+class DecodeState(Tree):
+    """Everything a rollout carries between rounds. R rows, of which B are in slots; all of it is
+    local to a `data` shard."""
+
+    rollout: Rollout
+    """The rows so far."""
+    row: Int[Array, " B"]
+    """The row in each slot, R where there is none."""
+    keys: Key[Array, " R"]
+    caches: Caches
+    """The target's is valid below the last committed token, which the next round reads."""
+    draft: PyTree
+    """What else the draft keeps, by slot."""
+    round: Int[Array, " 1"]
+    """Rounds so far."""
+    queue: Queue
+    pages: Pages
+    """Of the slots, then of the prompts. There are none where caches are contiguous."""
+    admitted: Int[Array, " B"]
+    """How many admissions there were before that of each slot's row."""
+    acceptance: AcceptanceEstimate
+    """Of the draft, with a first axis of one; it stays as it is where all rounds draft alike."""
+
+
+def slot_count(state: DecodeState) -> int:
+    """Rows that are generated at once."""
+    return len(state.row)
+
+
+def rows_may_wait(state: DecodeState) -> bool:
+    """Whether a row may have no slot. Known when a program is traced."""
+    return len(state.queue.prompts.history_lengths) > 0
+
+
+def may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
+    """Whether there are fewer pages than all slots and prompts can need: whether a row can be
+    evicted. Known when a program is traced, of a state with all its slots."""
+    pages, count = state.pages, slot_count(state)
+    holders, of_row = pages.table.shape
+    if not of_row:
+        return False
+    width = state.rollout.tokens.shape[1] - max_new_tokens
+    of_prompt = -(-width // state.caches.page_size)
+    return len(pages.references) < count * of_row + (holders - count) * of_prompt
+
+
+Rows = slice | Int[Array, " B"]
+"""The row of each slot, as an index."""
+
+
+def rows_of_slots(state: DecodeState) -> Rows:
+    """All rows in order where each has a slot of its own, else `row`.
+
+    That they are in order is known when a program is traced, but not to XLA, which makes a loop of
+    each scatter on a CPU: a round of 32 rows of a small model then has up to 13 loops more, and
+    takes 2 to 3 % longer.
+    """
+    seated = not rows_may_wait(state) and slot_count(state) == len(state.rollout.status)
+    return slice(None) if seated else state.row
+
+
+def taken(leaf: Array, rows: Rows) -> Array:
+    """What a slot's row has; for an empty slot, that of the last row."""
+    return leaf[rows] if isinstance(rows, slice) else jnp.take(leaf, rows, axis=0, mode="clip")
+
+
+def added(leaf: Array, rows: Rows, change: Array) -> Array:
+    """Adds to what rows have, by slot."""
+    return leaf + change if isinstance(rows, slice) else leaf.at[rows].add(change, mode="drop")
+
+
+def active(state: DecodeState) -> Bool[Array, " B"]:
+    """Slots with a row that has not ended."""
+    running = taken(state.rollout.status, rows_of_slots(state)) == RUNNING
+    return running & (state.row < len(state.rollout.status))
+
+
+def waiting(state: DecodeState) -> Bool[Array, ""]:
+    """Whether a row has no slot yet."""
+    return jnp.any(state.queue.waiting)
