@@ -6,7 +6,7 @@
 FILE holds JSON lines with columns question and answer.
 
 Vary: --rollout.draft.draft_length 1..5 or auto, --rollout.draft.kind none (plain decoding),
---rollout.verify coupled (exactly the tokens of plain decoding), --grpo.group_size, --data.digits
+--rollout.verify coupled (exactly the tokens of plain decoding), --batch.group_size, --data.digits
 and --data.task (harder tasks), --rollout.draft.path FOLDER (a trained draft).
 Expect (tiny, seed 0, on 2 cores of an Intel Xeon, 25 November 2026): reward 0.54 -> 0.85 (first and
 last tenth), held-out exact match 0.50 -> 0.94, acceptance_length 3.6 at K=3 throughout, 4.5 minutes
@@ -15,17 +15,18 @@ from an empty folder.
 
 from dataclasses import replace
 
+from jaxspec.config.presets import QWEN3_0_6B, QWEN3_8B, TINY
 from jaxspec.config.settings import (
+    BatchConfig,
     Config,
     DataConfig,
     DraftTrainingConfig,
-    GrpoConfig,
     ModelConfig,
     OfflineConfig,
+    OptimizerConfig,
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.models.presets import QWEN3_0_6B, QWEN3_8B, TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
@@ -58,9 +59,8 @@ def _qwen3(
         steps=500,
         model=model,
         rollout=RolloutConfig(max_new_tokens=max_new_tokens, temperature=1.0),
-        grpo=GrpoConfig(
-            prompts=prompts, group_size=group_size, learning_rate=1e-6, warmup_steps=10
-        ),
+        batch=BatchConfig(prompts=prompts, group_size=group_size),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
         data=DataConfig(
             instruction="Please reason step by step, and put your final answer within \\boxed{}.",
             answer_style="boxed",

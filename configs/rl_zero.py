@@ -6,7 +6,7 @@ speculative rollouts.
 
 FILE holds JSON lines with columns question and answer.
 
-Vary: --grpo.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well
+Vary: --batch.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well
 it continues), --data.digits.
 Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): reward 0.14 -> 0.93
 (first and last tenth), held-out exact match 0.12 -> 0.91, acceptance_length 2.8 -> 2.6 -> 2.95 at
@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxspec.config.cli import read_config
+from jaxspec.config.presets import TINY
 from jaxspec.config.settings import Config, DataConfig, DraftTrainingConfig, SftConfig
-from jaxspec.models.presets import TINY
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
@@ -34,4 +34,4 @@ def get_config(scale: str = "tiny") -> Config:
             steps=60, model=TINY, data=DataConfig(format="text"), sft=sft, draft_training=training
         )
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
-    return replace(think, grpo=replace(think.grpo, group_size=2 * think.grpo.group_size))
+    return replace(think, batch=replace(think.batch, group_size=2 * think.batch.group_size))

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxspec.config.version import DISTRIBUTION, version
+from jaxspec.system.version import DISTRIBUTION, version
 
 PROGRAMS = {
     "train": ("--config NAME.py[:SCALE]", "the main job: GRPO with lossless speculative rollouts"),

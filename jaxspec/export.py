@@ -22,12 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.config.checked import Checked, require
 from jaxspec.config.cli import override, take_option
-from jaxspec.config.settings import Config, MeshConfig, ModelConfig
+from jaxspec.config.settings import MeshConfig, ResolvedConfig
 from jaxspec.data.tokenizer import Tokenizer
-from jaxspec.hf.draft_config import Form, draft_config_json
-from jaxspec.hf.drafts import draft_tensors
+from jaxspec.drafts.base import Export, Files
+from jaxspec.drafts.kinds import kind_of, learned
 from jaxspec.hf.names import policy_rows
 from jaxspec.hf.peft import adapter_config, adapter_tensors
 from jaxspec.hf.policy_config import config_json
@@ -36,10 +35,9 @@ from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
 from jaxspec.host.job import Job, at_once, make_job, start_jax
 from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_runs
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import Eagle3
+from jaxspec.inputs.checked import Checked, require
 from jaxspec.models.lora import Adapted, merged
-from jaxspec.models.mtp import Mtp
+from jaxspec.state import PyTree
 from jaxspec.system.files import SaveError, expanded
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -105,8 +103,9 @@ def export(run: Run, options: Options) -> Path:
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
     kind = run.config.rollout.draft.kind
+    own = kind_of(kind).learned
     require(
-        options.draft != "speculators" or kind == "eagle3",
+        options.draft != "speculators" or (own is not None and "speculators" in own.forms),
         f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
     )
     job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
@@ -131,7 +130,7 @@ def unfinished(options: Options) -> Path:
     return out.with_name(f"{out.name}.writing-{os.uname().nodename}-{os.getpid()}")
 
 
-def _open(config: Config) -> Job:
+def _open(config: ResolvedConfig) -> Job:
     """The job on all devices there are, each holding a part of the weights; nothing is computed."""
     start_jax(config, config.mesh.data * config.mesh.tensor)
     count = meshes.count_devices()
@@ -148,20 +147,22 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
     if isinstance(policy, Adapted):
         _fill_adapter(folder, out, job, policy, dtype)
         policy = jax.jit(merged)(policy)
-    content, more = config_json(model, dtype.name, _special_ids(job.tokenizer)), []
-    # where MiMo itself has them
-    if (
-        isinstance(network, Mtp)
-        and model.family.model_type == "mimo"
-        and not network.embedding_first
-    ):
-        more, network = _draft_tensors(network, options, model, dtype), None
-        content["num_nextn_predict_layers"] = job.config.rollout.draft.layers
+    content, tensors = (
+        config_json(model, dtype.name, _special_ids(job.tokenizer)),
+        list(tensors_of(policy_rows(model), policy, dtype)),
+    )
+    draft = None if network is None else _draft_files(network, out, job, options, dtype)
+    if draft is not None and draft.with_policy:
+        content, tensors = content | draft.content, [*tensors, *draft.tensors]
     _write_json(folder / CONFIG, content)
     _write_tokenizer(folder, job)
-    _write(folder, "policy", [*tensors_of(policy_rows(model), policy, dtype), *more])
-    if network is not None:
-        _fill_draft(folder / "draft", out, job, network, options, dtype)
+    _write(folder, "policy", tensors)
+    if draft is not None and not draft.with_policy:
+        (folder / "draft").mkdir()
+        if draft.tokenizer:
+            _write_tokenizer(folder / "draft", job)
+        _write_json(folder / "draft" / CONFIG, draft.content)
+        _write(folder / "draft", "draft", draft.tensors)
 
 
 def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any) -> None:
@@ -192,52 +193,17 @@ def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any
     )
 
 
-def _fill_draft(
-    folder: Path, out: Path, job: Job, network: Eagle3 | Mtp | Decoder, options: Options, dtype: Any
-) -> None:
-    """A learned draft: an EAGLE-3 head in the form that was asked for, MTP layers by themselves, or
-    a small model like any policy."""
-    model = job.config.model
-    folder.mkdir()
-    if isinstance(network, Decoder):
-        content = config_json(network.config, dtype.name, _special_ids(job.tokenizer))
-        tensors = list(tensors_of(policy_rows(network.config), network, dtype))
-        _write_tokenizer(folder, job)
-    else:
-        tensors = _draft_tensors(network, options, model, dtype)
-        if isinstance(network, Mtp):
-            content = config_json(
-                network.config, dtype.name, {"num_nextn_predict_layers": network.depth}
-            )
-        else:
-            vocab = 0 if network.vocabulary is None else network.head.shape[-1]
-            length = job.config.rollout.draft.longest
-            content = draft_config_json(
-                network.config,
-                network.form,
-                replace(model, path=str(out)),
-                _form(options),
-                vocab,
-                length,
-            )
-            content["torch_dtype"] = dtype.name
-    _write_json(folder / CONFIG, content)
-    _write(folder, "draft", tensors)
-
-
-def _form(options: Options) -> Form:
-    return "raw" if options.draft == "none" else options.draft
-
-
-def _draft_tensors(
-    network: Eagle3 | Mtp, options: Options, model: ModelConfig, dtype: Any
-) -> list[Tensor]:
-    made = draft_tensors(network, _form(options), model.layers)
-    cast = {
-        name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array
-        for name, array in made.items()
-    }
-    return [(name, array.nbytes, lambda array=array: array) for name, array in cast.items()]
+def _draft_files(network: PyTree, out: Path, job: Job, options: Options, dtype: Any) -> Files:
+    """A learned draft as its kind is published, for the policy that will be in `out`."""
+    draft = job.config.rollout.draft
+    wanted = Export(
+        policy=replace(job.config.model, path=str(out)),
+        form=options.draft,
+        dtype=dtype,
+        length=draft.max_draft_length,
+        ids=_special_ids(job.tokenizer),
+    )
+    return learned(draft.kind).export(network, wanted)
 
 
 def _write(folder: Path, title: str, tensors: list[Tensor], name: str = WEIGHTS) -> None:

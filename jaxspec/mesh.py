@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.settings import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.system.processes import environment_number, first_line, whole_number
 
 DATA, TENSOR = "data", "tensor"

@@ -13,19 +13,17 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, get_args
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.config.architecture import Count
 from jaxspec.config.check import require_countable
-from jaxspec.config.checked import Checked, ConfigError, Range, require
 from jaxspec.config.cli import override, settle, take_option
 from jaxspec.config.settings import (
-    Config,
     DraftConfig,
     LookupConfig,
+    ResolvedConfig,
     RolloutConfig,
     Seed,
     Temperature,
@@ -33,17 +31,20 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import at_once
 from jaxspec.host.loaded_run import (
     Answer,
+    LoadedRun,
     Piece,
-    Session,
     check_tokenizer,
     find_run,
     open_here,
     read_prompt,
     restore,
 )
+from jaxspec.inputs.checked import Checked, ConfigError, Range, require
+from jaxspec.inputs.spec import Count
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.system.progress import short
 
@@ -89,7 +90,7 @@ class Options(Checked, prefix="--"):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
 
-def options_of(config: Config) -> Options:
+def options_of(config: ResolvedConfig) -> Options:
     """The run's own settings."""
     rollout = config.rollout
     return Options(
@@ -104,7 +105,7 @@ def options_of(config: Config) -> Options:
     )
 
 
-def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Config:
+def sampling_config(run: ResolvedConfig, options: Options, words: Sequence[str]) -> ResolvedConfig:
     """The run's config with the options in it, which come from `words`, for one prompt.
 
     Raises:
@@ -128,34 +129,32 @@ def sampling_config(run: Config, options: Options, words: Sequence[str]) -> Conf
         run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
     )
     # one row is no group to learn from
-    grpo = replace(run.grpo, prompts=1, group_size=max(2, options.samples))
+    batch = replace(run.batch, prompts=1, group_size=max(2, options.samples))
     training = replace(
         run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1)
     )  # answers may be shorter than in training
     return replace(
-        run, seed=options.seed, rollout=rollout, data=data, grpo=grpo, draft_training=training
+        run, seed=options.seed, rollout=rollout, data=data, batch=batch, draft_training=training
     )
 
 
 def _alone(rollout: RolloutConfig) -> RolloutConfig:
     """For a single row: without siblings and earlier answers, history is the latest n-gram
     match."""
-    if rollout.lookup_kind != "history":
+    alone = kind_of(rollout.lookup_kind).alone
+    if not alone:
         return rollout
-    lookup = replace(
-        rollout.lookup, rule="latest", beside="ngram" if rollout.draft.learned else "none"
-    )
-    return replace(
-        rollout,
-        lookup=lookup,
-        draft=rollout.draft if rollout.draft.learned else replace(rollout.draft, kind="ngram"),
-    )
+    lookup, draft = replace(rollout.lookup, rule="latest"), rollout.draft
+    if draft.learned:
+        return replace(rollout, lookup=replace(lookup, beside=alone))
+    return replace(rollout, lookup=replace(lookup, beside="none"), draft=replace(draft, kind=alone))
 
 
 def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
-    possible = (
-        f"{trained.kind}, none, ngram and history" if trained.learned else "none, ngram and history"
-    )
+    unlearned = [name for name in get_args(DraftKind) if kind_of(name).learned is None]
+    unlearned.sort(key=lambda name: name != "none")
+    names = [*([trained.kind] if trained.learned else []), *unlearned]
+    possible = f"{', '.join(names[:-1])} and {names[-1]}"
     has = (
         f"the run's draft is {trained.kind}, so there are no weights for --draft.kind"
         f" {wanted.kind}; possible are {possible}"
@@ -214,13 +213,13 @@ class Writer:
 
 
 def show(
-    console: Console, session: Session, problem: Problem, tokenizer: Tokenizer, samples: int
+    console: Console, loaded: LoadedRun, problem: Problem, tokenizer: Tokenizer, samples: int
 ) -> None:
     """Answers a prompt and says what speculation did: a single row as it comes, several one after
     another."""
     writers = [Writer(console, tokenizer) for _ in range(samples)]
     pieces: list[list[Piece]] = [[] for _ in range(samples)]
-    for given in session.rounds(problem):
+    for given in loaded.rounds(problem):
         if isinstance(given, Answer):
             for number, (writer, row, status) in enumerate(
                 zip(writers, pieces, given.status, strict=True), start=1
@@ -261,7 +260,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def _legend(console: Console, rollout: RolloutConfig) -> None:
-    if rollout.draft.kind == "none":
+    if not rollout.draft.drafts:
         _line(console, "plain decoding: the policy chooses every token")
     elif console.is_terminal:
         console.print(
@@ -314,15 +313,15 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
-    session, rollout = (
-        Session(job, restore(run, job, options.samples), options.samples),
+    loaded, rollout = (
+        LoadedRun(job, restore(run, job, options.samples), options.samples),
         config.rollout,
     )
     kind = rollout.draft.kind
     kind = (
         "no draft"
-        if kind == "none"
-        else f"{kind} draft, K={rollout.draft.longest}, {rollout.verify} rule"
+        if not rollout.draft.drafts
+        else f"{kind} draft, K={rollout.draft.max_draft_length}, {rollout.verify} rule"
     )
     made = (
         f"{kind}, temperature {rollout.temperature:g}; ready in {time.perf_counter() - began:.1f} s"
@@ -330,20 +329,20 @@ def main(argv: Sequence[str]) -> int:
     _line(console, f"checkpoint {run.number} of {run.folder}: {made}")
     _legend(console, rollout)
     for problem in only:
-        show(console, session, problem, job.tokenizer, options.samples)
-    return 0 if only else _answer_lines(console, session, options.samples)
+        show(console, loaded, problem, job.tokenizer, options.samples)
+    return 0 if only else _answer_lines(console, loaded, options.samples)
 
 
-def _answer_lines(console: Console, session: Session, samples: int) -> int:
+def _answer_lines(console: Console, loaded: LoadedRun, samples: int) -> int:
     status = 0
     for text in _asked(console):
         try:
-            problem = read_prompt(text, session.job.config, session.job.tokenizer)
+            problem = read_prompt(text, loaded.job.config, loaded.job.tokenizer)
         except ConfigError as error:  # the next line may be good
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = 2
         else:
-            show(console, session, problem, session.job.tokenizer, samples)
+            show(console, loaded, problem, loaded.job.tokenizer, samples)
     return status
 
 

@@ -11,13 +11,13 @@ TARGET, ROUND = range(2)
 """Streams of noise of one row: by absolute position, and by committed length at the start of a
 round."""
 
-STRETCH = 32
+BRANCHES = 32
 """How many weights are cumulated at once when a token is drawn by uniform numbers."""
 
 
 class Processing(NamedTuple):
-    """What turns the target's logits into the distribution it is sampled from, `known` first, then
-    in this order; static in a program."""
+    """What turns the target's logits into the distribution it is sampled from: `vocab_size` first,
+    then in this order; static in a program."""
 
     banned: tuple[int, ...] = ()
     """Ids that are never sampled."""
@@ -30,7 +30,7 @@ class Processing(NamedTuple):
     """Keep the k most likely tokens; 0: all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
-    known: int = 0
+    vocab_size: int = 0
     """Ids from here on have no token (a published embedding may have more rows than its tokenizer)
     and are never sampled; 0: all have."""
 
@@ -54,9 +54,9 @@ def processed_logits(
       keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
         must not exclude them afterwards.
     """
-    if 0 < processing.known < logits.shape[-1]:
+    if 0 < processing.vocab_size < logits.shape[-1]:
         logits = jnp.where(
-            jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.known, logits, -jnp.inf
+            jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.vocab_size, logits, -jnp.inf
         )
     if processing.banned:
         logits = jnp.where(_among(processing.banned, logits.shape[-1]), -jnp.inf, logits)
@@ -225,8 +225,8 @@ it."""
 def level_count(vocab: int) -> int:
     """Numbers of `Uniforms` that a draw from a vocabulary takes."""
     levels = 1
-    while vocab > STRETCH:
-        vocab, levels = -(-vocab // STRETCH), levels + 1
+    while vocab > BRANCHES:
+        vocab, levels = -(-vocab // BRANCHES), levels + 1
     return levels
 
 
@@ -236,8 +236,8 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
 
     By Gumbel noise the draw is the argmax of the sum, which is what target and draft can share. By
     uniform numbers it is the inverse of the cumulated probabilities, at a fraction of the cost: of
-    ever shorter stretches of the vocabulary, down to the token, so that no number has to resolve
-    more than `STRETCH` of them.
+    ever shorter blocks of the vocabulary, down to the token, so that no number has to resolve
+    more than `BRANCHES` of them.
     """
     if not isinstance(noise, Uniforms):
         return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
@@ -247,17 +247,17 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
 def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated
     sums."""
-    stretches = [weights]
-    while stretches[-1].shape[-1] > STRETCH:
-        whole = stretches[-1]
-        count = -(-whole.shape[-1] // STRETCH)
-        spare = [(0, 0)] * (whole.ndim - 1) + [(0, count * STRETCH - whole.shape[-1])]
-        stretches[-1] = jnp.pad(whole, spare).reshape(*whole.shape[:-1], count, STRETCH)
-        stretches.append(jnp.sum(stretches[-1], axis=-1))
-    place = _at(stretches.pop(), noise.levels[..., len(stretches)])
-    for level, inner in reversed(list(enumerate(stretches))):
+    levels_of_sums = [weights]
+    while levels_of_sums[-1].shape[-1] > BRANCHES:
+        whole = levels_of_sums[-1]
+        count = -(-whole.shape[-1] // BRANCHES)
+        padding = [(0, 0)] * (whole.ndim - 1) + [(0, count * BRANCHES - whole.shape[-1])]
+        levels_of_sums[-1] = jnp.pad(whole, padding).reshape(*whole.shape[:-1], count, BRANCHES)
+        levels_of_sums.append(jnp.sum(levels_of_sums[-1], axis=-1))
+    place = _at(levels_of_sums.pop(), noise.levels[..., len(levels_of_sums)])
+    for level, inner in reversed(list(enumerate(levels_of_sums))):
         inside = jnp.take_along_axis(inner, place[..., None, None], axis=-2)[..., 0, :]
-        place = place * STRETCH + _at(inside, noise.levels[..., level])
+        place = place * BRANCHES + _at(inside, noise.levels[..., level])
     return place
 
 

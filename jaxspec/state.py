@@ -2,7 +2,7 @@
 training."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -94,8 +94,8 @@ class Statistics(Tree):
     drafted: Int[AnyArray, "B K"]
     """Rounds that offered at least 1, 2, ... K drafts."""
     offered_in_turn: Int[AnyArray, "B K"]
-    """Rounds that offered draft 1, ... K and kept every one before it: only there were target and
-    draft compared under the law."""
+    """Rounds that offered draft 1, ... K and kept every one before it: only there does the draft
+    follow a text that the target has accepted."""
     accepted: Int[AnyArray, "B K"]
     """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do
     not count."""
@@ -137,7 +137,7 @@ class Rollout(Tree):
 @pytree
 class Plan(Tree):
     """Which row is read where. A data shard has one pack a micro-batch: texts side by side in
-    `learner.tokens` positions."""
+    `batch.micro_tokens` positions."""
 
     order: Int[AnyArray, " B"]
     """The row that comes to each place; a data shard has as many places as it has rows, and its
@@ -148,6 +148,23 @@ class Plan(Tree):
     """Where in the pack its text starts."""
     used: Int[AnyArray, " U"]
     """Micro-batches of each update."""
+
+
+class Pack(NamedTuple):
+    """Texts side by side: sequences of B, T positions each. A position reads a token and predicts
+    its label, the next token of its text.
+
+    Positions beyond the last text are texts of a single token without a label.
+    """
+
+    tokens: Int[Array, "B T"]
+    labels: Int[Array, "B T"]
+    chosen: Bool[Array, "B T"]
+    """Whether the label is one to learn."""
+    positions: Int[Array, "B T"]
+    """Places in their own text."""
+    first: Int[Array, "B T"]
+    """Where in the sequence that text starts."""
 
 
 @pytree

@@ -16,13 +16,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import Config, require
-from jaxspec.drafts.build import build_draft, build_network, check_fits, draft_model
+from jaxspec.config.settings import ResolvedConfig
+from jaxspec.drafts.kinds import build_draft, build_network, check_fits, kind_of
+from jaxspec.inputs.checked import require
 from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.kernels.order import after, computed, needed_on
-from jaxspec.models.arrangement import Arrangement, best
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
+from jaxspec.models.weight_layout import WeightLayout, fastest
 from jaxspec.rl import optimizers
 from jaxspec.rl.advantages import group_advantages
 from jaxspec.rl.draft_objective import LOSSES, Objective
@@ -72,8 +73,10 @@ class Step:
     generator: Generator
     fresh_policy: Callable[[], Decoder]
     """Random weights; also, through `jax.eval_shape`, the shapes of a policy that is loaded."""
+    kind: str
+    """The draft's kind."""
     fresh_draft: Callable[[], PyTree]
-    """Likewise; None: the draft has nothing to learn."""
+    """Random weights of the draft, and its shapes likewise; None: it has nothing to learn."""
     adapt: Callable[[Decoder], Decoder | Adapted]
     """What is trained of a policy: itself, or adapters beside it."""
     online: bool
@@ -163,7 +166,7 @@ class Step:
             adapter.
         """
         if network is not None:
-            check_fits(network, policy.config)
+            check_fits(self.kind, network, policy.config)
         learner = self.learner.start(self.adapt(policy), network, self.online)
         return TrainState(learner=learner, generator=self.generator.start())
 
@@ -203,9 +206,11 @@ class Step:
 # ---- from the config
 
 
-def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int) -> Step:
+def build_step(
+    config: ResolvedConfig, mesh: Mesh, stop_ids: tuple[int, ...], vocab_size: int
+) -> Step:
     """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below
-    `known` have a token."""
+    `vocab_size` have a token."""
     rollout = config.rollout
     processing = Processing(
         banned=rollout.banned,
@@ -214,7 +219,7 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
-        known=known,
+        vocab_size=vocab_size,
     )
     generator = _build_generator(config, mesh, processing)
     lora, model = config.lora, config.model
@@ -223,7 +228,10 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
         learner=_build_learner(config, mesh, processing, generator),
         generator=generator,
         fresh_policy=lambda: Decoder(model, stream_key(config.seed, Stream.POLICY_WEIGHTS)),
-        fresh_draft=lambda: build_network(config, stream_key(config.seed, Stream.DRAFT_WEIGHTS)),
+        kind=config.rollout.draft.kind,
+        fresh_draft=lambda: build_network(
+            config.draft_spec, stream_key(config.seed, Stream.DRAFT_WEIGHTS)
+        ),
         adapt=(
             (lambda policy: Adapted(policy, lora, adapters))
             if lora.rank
@@ -234,42 +242,45 @@ def build_step(config: Config, mesh: Mesh, stop_ids: tuple[int, ...], known: int
 
 
 def _build_learner(
-    config: Config, mesh: Mesh, processing: Processing, generator: Generator
+    config: ResolvedConfig, mesh: Mesh, processing: Processing, generator: Generator
 ) -> Learner:
-    grpo, training = config.grpo, config.draft_training
-    objective = Objective(
-        LOSSES[training.loss], training.ttt_steps, training.decay, processing.temperature
-    )
-    rate = optimizers.warmup(grpo.learning_rate, grpo.warmup_steps)
+    wanted, training = config.optimizer, config.draft_training
+    kind = kind_of(config.rollout.draft.kind)
+    objective = None
+    if kind.learned is not None:
+        depths, decay = training.ttt_steps, training.decay
+        loss, temperature = LOSSES[training.loss], processing.temperature
+        objective = Objective(loss, depths, decay, temperature, kind.learned.unroll)
+    rate = optimizers.warmup(wanted.learning_rate, wanted.warmup_steps)
 
     def kept(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        moments = config.learner.moments
+        moments = config.optimizer.moments
         return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
 
-    policy = kept(optimizers.adamw(rate, grpo.grad_clip, grpo.weight_decay))
+    policy = kept(optimizers.adamw(rate, wanted.grad_clip, wanted.weight_decay))
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
-        if config.learner.offload
+        if config.optimizer.offload
         else [HOST]
     )
     none = (
-        f"learner.offload keeps moments in memory of kind {HOST}, and JAX has none for these"
+        f"optimizer.offload keeps moments in memory of kind {HOST}, and JAX has none for these"
         f" devices, only {', '.join(kinds)}"
     )
     require(
         HOST in kinds,
-        f"{none}; leave it out, and see --learner.moments and --lora.rank for less of them",
+        f"{none}; leave it out, and see --optimizer.moments and --lora.rank for less of them",
     )
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
         dtype=config.model.dtype,
-        tokens=config.learner.tokens or tokens_of(config, mesh),
+        tokens=config.batch.micro_tokens or tokens_of(config, mesh),
         processing=processing,
         policy_loss=clipped_ratio,
-        objective=objective if config.rollout.draft.learned else None,
+        objective=objective,
         taps=generator.taps,
-        policy_optimizer=optimizers.Offloaded(*policy) if config.learner.offload else policy,
+        policy_optimizer=optimizers.Offloaded(*policy) if config.optimizer.offload else policy,
         draft_optimizer=kept(optimizers.adamw(training.learning_rate, training.grad_clip)),
     )
 
@@ -281,11 +292,11 @@ accelerator as many as keep it busy; on a CPU so few that activations stay in a 
 3,056)."""
 
 
-def tokens_of(config: Config, mesh: Mesh) -> int:
+def tokens_of(config: ResolvedConfig, mesh: Mesh) -> int:
     """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
     has."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
-    rows = config.grpo.prompts * config.grpo.group_size // mesh.shape[meshes.DATA]
+    rows = config.batch.prompts * config.batch.group_size // mesh.shape[meshes.DATA]
     wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
     return longest * min(max(1, round(wanted / longest)), max(rows, 1))
 
@@ -305,28 +316,28 @@ class Automatic(NamedTuple):
     """Of a pool of small pages."""
 
 
-def automatic(config: Config, mesh: Mesh) -> Automatic:
+def automatic(config: ResolvedConfig, mesh: Mesh) -> Automatic:
     """What is left open; the engine's sizes follow memory on accelerators only: a CPU has room for
     what it is fast enough for."""
     engine, follows = config.rollout.engine, meshes.accelerated(mesh)
     return Automatic(
-        tokens=config.learner.tokens == 0,
+        tokens=config.batch.micro_tokens == 0,
         slots=follows and engine.slots == "auto",
         pages=follows and engine.pages == 0 and _page_size(config, mesh) > 0,
     )
 
 
-def _page_size(config: Config, mesh: Mesh) -> int:
+def _page_size(config: ResolvedConfig, mesh: Mesh) -> int:
     size = config.rollout.engine.page_size
     if size == "auto":
         return PAGE if meshes.accelerated(mesh) else 0
     return size
 
 
-def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Generator:
-    rollout, grpo = config.rollout, config.grpo
+def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing) -> Generator:
+    rollout, batch = config.rollout, config.batch
     settings = Settings(
-        group_size=grpo.group_size,
+        group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
@@ -334,35 +345,37 @@ def _build_generator(config: Config, mesh: Mesh, processing: Processing) -> Gene
         page_size=_page_size(config, mesh),
         chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
-        lengths=rollout.draft.lengths if rollout.draft.kind != "none" else (),
+        lengths=rollout.draft.draft_lengths if rollout.draft.drafts else (),
     )
 
-    def arrange(mesh: Mesh, slots: int, length: int) -> tuple[Arrangement, Arrangement]:
+    def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
         """The draft reads what is new at once, and then drafts token by token."""
         shard = mesh.shape[meshes.TENSOR], meshes.threads() if meshes.lone_cpu(mesh) else 0
-        read = 2 if rollout.draft.kind == "model" else length + 1
-        passes = (read * slots, slots) if length > 1 else (read * slots,)
-        return best(config.model, *shard, ((length + 1) * slots,)), best(
-            draft_model(config), *shard, passes
-        )
+        policy = fastest(config.model, *shard, ((length + 1) * slots,))
+        own = kind_of(rollout.draft.kind).learned
+        if own is None:
+            return policy, WeightLayout()
+        read = own.reads(length) * slots
+        passes = (read, slots) if length > 1 else (read,)
+        return policy, fastest(own.decoder(config.draft_spec), *shard, passes)
 
     generator = Generator(
         mesh=mesh,
         settings=settings,
-        draft=build_draft(config, processing.stop_ids),
+        draft=build_draft(config.draft_spec, processing.stop_ids),
         dtype=config.model.dtype,
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,
         past=rollout.past,
         slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
         tail=rollout.engine.tail,
-        arrange=arrange,
+        lay_out=lay_out,
         about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),
     )
-    return generator.with_(prompts=grpo.prompts, group_size=grpo.group_size)
+    return generator.with_(prompts=batch.prompts, group_size=batch.group_size)
 
 
-def _grid(config: Config) -> tuple[float, ...]:
+def _grid(config: ResolvedConfig) -> tuple[float, ...]:
     """Factors on the temperature among which the draft's is chosen."""
     draft = config.rollout.draft
     if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.learned:

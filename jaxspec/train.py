@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import ConfigError, numbers_of
+from jaxspec.config.settings import numbers_of
 from jaxspec.data.problems import load_problems, remarks
 from jaxspec.host import memory
 from jaxspec.host import workdir as workdirs
@@ -30,6 +30,7 @@ from jaxspec.host.job import Job, agreed_by_process_0
 from jaxspec.host.job import run as run_program
 from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
 from jaxspec.host.runner import Runner, compare, staged_step, whole_step
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.state import TrainState
 from jaxspec.step import Step, automatic
@@ -69,7 +70,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         with interrupt.nothing_unsaved("starting"):
             this_start = workdirs.announced(job, workdir)
             problems = load_problems(config.data, job.tokenizer)
-            for line in remarks(config.data, *problems, config.grpo.prompts):
+            for line in remarks(config.data, *problems, config.batch.prompts):
                 job.say(line)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
@@ -137,7 +138,7 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
     Raises:
       ConfigError: it does not fit.
     """
-    config, prompts = job.config, job.config.grpo.prompts
+    config, prompts = job.config, job.config.batch.prompts
     how = "phase by phase" if config.staged else "as one program"
     job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
     began = time.perf_counter()
@@ -208,25 +209,25 @@ class Loop:
         prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
         data_seconds = time.perf_counter() - began
         with self.profiler.call(batch):
-            called = self.runner(run.state, run.finished, prompts, self.stop)
-        learnt, run.state, run.pending = run.pending, called.state, None
-        if last or called.rollout is None:
+            result = self.runner(run.state, run.finished, prompts, self.stop)
+        learnt, run.state, run.pending = run.pending, result.state, None
+        if last or result.rollout is None:
             run.finished = self.batches.nothing_finished()
         if learnt is not None:
             after = self.evaluate(run, _never) if last else {}
-            self.report(learnt.line | called.learnt | after, learnt.samples)
-        if called.rollout is None:
+            self.report(learnt.line | result.learnt | after, learnt.samples)
+        if result.rollout is None:
             self.save(run)
             return False
         if not last:
             began = time.perf_counter()
-            scored = self.batches.score_training(batch, called.rollout)
+            scored = self.batches.score_training(batch, result.rollout)
             reward_seconds = time.perf_counter() - began
-            seconds = {"time/data": data_seconds, "time/reward": reward_seconds, **called.seconds}
+            seconds = {"time/data": data_seconds, "time/reward": reward_seconds, **result.seconds}
             seconds["time/step"] += data_seconds + reward_seconds
             run.finished, run.batch = scored.finished, batch + 1
             kept = KEPT_SAMPLES if batch % self.job.config.eval_every == 0 else 0
-            line = _line(batch, scored, seconds, called.generated)
+            line = _line(batch, scored, seconds, result.generated)
             run.pending = Pending(line, scored.samples[:kept])
         return True
 
@@ -259,11 +260,11 @@ class Loop:
             if stop():
                 return {}
             finished, prompts = self.batches.nothing_finished(), self.batches.evaluate(number)
-            called = self.runner(run.state, finished, prompts, _never)
-            run.state = called.state
-            assert called.rollout is not None, "an evaluation call is never interrupted"
-            scored = self.batches.score_evaluation(number, called.rollout)
-            if ended := called.generated["status/eos"] + called.generated["status/length"]:
+            result = self.runner(run.state, finished, prompts, _never)
+            run.state = result.state
+            assert result.rollout is not None, "an evaluation call is never interrupted"
+            scored = self.batches.score_evaluation(number, result.rollout)
+            if ended := result.generated["status/eos"] + result.generated["status/length"]:
                 rewards.append(scored.reward)
                 weights.append(ended)
         exact = float(np.average(rewards, weights=weights)) if weights else float("nan")

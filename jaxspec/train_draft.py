@@ -17,46 +17,46 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_problems, remarks
 from jaxspec.host import draft_data
 from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
 from jaxspec.host.job import Job, process_0_first, run
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 
 ABOUT = "Trains the draft, on responses sampled from the policy or on a text, and measures it."
 
 
-def closing_table(reached: dict[str, Any], depths: int) -> Group:
+def closing_table(outcome: dict[str, Any], depths: int) -> Group:
     """What a draft reached on held-out responses, as `build` stored it, for the first `depths`
     depths; for rich to print."""
     table = Table(box=box.SIMPLE)
     for title in ("depth", "expected acceptance", "tokens a round"):
         table.add_column(title, justify="right")
-    acceptance = reached["acceptance"][:depths]
+    acceptance = outcome["acceptance"][:depths]
     for depth, (share, kept) in enumerate(
         zip(acceptance, tokens_kept(acceptance), strict=True), start=1
     ):
         table.add_row(f"{depth}", f"{share:.3f}", f"{kept:.2f}")
     remark = (
-        "measured after true tokens only, hence at one depth" if reached["kind"] == "model" else ""
+        "measured after true tokens only, hence at one depth" if outcome["kind"] == "model" else ""
     )
-    if reached["vocabulary"]:
+    if outcome["vocabulary"]:
         remark = (
-            f"its {reached['vocabulary']} tokens are {reached['coverage']:.2%} of those responses,"
+            f"its {outcome['vocabulary']} tokens are {outcome['coverage']:.2%} of those responses,"
             " which caps acceptance"
         )
     return Group(
-        f"{reached['kind']} on {reached['responses']} held-out responses of the policy",
+        f"{outcome['kind']} on {outcome['responses']} held-out responses of the policy",
         table,
         remark,
     )
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains the draft, or finds it in the cache; says where it is and what it reached."""
+    """Trains the draft, or finds it in the cache; says where it is and what it outcome."""
     draft, training = job.config.rollout.draft, job.config.draft_training
     if job.config.offline.steps == 0 or not draft.learned:
         either = (
@@ -72,8 +72,8 @@ def main(job: Job, interrupt: Interrupt) -> int:
     text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
-        reached = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
-        Screen().print(closing_table(reached, max(training.ttt_steps, draft.longest)))
+        outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
+        Screen().print(closing_table(outcome, max(training.ttt_steps, draft.max_draft_length)))
     job.say(f"draft: {weights}")
     return 0
 

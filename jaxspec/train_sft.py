@@ -10,10 +10,10 @@ if __name__ == "__main__":
     begin()
 
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.config.unused import OF_POLICY
 from jaxspec.host.job import Job, process_0_first, run
 from jaxspec.host.warm_start import cached_policy
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
 
 

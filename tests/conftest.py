@@ -38,16 +38,14 @@ install_import_hook("jaxspec", "beartype.beartype")
 from jax.sharding import Mesh  # noqa: E402
 
 from jaxspec.config.settings import (  # noqa: E402
-    Config,
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     EngineConfig,
-    GrpoConfig,
-    HeadConfig,
     MeshConfig,
-    ModelConfig,
     OfflineConfig,
+    ResolvedConfig,
     RolloutConfig,
     SftConfig,
 )
@@ -55,11 +53,13 @@ from jaxspec.hf.names import policy_rows  # noqa: E402
 from jaxspec.hf.policy_config import config_json  # noqa: E402
 from jaxspec.hf.pretrained import tensors_of  # noqa: E402
 from jaxspec.hf.tensor_files import write_tensors  # noqa: E402
+from jaxspec.inputs.spec import HeadSpec, ModelSpec  # noqa: E402
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
 from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
+from jaxspec.storage.cache import cache_folder  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -90,9 +90,10 @@ def _chain(*parts: Any, chain: Callable = optax.chain) -> optax.GradientTransfor
 optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax promotes inside; the strict rule is for jaxspec
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs under pytest's cache folder, for the next run."""
-    folder = config.cache.mkdir(f"jax-{jax.__version__}")  # pyright: ignore[reportOptionalMemberAccess]
+def pytest_configure() -> None:
+    """Keeps compiled programs in the user's cache folder, for the next run and for other clones: a
+    program's text is its key."""
+    folder = cache_folder() / "tests" / f"jax-{jax.__version__}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     # with a limit, entries are written and read under a file lock
@@ -127,7 +128,7 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-def tiny_model(**changes: Any) -> ModelConfig:
+def tiny_model(**changes: Any) -> ModelSpec:
     """A decoder small enough for oracles: 4 layers, grouped queries, untied head, float64."""
     sizes: dict[str, Any] = {
         "vocab": 11,
@@ -139,15 +140,15 @@ def tiny_model(**changes: Any) -> ModelConfig:
         "ffn": 24,
         "rope_theta": 100.0,
     }
-    return ModelConfig(**{**sizes, "tied": False, "dtype": "float64", "remat": False, **changes})
+    return ModelSpec(**{**sizes, "tied": False, "dtype": "float64", "remat": False, **changes})
 
 
-def answering_config(**rollout: Any) -> Config:
+def answering_config(**rollout: Any) -> ResolvedConfig:
     """A run that answers prompts of the built-in characters, with a small model for a draft, on any
     mesh; nothing is trained before it."""
     draft = DraftConfig(kind="model", layers=4, draft_length=3)
-    return Config(
-        model=ModelConfig(
+    return ResolvedConfig(
+        model=ModelSpec(
             vocab=24,
             layers=4,
             embed=16,
@@ -159,7 +160,7 @@ def answering_config(**rollout: Any) -> Config:
             remat=False,
         ),
         rollout=RolloutConfig(max_new_tokens=24, draft=draft, **rollout),
-        grpo=GrpoConfig(prompts=8, group_size=2),
+        batch=BatchConfig(prompts=8, group_size=2),
         data=DataConfig(max_prompt_length=6),
         mesh=MeshConfig(shard_above=0),
         sft=SftConfig(steps=0),
@@ -168,8 +169,8 @@ def answering_config(**rollout: Any) -> Config:
 
 
 def tiny_config(
-    model: ModelConfig | None = None, draft: DraftConfig | None = None, **changes: Any
-) -> Config:
+    model: ModelSpec | None = None, draft: DraftConfig | None = None, **changes: Any
+) -> ResolvedConfig:
     """A run on a tiny model: coupled rule, 8 prompts of 2 rows, up to 6 new tokens, and one loop
     for them, which compiles faster."""
     drafted = draft or DraftConfig(draft_length=2, sampling="sample")
@@ -179,11 +180,11 @@ def tiny_config(
     parts: dict[str, Any] = {
         "model": model or tiny_model(),
         "rollout": rollout,
-        "grpo": GrpoConfig(prompts=8, group_size=2),
+        "batch": BatchConfig(prompts=8, group_size=2),
         "mesh": MeshConfig(),
         "draft_training": DraftTrainingConfig(ttt_steps=2),
     }
-    return Config(**{**parts, **changes})
+    return ResolvedConfig(**{**parts, **changes})
 
 
 def weight_name(path: Any) -> str:
@@ -192,7 +193,7 @@ def weight_name(path: Any) -> str:
 
 
 def tiny_network(
-    kind: Callable[..., Any], config: ModelConfig, seed: int = 0, scale: float = 1.0
+    kind: Callable[..., Any], config: ModelSpec, seed: int = 0, scale: float = 1.0
 ) -> Any:
     """A `Decoder` or `Eagle3` with numpy's random weights (no compile) and uneven norms; `scale`
     above 1 sharpens its laws."""
@@ -216,7 +217,7 @@ def tiny_network(
 
 
 def eagle3(
-    model: ModelConfig,
+    model: ModelSpec,
     key: Any,
     vocab: int = 0,
     ffn: int = 0,
@@ -227,7 +228,7 @@ def eagle3(
     `HeadConfig`."""
     return Eagle3(
         dataclasses.replace(llama_head(model, ffn), **(sizes or {})),
-        HeadConfig(**flags),
+        HeadSpec(**flags),
         model,
         key,
         vocab,
@@ -327,7 +328,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     )
 
 
-def save_policy(folder: Path, model: ModelConfig, seed: int = 0) -> Path:
+def save_policy(folder: Path, model: ModelSpec, seed: int = 0) -> Path:
     """A folder with the checkpoint of `tiny_network(Decoder, model, seed)` in one file."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(model, "float32", {})))

@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config.settings import ModelConfig
+from jaxspec.drafts.mtp import mtp_rows
+from jaxspec.hf.draft_tensors import written
+from jaxspec.hf.eagle3_config import Form
+from jaxspec.hf.eagle3_tensors import head_tensors
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.mtp import Mtp
 from tests.conftest import small_mesh
 
 LENGTH = 40
@@ -128,7 +134,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
-    config = policy_config(ModelConfig(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
+    config = policy_config(ModelSpec(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
     wanted = jax.tree.map(
@@ -147,3 +153,11 @@ def tokens_of(rows: int = 2) -> np.ndarray:
 def whole(policy: Decoder, tokens: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return policy.logits(policy(tokens, positions).hidden)
+
+
+def draft_tensors(network: Eagle3 | Mtp, form: Form, target_layers: int = 0) -> dict[str, Any]:
+    """A draft's tensors by their published names; MTP layers have one form only, and are numbered
+    on from `target_layers`."""
+    if isinstance(network, Eagle3):
+        return head_tensors(network, form)
+    return written(mtp_rows(network.config, network.embedding_first, target_layers), network)

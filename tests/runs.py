@@ -33,9 +33,9 @@ SMALL = {
     "rollout.max_new_tokens": 16,
     "rollout.verify": "coupled",
     "rollout.engine.no_tail": True,  # a loop instead of three compiles faster
-    "grpo.prompts": 8,
-    "grpo.group_size": 4,
-    "grpo.learning_rate": 0.001,
+    "batch.prompts": 8,
+    "batch.group_size": 4,
+    "optimizer.learning_rate": 0.001,
     "steps": 8,
     "save_every": 2,
     "eval_every": 4,

@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config.settings import (
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
-    GrpoConfig,
-    LearnerConfig,
     MeshConfig,
     RolloutConfig,
 )
@@ -88,9 +87,8 @@ def learn(card: cuda.Card, tokens: int, draft: DraftConfig) -> Found:
     config = tiny_config(
         tiny_model(vocab=vocab, **sizes, dtype="bfloat16", remat=True),
         rollout=RolloutConfig(max_new_tokens=longest - 63, verify="coupled", draft=draft),
-        grpo=GrpoConfig(prompts=prompts, group_size=group),
+        batch=BatchConfig(prompts=prompts, group_size=group, micro_tokens=tokens),
         data=DataConfig(max_prompt_length=64),
-        learner=LearnerConfig(tokens=tokens),
         mesh=MeshConfig(shard_above=0),
         draft_training=DraftTrainingConfig(ttt_steps=2),
     )

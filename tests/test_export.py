@@ -14,26 +14,18 @@ from safetensors.numpy import load_file
 
 from jaxspec import export as program
 from jaxspec.config.as_json import to_json
-from jaxspec.config.settings import (
-    Config,
-    ConfigError,
-    DataConfig,
-    DraftConfig,
-    FamilyConfig,
-    HeadConfig,
-    LoraConfig,
-    ModelConfig,
-    RopeConfig,
-)
+from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.settings import DataConfig, DraftConfig, LoraConfig, ResolvedConfig
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
-from jaxspec.drafts.build import build_network
+from jaxspec.drafts.kinds import build_network
 from jaxspec.export import Options, export, main
-from jaxspec.hf.from_checkpoint import read_draft, resolved
 from jaxspec.hf.peft import merge_adapters
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config
 from jaxspec.hf.tensor_files import WEIGHTS
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import find_run
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.lora import Adapted, merged
@@ -43,27 +35,27 @@ from jaxspec.system.interrupt import Interrupt
 from tests.conftest import answering_config, small_mesh, tiny_network
 
 BASE = answering_config()
-MODEL = replace(BASE.model, rope=RopeConfig(context=64))
-KINDS: dict[str, tuple[DraftConfig, HeadConfig, FamilyConfig]] = {
+MODEL = replace(BASE.model, rope=RopeSpec(context=64))
+KINDS: dict[str, tuple[DraftConfig, HeadSpec, FamilySpec]] = {
     "eagle3": (
         DraftConfig(vocab=12, ffn=40),
-        HeadConfig(taps=(0, 2, 4), norm_output=True, fuse_norms=True),
-        FamilyConfig(),
+        HeadSpec(taps=(0, 2, 4), norm_output=True, fuse_norms=True),
+        FamilySpec(),
     ),
     "mtp": (
         DraftConfig(kind="mtp", layers=2, ffn=20),
-        HeadConfig(),
-        FamilyConfig(experts=3, experts_per_token=2),
+        HeadSpec(),
+        FamilySpec(experts=3, experts_per_token=2),
     ),
     "mimo": (
         DraftConfig(kind="mtp", embedding_first=False),
-        HeadConfig(),
-        FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
+        HeadSpec(),
+        FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True),
     ),
     "model": (
         DraftConfig(kind="model", layers=2, ffn=20),
-        HeadConfig(),
-        FamilyConfig(model_type="llama", query_key_norm=False),
+        HeadSpec(),
+        FamilySpec(model_type="llama", query_key_norm=False),
     ),
 }
 
@@ -77,7 +69,7 @@ def _started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "start_jax", lambda config, devices: None)
 
 
-def config_of(kind: str) -> Config:
+def config_of(kind: str) -> ResolvedConfig:
     draft, head, family = KINDS[kind]
     if family.experts:
         family = replace(family, model_type="qwen3_moe")
@@ -89,8 +81,8 @@ def config_of(kind: str) -> Config:
     )
 
 
-def networks(config: Config) -> tuple[Decoder, Any]:
-    draft = tiny_network(lambda _, key: build_network(config, key), config.model, 9)
+def networks(config: ResolvedConfig) -> tuple[Decoder, Any]:
+    draft = tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 9)
     if isinstance(draft, Eagle3):
         draft = with_vocabulary(draft, np.array([0, 1, 2, 4, 5, 7, 8, 11, 13, 17, 20, 21]))
     return tiny_network(Decoder, config.model, 3), draft
@@ -102,7 +94,7 @@ def trained(network: Any) -> Trained:
     )
 
 
-def save_run(folder: Path, config: Config, policy: Any, draft: Any) -> Path:
+def save_run(folder: Path, config: ResolvedConfig, policy: Any, draft: Any) -> Path:
     """A run's folder with one checkpoint, as far as leaving it needs."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_json(config)))
@@ -128,7 +120,7 @@ def placed_on(data: int, tensor: int, shapes: Any) -> Any:
 
 
 def read_policy(folder: Path) -> Decoder:
-    config = policy_config(ModelConfig(path=str(folder), remat=False))
+    config = policy_config(ModelSpec(path=str(folder), remat=False))
     return policy_checkpoint(
         config, placed_on(2, 1, jax.eval_shape(lambda: Decoder(config, jax.random.key(0))))
     ).load(lambda _: None)
@@ -160,12 +152,14 @@ def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> Non
     )
     wanted = replace(
         BASE,
-        model=ModelConfig(path=str(out), remat=False),
+        model=ModelSpec(path=str(out), remat=False),
         rollout=replace(BASE.rollout, draft=chosen),
     )
     again = resolved(wanted, print)
     assert replace(again.model, path="") == config.model
-    shapes = placed_on(1, 2, jax.eval_shape(lambda: build_network(again, jax.random.key(0))))
+    shapes = placed_on(
+        1, 2, jax.eval_shape(lambda: build_network(again.draft_spec, jax.random.key(0)))
+    )
     assert_same(read_draft(again, shapes), draft)
     if kind == "eagle3":
         assert again.head == config.head

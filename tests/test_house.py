@@ -2,7 +2,9 @@
 about, and reasons that stand where they are needed."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,3 +99,65 @@ def test_evidence_travels_with_the_code() -> None:
     ]
     found = {of(file): note.findall(file.read_text()) for file in texts if file.is_file()}
     assert {name: notes for name, notes in found.items() if notes} == {}
+
+
+PATH = (
+    "train step rl/learner rl/micro_batch rl/losses rollout/generate rollout/round rollout/verify"
+)
+"""What a newcomer reads to understand the idea, in this order."""
+
+
+def test_the_path_of_a_step_is_read_in_under_an_hour() -> None:
+    """Lines of its functions and classes."""
+    lines = 0
+    for name in PATH.split():
+        for node in ast.parse((ROOT / f"jaxspec/{name}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert node.end_lineno is not None
+                first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+                lines += node.end_lineno - first + 1
+    assert lines <= 1900
+
+
+PRIVATE = frozenset(
+    [
+        "Engine",
+        "Known",
+        "Pace",
+        "pace",
+        "Sight",
+        "sight",
+        "stretch",
+        "stretches",
+        "Arrangement",
+        "arrangement",
+        "apart",
+        "together",
+        "joined_layers",
+        "spare",
+        "Called",
+        "Session",
+        "session",
+        "probe",
+        "GrpoConfig",
+        "LearnerConfig",
+        "Position",
+        "consistency",
+    ]
+)
+"""Identifiers that meant something to the authors alone; the field's own words took their place."""
+
+
+def test_identifiers_are_the_fields_words() -> None:
+    found = {
+        of(file): names
+        for file in FILES
+        if of(file).startswith("jaxspec/") and (names := identifiers(file.read_text()) & PRIVATE)
+    }
+    assert found == {}
+    assert identifiers("sight = Sight(stretch.apart)  # pace") & PRIVATE >= {"Sight", "apart"}
+
+
+def identifiers(text: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}

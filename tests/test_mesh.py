@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from tests.conftest import small_mesh, trimmed
 
 

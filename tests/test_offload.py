@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec import step
-from jaxspec.config.settings import ConfigError, LearnerConfig
 from jaxspec.host import memory
 from jaxspec.host.runner import abstract
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import rows_sharding
 from jaxspec.rl import optimizers
 from jaxspec.step import HOST, Step, build_step
@@ -38,8 +38,11 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def made(offload: bool, data: int = 2) -> Program:
+    config = config_of(shard_above=0)
     config = dataclasses.replace(
-        config_of(shard_above=0), learner=LearnerConfig(tokens=TOKENS, offload=offload)
+        config,
+        batch=dataclasses.replace(config.batch, micro_tokens=TOKENS),
+        optimizer=dataclasses.replace(config.optimizer, offload=offload),
     )
     built = build_step(config, small_mesh(data, 1), STOP, MODEL.vocab)
     layout = built.state_shardings(), rows_sharding(built.mesh), None, None
@@ -106,6 +109,6 @@ def test_no_device_has_them_and_they_are_looked_at_there() -> None:
 def test_a_backend_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "HOST", "moon")
     with pytest.raises(
-        ConfigError, match=r"learner.offload .* of kind moon, .* only device.*; leave it out"
+        ConfigError, match=r"optimizer.offload .* of kind moon, .* only device.*; leave it out"
     ):
         made(True)

@@ -21,16 +21,16 @@ from jaxspec.config.as_json import to_json
 from jaxspec.config.check import check
 from jaxspec.config.cli import override
 from jaxspec.config.settings import (
-    Config,
-    ConfigError,
     DraftConfig,
     LookupConfig,
     MeshConfig,
     OfflineConfig,
+    ResolvedConfig,
 )
 from jaxspec.data.tokenizer import Tokenizer, character_tokenizer
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Piece
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.sample import Writer, main, options_of, sampling_config
 from jaxspec.storage.checkpoint import Checkpoints
@@ -225,7 +225,7 @@ class TestWriter:
 
 class TestRefusals:
     @staticmethod
-    def settings(config: Config, *words: str) -> Config:
+    def settings(config: ResolvedConfig, *words: str) -> ResolvedConfig:
         return sampling_config(config, override(options_of(config), words, "sample", ""), words)
 
     @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def oracle(
     logits = np.array(logits, np.float64)
     ends = processing.stop_ids if produced < processing.min_new_tokens else ()
     logits[
-        [*processing.banned, *ends, *range(processing.known or len(logits), len(logits))]
+        [*processing.banned, *ends, *range(processing.vocab_size or len(logits), len(logits))]
     ] = -np.inf
     temperature = processing.temperature * factor
     if temperature == 0:
@@ -54,8 +54,8 @@ PROCESSINGS = {
     "hot": Processing(temperature=2.0),
     "greedy": Processing(temperature=0.0, banned=(3,)),
     "bans": Processing(banned=(0, 4)),
-    "known": Processing(known=4),
-    "known, greedy": Processing(temperature=0.0, known=3),
+    "vocab_size": Processing(vocab_size=4),
+    "known, greedy": Processing(temperature=0.0, vocab_size=3),
     "minimum length": Processing(min_new_tokens=3, stop_ids=(1, 5)),
     "top-k": Processing(top_k=3),
     "top-k of more than there are": Processing(top_k=50),
@@ -65,7 +65,13 @@ PROCESSINGS = {
         banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8
     ),
     "all known": Processing(
-        banned=(2,), min_new_tokens=3, stop_ids=(1,), temperature=1.7, top_k=3, top_p=0.8, known=6
+        banned=(2,),
+        min_new_tokens=3,
+        stop_ids=(1,),
+        temperature=1.7,
+        top_k=3,
+        top_p=0.8,
+        vocab_size=6,
     ),
     "all, cold": Processing(
         banned=(2, 6), min_new_tokens=4, stop_ids=(0,), temperature=0.4, top_k=4, top_p=0.95
@@ -138,7 +144,7 @@ def test_the_plain_case_costs_nothing() -> None:
         Processing(),
         Processing(stop_ids=(1,)),
         Processing(min_new_tokens=4),
-        *(Processing(top_k=count, known=count) for count in (5, 9)),
+        *(Processing(top_k=count, vocab_size=count) for count in (5, 9)),
     ]
     for processing in plain:
         assert sampling.processed_logits(logits, processing, produced) is logits
@@ -153,9 +159,9 @@ def test_the_plain_case_costs_nothing() -> None:
     )
     assert tempered.count(" div ") == 1
     assert not any(name in tempered for name in ("sort", "top_k", "argmax", "select"))
-    known = jax.make_jaxpr(lambda x: sampling.processed_logits(x, Processing(known=3), produced))(
-        logits
-    )
+    known = jax.make_jaxpr(
+        lambda x: sampling.processed_logits(x, Processing(vocab_size=3), produced)
+    )(logits)
     assert not known.consts, "a vocabulary of 151,936 ids is counted, not stored"
 
 
@@ -204,7 +210,7 @@ def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
 
 @pytest.mark.parametrize("name", PROCESSINGS)
 def test_nan_logits_are_not_hidden(name: str) -> None:
-    last = (PROCESSINGS[name].known or 8) - 1
+    last = (PROCESSINGS[name].vocab_size or 8) - 1
     logits = (
         jnp.array(
             [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]
@@ -254,7 +260,7 @@ def test_processors_agree_with_hugging_face(name: str) -> None:
     logits = np.random.default_rng(4).normal(size=(200, 8)).astype(np.float32) * 2
     for produced in (0, 2, 3, 5):
         chain = []
-        never = [*processing.banned, *range(processing.known or 8, 8)]
+        never = [*processing.banned, *range(processing.vocab_size or 8, 8)]
         if never:
             chain.append(transformers.SuppressTokensLogitsProcessor(never))
         if processing.min_new_tokens:

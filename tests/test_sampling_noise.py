@@ -9,7 +9,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from jaxspec import sampling
-from jaxspec.sampling import STRETCH, Uniforms
+from jaxspec.sampling import BRANCHES, Uniforms
 from tests.conftest import chi_square
 
 STREAMS = (sampling.TARGET, sampling.ROUND)
@@ -45,8 +45,8 @@ def law_of(vocab: int) -> np.ndarray:
     law = random.dirichlet(np.ones(vocab))
     law[random.random(vocab) < 0.2] = 0
     law[[0, -1]] = 0
-    if vocab > 3 * STRETCH:
-        law[:STRETCH], law[-STRETCH:], law[STRETCH + 9] = 0, 0, 0.4
+    if vocab > 3 * BRANCHES:
+        law[:BRANCHES], law[-BRANCHES:], law[BRANCHES + 9] = 0, 0, 0.4
     assert (law > 0).sum() > 1
     return law / law.sum()
 
@@ -65,7 +65,7 @@ def draw(logprobs: jax.Array, noise: Uniforms) -> jax.Array:
     )
 
 
-VOCABULARIES = [5, 100, STRETCH, STRETCH + 1, 300, 2 * STRETCH, 1000]
+VOCABULARIES = [5, 100, BRANCHES, BRANCHES + 1, 300, 2 * BRANCHES, 1000]
 BELOW_ONE = {
     dtype: np.nextafter(np.dtype(dtype).type(1), np.dtype(dtype).type(0))
     for dtype in ("float32", "float64")
@@ -89,11 +89,11 @@ def test_categorical_has_the_law_it_is_given(uniform: bool) -> None:
     assert chi_square(np.bincount(tokens, minlength=5), rows * law) > 1e-3
 
 
-@pytest.mark.parametrize("vocab", [*VOCABULARIES, STRETCH**2 + 1, 3000])
+@pytest.mark.parametrize("vocab", [*VOCABULARIES, BRANCHES**2 + 1, 3000])
 def test_uniform_numbers_of_a_round_draw_the_law(vocab: int) -> None:
     """Two tokens of a round at once: each has the law, and neither says anything of the other."""
     rows, law, levels = 40_000, law_of(vocab), sampling.level_count(vocab)
-    assert levels == 1 + (vocab > STRETCH) + (vocab > STRETCH**2)
+    assert levels == 1 + (vocab > BRANCHES) + (vocab > BRANCHES**2)
     numbers = jnp.asarray(uniforms_of_rounds(rows, 7, 2 * levels).reshape(rows, 2, levels))
     logprobs = jnp.asarray(log(law), jnp.float32)
     tokens = np.concatenate(
@@ -112,18 +112,18 @@ def test_a_grid_of_uniform_numbers_draws_exactly_the_law(vocab: int) -> None:
     times its probability, give or take 1."""
     size, law = 2000, law_of(vocab)
     middles = (np.arange(size) + 0.5) / size
-    stretches = np.pad(law, (0, -vocab % STRETCH)).reshape(-1, STRETCH)
+    stretches = np.pad(law, (0, -vocab % BRANCHES)).reshape(-1, BRANCHES)
     masses = stretches.sum(axis=1)
     with jax.enable_x64(True):
         logprobs, half = jnp.asarray(log(law)), np.full(size, 0.5)
-        found = np.asarray(draw(logprobs, pair(middles, half))) // STRETCH
+        found = np.asarray(draw(logprobs, pair(middles, half))) // BRANCHES
         if len(masses) > 1:
             assert np.abs(np.bincount(found, minlength=len(masses)) - size * masses).max() <= 1
         for stretch in np.flatnonzero(masses):
             middle = np.full(size, masses[:stretch].sum() + masses[stretch] / 2)
             tokens = np.asarray(draw(logprobs, pair(middle, middles)))
-            assert set(tokens // STRETCH) == {stretch}
-            counts = np.bincount(tokens % STRETCH, minlength=STRETCH)
+            assert set(tokens // BRANCHES) == {stretch}
+            counts = np.bincount(tokens % BRANCHES, minlength=BRANCHES)
             assert np.abs(counts - size * stretches[stretch] / masses[stretch]).max() <= 1
             assert not counts[stretches[stretch] == 0].any()
 
@@ -131,13 +131,13 @@ def test_a_grid_of_uniform_numbers_draws_exactly_the_law(vocab: int) -> None:
 def test_intervals_are_closed_below_and_open_above() -> None:
     """Weights whose sums are exact; the last possible token ends at 1, though impossible ones
     follow it."""
-    weights = np.zeros(2 * STRETCH + 3, np.float32)
-    weights[[3, 5, STRETCH + 1, 2 * STRETCH + 1]] = 1, 1, 2, 4
+    weights = np.zeros(2 * BRANCHES + 3, np.float32)
+    weights[[3, 5, BRANCHES + 1, 2 * BRANCHES + 1]] = 1, 1, 2, 4
     below = BELOW_ONE["float32"]
     for stretch, token, wanted in [
         (0, 0, 3), (0, 0.5 * below, 3), (0, 0.5, 5), (0.25 * below, below, 5),
-        (0.25, 0, STRETCH + 1), (0.5 * below, below, STRETCH + 1),
-        (0.5, 0, 2 * STRETCH + 1), (below, below, 2 * STRETCH + 1),
+        (0.25, 0, BRANCHES + 1), (0.5 * below, below, BRANCHES + 1),
+        (0.5, 0, 2 * BRANCHES + 1), (below, below, 2 * BRANCHES + 1),
     ]:  # fmt: skip
         noise = pair(np.array([stretch], np.float32), np.array([token], np.float32))
         assert sampling.drawn(jnp.asarray(weights)[None], noise).tolist() == [wanted], (

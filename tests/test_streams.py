@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.drafts.build import build_network
+from jaxspec.drafts.kinds import build_network
 from jaxspec.host import round_cost
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts
@@ -55,7 +55,7 @@ def test_weights_come_from_streams_of_their_own() -> None:
     step = build_step(config, small_mesh(1), (), 11)
     state = jax.jit(step.fresh)()
     policy = Decoder(config.model, stream_key(3, Stream.POLICY_WEIGHTS))
-    network = build_network(config, stream_key(3, Stream.DRAFT_WEIGHTS))
+    network = build_network(config.draft_spec, stream_key(3, Stream.DRAFT_WEIGHTS))
     learner = state.learner
     assert learner.draft is not None
     for ours, wanted in ((learner.policy.network, policy), (learner.draft.network, network)):

@@ -106,7 +106,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
         )
     assert [line["step"] for line in written if "eval/exact_match" in line] == [0, 4, 7]
     assert len({line["reward/mean"] for line in written}) > 1
-    assert json.loads((undisturbed / "config.json").read_text())["grpo"]["group_size"] == 4
+    assert json.loads((undisturbed / "config.json").read_text())["batch"]["group_size"] == 4
     assert list((undisturbed / "tensorboard").iterdir())
     sample = json.loads((undisturbed / "samples.jsonl").read_text().splitlines()[0])
     assert sample.keys() >= {"step", "prompt", "response", "answer", "reward"}
@@ -222,13 +222,13 @@ REFUSED = [
     ({"rollout__draft__draft_lenght": 2}, 2, ["draft_length"]),
     ({"data__path": "nowhere.jsonl", "sft__steps": 0}, 2, ["nowhere.jsonl"]),
     ({"model__vocab": 12, "mesh__tensor": 1}, 2, ["model.vocab", "12", "21"]),
-    ({"mesh__data": 8, "grpo__prompts": 12}, 8, ["grpo.prompts 12", "8 data shards"]),
+    ({"mesh__data": 8, "batch__prompts": 12}, 8, ["batch.prompts 12", "8 data shards"]),
 ]
 ALSO_REFUSED = [
     ({"data__path": "nowhere.jsonl"}, 2, ["--sft.steps 0"]),
     ({"data__tokenizer": "nowhere", "sft__steps": 0}, 2, ["nowhere", "tokenizer.json"]),
     ({"mesh__tensor": 3}, 8, ["mesh.tensor 3", "8 devices"]),
-    ({"mesh__data": 8, "grpo__prompts": 4}, 8, ["grpo.prompts 4", "8 data shards"]),
+    ({"mesh__data": 8, "batch__prompts": 4}, 8, ["batch.prompts 4", "8 data shards"]),
     (
         {"rollout__draft__kind": "none", "rollout__draft__draft_length": 2},
         2,
@@ -254,7 +254,7 @@ def test_bad_input_is_one_message_and_status_two(
 def test_adapters_learn_beside_weights_that_stay_and_a_resumed_run_goes_on_with_them(
     cache: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    changes = {"lora__rank": 4, "lora__alpha": 8, "grpo__learning_rate": 0.01}
+    changes = {"lora__rank": 4, "lora__alpha": 8, "optimizer__learning_rate": 0.01}
     launch(cache, tmp_path / "whole", steps=5, **changes).finish()
     launch(cache, tmp_path / "halves", steps=3, **changes).finish()
     assert "resuming" in launch(cache, tmp_path / "halves", steps=5, **changes).finish()
@@ -297,7 +297,7 @@ def test_a_workdir_of_another_config_is_refused_by_its_differing_keys(
     cache: Path, undisturbed: Path
 ) -> None:
     before = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
-    output = launch(cache, undisturbed, seed=7, grpo__group_size=2).finish(status=2)
+    output = launch(cache, undisturbed, seed=7, batch__group_size=2).finish(status=2)
     assert "seed: 0 -> 7" in output
-    assert "grpo.group_size: 4 -> 2" in output
+    assert "batch.group_size: 4 -> 2" in output
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == before

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxspec.config.settings import ConfigError, OfflineConfig
+from jaxspec.config.settings import OfflineConfig
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.train_draft import closing_table, main
 from tests.host.training_jobs import a_job

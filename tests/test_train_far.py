@@ -71,7 +71,11 @@ def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(
 ) -> None:
     # Values grow by 1e15 with each weight on their way: the second product of attention is beyond
     # float32.
-    large = {"model__dtype": "float32", "grpo__learning_rate": 1e15, "grpo__warmup_steps": 0}
+    large = {
+        "model__dtype": "float32",
+        "optimizer__learning_rate": 1e15,
+        "optimizer__warmup_steps": 0,
+    }
     output = launch(cache, tmp_path / "diverged", **large).finish(status=1)
     assert "not finite in 3 updates in a row" in output
     assert "grad_norm/policy" in output
@@ -103,8 +107,8 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
         "model.ffn": 64,
     }
     batch = {
-        "grpo.prompts": 2,
-        "grpo.group_size": 2,
+        "batch.prompts": 2,
+        "batch.group_size": 2,
         "rollout.max_new_tokens": 16,
         "data.max_prompt_length": 96,
         "data.eval_prompts": 2,
@@ -152,7 +156,11 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
     np.testing.assert_array_equal(
         weights["model.embed_tokens.weight"], arrays["0.learner.policy.network.embedding.value"]
     )
-    folders = {"model.path": out, "rollout.draft.path": out / "draft", "grpo.learning_rate": 1e-30}
+    folders = {
+        "model.path": out,
+        "rollout.draft.path": out / "draft",
+        "optimizer.learning_rate": 1e-30,
+    }
     said = run("again", 2, folders, "--rollout.no_enable_thinking")
     assert "warning: the draft agrees with the policy in" in said  # neither has learnt anything
     assert [line["step"] for line in lines(tmp_path / "again")] == [0, 1]

@@ -15,7 +15,7 @@ from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches, Scored
 from jaxspec.host.job import Job, make_job, reported
 from jaxspec.host.run_state import Pending, RunState
-from jaxspec.host.runner import Called, Comparison, Runner
+from jaxspec.host.runner import Comparison, Runner, StepResult
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import Finished, Prompts, Rollout, TrainState
@@ -211,9 +211,11 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(
         def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
             return Scored(self.nothing_finished(), [0.75, NAN, 0.25][call], {}, [])
 
-    def answer(state: TrainState, finished: Finished, prompts: Prompts, stop: Any) -> Called:
+    def answer(state: TrainState, finished: Finished, prompts: Prompts, stop: Any) -> StepResult:
         eos, length = ended[int(prompts.batch)]
-        return Called(state, finished.rollout, {}, {"status/eos": eos, "status/length": length}, {})
+        return StepResult(
+            state, finished.rollout, {}, {"status/eos": eos, "status/length": length}, {}
+        )
 
     loop = loop_of(
         job,

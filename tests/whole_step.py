@@ -9,13 +9,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxspec.config.settings import (
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     EngineConfig,
-    GrpoConfig,
-    LearnerConfig,
     MeshConfig,
+    OptimizerConfig,
     RolloutConfig,
 )
 from jaxspec.mesh import replicated, rows_sharding
@@ -55,11 +55,11 @@ def config_of(
     )
     return tiny_config(
         MODEL,
-        learner=LearnerConfig(tokens=TOKENS),
+        batch=BatchConfig(micro_tokens=TOKENS, prompts=PROMPTS, group_size=GROUP),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
         rollout=RolloutConfig(
             max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature
         ),
-        grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP, learning_rate=2e-3, warmup_steps=2),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),
         draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3),

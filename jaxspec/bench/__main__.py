@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
-from jaxspec.config.version import DISTRIBUTION, version
 from jaxspec.host.job import at_once
+from jaxspec.system.version import DISTRIBUTION, version
 
 BENCHES = {
     "generate": (

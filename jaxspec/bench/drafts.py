@@ -19,16 +19,10 @@ from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
 from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
-from jaxspec.config.settings import (
-    Config,
-    DraftKind,
-    DraftSampling,
-    LookupKind,
-    VerifyRule,
-    require,
-)
+from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_problems
+from jaxspec.drafts.kinds import kind_of
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft
@@ -36,6 +30,7 @@ from jaxspec.host.job import Job, process_0_first, run
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
 from jaxspec.host.warm_start import load_policy
+from jaxspec.inputs.checked import require
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
@@ -57,7 +52,7 @@ REPEATS = 5
 """Timed calls of each row of the table, in turn."""
 VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
 """What the rows of the table set."""
-USED = f"{OF_DRAFT} grpo.group_size rollout.draft.temperature rollout.lookup."
+USED = f"{OF_DRAFT} batch.group_size rollout.draft.temperature rollout.lookup."
 """Settings that this program looks at, beside `VARIED`, which it goes through."""
 
 
@@ -94,7 +89,7 @@ VARIANTS = (
 )
 
 
-def config_of(variant: Variant, config: Config) -> Config:
+def config_of(variant: Variant, config: ResolvedConfig) -> ResolvedConfig:
     """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers,
     lookup rules."""
     draft = config.rollout.draft
@@ -102,7 +97,7 @@ def config_of(variant: Variant, config: Config) -> Config:
         draft,
         kind=variant.kind,
         sampling=variant.sampling,
-        vocab=draft.vocab if variant.kind == "eagle3" else 0,
+        vocab=draft.vocab if "rollout.draft.vocab" in kind_of(variant.kind).settings else 0,
     )
     draft = replace(draft, draft_length="auto") if variant.chosen else draft
     lookup = replace(config.rollout.lookup, beside=variant.beside)
@@ -218,7 +213,7 @@ def prepare(
 ) -> Bench:
     """Draft weights from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
-    shapes = abstract(step, job.config.grpo.prompts)[0]
+    shapes = abstract(step, job.config.batch.prompts)[0]
     if shapes.learner.draft is not None:
         text = training_text(job.config, job.tokenizer, job.say)
         network = load_tree(
@@ -271,7 +266,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         for each in configs
     ]
     batches = [Batches(each, *problems) for each in jobs]
-    calls = -(-rows // (config.grpo.prompts * config.grpo.group_size))
+    calls = -(-rows // (config.batch.prompts * config.batch.group_size))
     policy = load_policy(job, interrupt)
     benches = []
     for number, (variant, each) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
@@ -286,7 +281,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         _time(benches, batches)
     plain = float(np.median(benches[0].round_seconds))
     table = [bench.row(plain) for bench in benches]
-    answers = calls * config.grpo.prompts * config.grpo.group_size
+    answers = calls * config.batch.prompts * config.batch.group_size
     Console().print(*_tables(table), sep="\n")
     for row in table:
         if row["lengths"]:

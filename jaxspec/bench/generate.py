@@ -100,15 +100,15 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
         for length, found in seen.items():
             seconds, plain = (float(np.median(np.array(seen[each])[:, 0])) for each in (length, 0))
             # chance, not noise: medians would favour one side
-            kept, together = np.mean(np.array(found)[:, 1:], axis=0).tolist()
+            kept, tokens_a_round = np.mean(np.array(found)[:, 1:], axis=0).tolist()
             row = {
                 "live": live,
                 "K": length,
                 "round_s": seconds,
                 "round_cost": seconds / plain,
                 "tokens_per_pass": kept,
-                "tokens_per_s": together / seconds,
-                "speedup": together / live * plain / seconds,
+                "tokens_per_s": tokens_a_round / seconds,
+                "speedup": tokens_a_round / live * plain / seconds,
             }
             rows.append(row)
         print(f"timed rounds of {live} rows ({number} of {len(options.live)})", flush=True)

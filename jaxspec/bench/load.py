@@ -11,16 +11,14 @@ import jax
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import PeakMemory, check_model, versions
-from jaxspec.config.architecture import Count, Natural
-from jaxspec.config.checked import Checked, called, require
 from jaxspec.config.cli import override
-from jaxspec.config.settings import ModelConfig
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config
 from jaxspec.host.runner import placed
 from jaxspec.host.warm_start import load_shown
+from jaxspec.inputs.checked import Checked, called, require
+from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.rollout import sync
+from jaxspec.models.layers import LOGICAL_AXES, cast
 
 ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
 measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
@@ -66,7 +64,7 @@ def load(argv: Sequence[str]) -> int:
         " to use fewer",
     )
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
-    shapes = jax.eval_shape(lambda: sync.cast(Decoder(config, jax.random.key(0)), options.dtype))
+    shapes = jax.eval_shape(lambda: cast(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
     checkpoint = policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
     with PeakMemory() as memory:

@@ -14,17 +14,17 @@ from jaxtyping import Array, Float, Int
 from jaxspec import mesh as meshes
 from jaxspec.bench.roofline import work_of
 from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
-from jaxspec.config.checked import called
-from jaxspec.config.settings import Config
+from jaxspec.config.from_checkpoint import read_draft
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import PromptStream, all_problems, pad_prompts
 from jaxspec.data.tokenizer import load_tokenizer
-from jaxspec.drafts.build import build_draft, build_network
-from jaxspec.hf.from_checkpoint import read_draft
+from jaxspec.drafts.kinds import build_draft, build_network
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host.job import Job, start_jax
 from jaxspec.host.round_cost import measured_chooser
 from jaxspec.host.runner import abstract, placed, put
+from jaxspec.inputs.checked import called
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Verdict, leading
@@ -37,12 +37,12 @@ CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""
 
 
-def mesh_for(options: GenerateOptions, config: Config) -> meshes.Mesh:
+def mesh_for(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
     """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
     than two rows a core and weights that no cache holds: every shard reads them all from the one
     memory, and where nothing else takes long, that is what a step waits for."""
     cores = min(options.threads or meshes.cores(), meshes.cores())
-    model, prompts = config.model, config.grpo.prompts
+    model, prompts = config.model, config.batch.prompts
     weights = work_of(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weights
     few = weights > CACHE and options.batch < 2 * cores
     shards = 1 if few else math.gcd(prompts, cores)
@@ -100,8 +100,10 @@ class Loaded(NamedTuple):
         rule: dict[str, Any] = {}
         if options.synthetic_acceptance:
             rule = {"rule": synthetic(options.synthetic_acceptance)}
-        draft = build_draft(replace(config, rollout=replace(config.rollout, draft=wanted)), ())
-        return generator.with_(draft=draft, lengths=wanted.lengths, **rule)
+        draft = build_draft(
+            replace(config, rollout=replace(config.rollout, draft=wanted)).draft_spec, ()
+        )
+        return generator.with_(draft=draft, lengths=wanted.draft_lengths, **rule)
 
     def ready(self, generator: Generator, prompts: Prompts) -> Ready:
         """Policy and draft as a generator reads them, and what it chooses lengths by."""
@@ -113,8 +115,8 @@ class Loaded(NamedTuple):
         ready = jax.jit(load_all)(self.policy, network)
         if ready.drafter.chooser is None:
             return ready
-        pace = measured_chooser(generator, ready, prompts)
-        chooser = jax.device_put(pace, meshes.replicated(generator.mesh))
+        chooser = measured_chooser(generator, ready, prompts)
+        chooser = jax.device_put(chooser, meshes.replicated(generator.mesh))
         return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
     def texts(self, count: int, call: int = 0) -> list[str]:
@@ -159,7 +161,7 @@ def digits(count: int, length: int, seed: int) -> list[str]:
 def load(
     options: GenerateOptions,
     group: int = 1,
-    change: Callable[[Config], Config] = lambda config: config,
+    change: Callable[[ResolvedConfig], ResolvedConfig] = lambda config: config,
 ) -> Loaded:
     """Reads problems, policy and draft, for the config that `change` makes of the options'; answers
     to problems end where the policy ends them, those to random digits do not."""
@@ -178,12 +180,14 @@ def load(
     policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
     key, network = stream_key(options.seed, Stream.DRAFT_WEIGHTS), None
     if config.rollout.draft.learned:
-        drawn = jax.eval_shape(lambda: build_network(config, key))
+        drawn = jax.eval_shape(lambda: build_network(config.draft_spec, key))
         wanted = jax.tree.map(placed, drawn, layout(drawn))
         if options.draft_path:
             network = read_draft(config, wanted)
         else:
-            network = jax.jit(lambda: build_network(config, key), out_shardings=layout(drawn))()
+            network = jax.jit(
+                lambda: build_network(config.draft_spec, key), out_shardings=layout(drawn)
+            )()
     job = Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step)
     return Loaded(job, policy, network, options, problems, {})
 

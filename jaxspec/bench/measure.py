@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxspec.config.checked import Range, require
-from jaxspec.config.version import version
+from jaxspec.inputs.checked import Range, require
 from jaxspec.mesh import cores
+from jaxspec.system.version import version
 
 Budget = Annotated[float, Range(least=0)]
 """Seconds after which disturbed calls are no longer made up for."""

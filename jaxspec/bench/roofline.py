@@ -17,9 +17,9 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
-from jaxspec.config.checked import Checked
 from jaxspec.config.cli import override
-from jaxspec.config.settings import ModelConfig
+from jaxspec.inputs.checked import Checked
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_whole
 from jaxspec.system.processes import first_line
@@ -61,7 +61,7 @@ class Work(NamedTuple):
     flops: float
 
 
-def work_of(model: ModelConfig, rows: int, length: float, width: int) -> Work:
+def work_of(model: ModelSpec, rows: int, length: float, width: int) -> Work:
     """A step of `rows` with `length` tokens before them, where a number takes `width` bytes."""
     family, heads = model.family, model.heads * model.head_size
     kv = model.kv_heads * model.head_size

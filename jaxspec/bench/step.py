@@ -20,9 +20,10 @@ from jaxspec.bench.measure import Timed, check_model, common, process_seconds, t
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import StepOptions
 from jaxspec.config.cli import override
-from jaxspec.config.settings import ModelConfig, numbers_of
+from jaxspec.config.settings import numbers_of
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rl.train_batch import planned
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
@@ -47,7 +48,7 @@ class Stepper:
         self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)
     ) -> None:
         """Traces the calls of `numbers`."""
-        self._count = loaded.job.config.grpo.prompts
+        self._count = loaded.job.config.batch.prompts
         self._loaded, self._runner = loaded, runner
         self.profiler = Profiler(
             numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print
@@ -82,29 +83,29 @@ class Stepper:
         prompts = self.prompts(number)
         data = {"time/data": time.perf_counter() - began}
         with self.profiler.call(number):
-            called = self._runner(self.state, self.finished, prompts, lambda: False)
-        assert called.rollout is not None, "nobody asked to stop"
+            result = self._runner(self.state, self.finished, prompts, lambda: False)
+        assert result.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
-        rewards = put(self._rewards(called.rollout), self._like.rewards)
-        lengths = np.asarray(called.rollout.lengths)
-        ended = np.isin(np.asarray(called.rollout.status), (EOS, LENGTH))
+        rewards = put(self._rewards(result.rollout), self._like.rewards)
+        lengths = np.asarray(result.rollout.lengths)
+        ended = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
         read = np.where(ended, lengths - 1, 0).astype(np.int32)
         plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
         like = self._like.valid, self._like.plan, self._like.learn
         valid, plan, learn = put((ended, plan, True), like)
-        self.state = called.state
+        self.state = result.state
         self.finished = Finished(
-            rollout=called.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
+            rollout=result.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
         )
         score = {"time/score": time.perf_counter() - began}
         phases = {
-            name: seconds for name, seconds in called.learnt.items() if name.startswith("time/")
+            name: seconds for name, seconds in result.learnt.items() if name.startswith("time/")
         }
-        self.seconds.append(phases | called.seconds | score | data)
-        self.generated.append(called.generated)
-        self.learnt = called.learnt
+        self.seconds.append(phases | result.seconds | score | data)
+        self.generated.append(result.generated)
+        self.learnt = result.learnt
         self.read.append(read)
-        self.tokens.append(int(np.sum(lengths - np.asarray(called.rollout.prompt_lengths))))
+        self.tokens.append(int(np.sum(lengths - np.asarray(result.rollout.prompt_lengths))))
 
     def _rewards(self, rollout: Rollout) -> np.ndarray:
         """The share of digits in each answer's text."""
@@ -122,7 +123,7 @@ class Stepper:
 def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner, dict[str, float]]:
     """Steps phase by phase, and the median seconds of each phase after the two steps that warm
     up."""
-    runner = staged_step(step, loaded.job.config.grpo.prompts)
+    runner = staged_step(step, loaded.job.config.batch.prompts)
     stepper = Stepper(loaded, step, runner)
     for number in range(2 + repeats):
         stepper(number)
@@ -159,7 +160,7 @@ def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
     return float(np.median(taken[1:]))
 
 
-def learning_work(model: ModelConfig, read: np.ndarray) -> float:
+def learning_work(model: ModelSpec, read: np.ndarray) -> float:
     """Floating-point operations of a forward and a backward pass over rows of so many positions,
     head and causal attention included."""
     one = work_of(model, 1, 0.0, 4).flops  # a position that attends to itself alone
@@ -176,7 +177,7 @@ def speculation(
     alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
     learner = dataclasses.replace(step.learner, objective=None, taps=())
     alone = dataclasses.replace(alone, learner=learner)
-    stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.grpo.prompts))
+    stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.batch.prompts))
     plain = timed(stepper, options.repeats, options.budget)
     # which the draft has learnt nothing of
     made = compare(step, whole.state, whole.prompts(len(whole.seconds)))
@@ -199,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = {"import": process_seconds()}
     began = time.perf_counter()
     loaded = load(options.workload(), options.group, options.learning)
-    step, prompts = loaded.job.step, loaded.job.config.grpo.prompts
+    step, prompts = loaded.job.step, loaded.job.config.batch.prompts
     agreed = check_logprob(loaded)
     seconds["load"] = time.perf_counter() - began
     began = time.perf_counter()
@@ -264,11 +265,11 @@ def _table(line: dict[str, Any]) -> Table:
         if share
         else " (run bench roofline for its share)"
     )
-    reached = f"{rate / 1e9:,.0f} GFLOP/s{of_best}; " if rate else ""
+    outcome = f"{rate / 1e9:,.0f} GFLOP/s{of_best}; " if rate else ""
     packing = (
         f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
     )
-    table.add_row("learning", f"{reached}{packing}")
+    table.add_row("learning", f"{outcome}{packing}")
     table.add_row(
         "logprob pass", f"{line['logprob_pass_s']:.3f} s, not made: the pass that learns has them"
     )

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Budget
-from jaxspec.config.architecture import Count, Natural
 from jaxspec.config.check import check, require_countable
-from jaxspec.config.checked import Checked, Range, called, require
+from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import (
+    BatchConfig,
     Config,
     DataConfig,
     DraftConfig,
@@ -17,10 +17,10 @@ from jaxspec.config.settings import (
     DraftLength,
     EngineConfig,
     GroupSize,
-    GrpoConfig,
     LookupConfig,
-    ModelConfig,
     OfflineConfig,
+    OptimizerConfig,
+    ResolvedConfig,
     RolloutConfig,
     Seed,
     SftConfig,
@@ -28,7 +28,9 @@ from jaxspec.config.settings import (
     VerifyRule,
     numbers_of,
 )
-from jaxspec.hf.from_checkpoint import resolved
+from jaxspec.drafts.kinds import kind_of
+from jaxspec.inputs.checked import Checked, Range, called, require
+from jaxspec.inputs.spec import Count, ModelConfig, Natural
 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
@@ -106,7 +108,8 @@ class GenerateOptions(Checked, prefix="--"):
         needs = (
             "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         )
-        learned = DraftConfig(kind=self.draft).learned
+        has_vocab = "rollout.draft.vocab" in kind_of(self.draft).settings
+        learned = kind_of(self.draft).learned is not None
         draws = learned and self.temperature > 0
         require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
         for fact, holds, names in (
@@ -114,7 +117,7 @@ class GenerateOptions(Checked, prefix="--"):
             # coupled noise differs even there
             ("--draft none", self.draft == "none" and self.verify == "token", "verify"),
             (f"--draft {self.draft}", not learned, "draft_path"),
-            (f"--draft {self.draft}", self.draft != "eagle3", "draft_vocab"),
+            (f"--draft {self.draft}", not has_vocab, "draft_vocab"),
             ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
             ("no --live", not self.live, "lengths"),
         ):
@@ -134,8 +137,8 @@ class GenerateOptions(Checked, prefix="--"):
 
 OPTIONS = {
     "model.path": "--model",
-    "grpo.prompts": "--batch",
-    "grpo.group_size": "--group",
+    "batch.prompts": "--batch",
+    "batch.group_size": "--group",
     "data.max_prompt_length": "--prompt",
     "data.path": "--data",
     "rollout.max_new_tokens": "--new",
@@ -148,7 +151,7 @@ OPTIONS = {
 """What the settings of the config that is made of the options are called among these."""
 
 
-def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> Config:
+def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> ResolvedConfig:
     """The options as a run's config; a group of one is no group to learn from, and every answer is
     to a prompt of its own."""
     draft = DraftConfig(
@@ -172,12 +175,8 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
-        grpo=GrpoConfig(
-            prompts=options.batch // group,
-            group_size=max(group, 2),
-            learning_rate=LEARNING_RATE,
-            warmup_steps=0,
-        ),
+        batch=BatchConfig(prompts=options.batch // group, group_size=max(group, 2)),
+        optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
         data=DataConfig(max_prompt_length=options.prompt),
         sft=SftConfig(steps=0),
         # nothing is trained by it; a vocabulary of the draft's own calls for it
@@ -226,7 +225,8 @@ class StepOptions(Checked, prefix="--"):
     """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is
     compared with."""
     micro_batch: Natural = 0
-    """Positions that each data shard learns from at once (learner.tokens); 0: as a run chooses."""
+    """Positions that each data shard learns from at once (batch.micro_tokens); 0: as a run
+    chooses."""
     repeats: Count = 5
     """Timed steps wanted."""
     budget: Budget = 15.0
@@ -244,7 +244,7 @@ class StepOptions(Checked, prefix="--"):
             f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
             " prompt has all its answers",
         )
-        learned = DraftConfig(kind=self.draft).learned
+        learned = kind_of(self.draft).learned is not None
         require(
             learned or self.online,
             f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
@@ -255,12 +255,12 @@ class StepOptions(Checked, prefix="--"):
             f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured",
         )
 
-    def learning(self, config: Config) -> Config:
+    def learning(self, config: ResolvedConfig) -> ResolvedConfig:
         """A run's config that asks and learns as is wanted."""
         return replace(
             config,
             model=replace(config.model, remat=self.remat),
-            learner=replace(config.learner, tokens=self.micro_batch),
+            batch=replace(config.batch, micro_tokens=self.micro_batch),
             data=replace(config.data, path=self.data),
             draft_training=replace(config.draft_training, online=self.online),
         )

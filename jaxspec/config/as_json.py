@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_origin
 
-from jaxspec.config.checked import classes_in, require, types_of
-from jaxspec.config.settings import Config
+from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.inputs.checked import classes_in, require, types_of
 
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 _ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
-_SPEED = ("staged", "rollout.slice_rounds", "learner.tokens", "learner.offload", *_ENGINE)
+_SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
 FREE_ON_RESUME = frozenset(
     {"steps", "workdir", "save_every", "eval_every", "profile", *_SPEED, *_MESH}
 )
@@ -25,14 +25,14 @@ def to_json(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def from_json(saved: Mapping[str, Any]) -> Config:
+def from_json(saved: Mapping[str, Any]) -> ResolvedConfig:
     """Returns the config that `to_json` gave.
 
     Raises:
       ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of
         another type.
     """
-    missing, unknown = _differences(Config, saved)
+    missing, unknown = _differences(ResolvedConfig, saved)
     differing = [
         f"it lacks {', '.join(missing)}" if missing else "",
         f"it has {', '.join(unknown)}, which is unknown here" if unknown else "",
@@ -42,7 +42,7 @@ def from_json(saved: Mapping[str, Any]) -> Config:
         f" {'; '.join(filter(None, differing))}; use that version"
     )
     require(not missing and not unknown, another)
-    return _filled(Config, saved)
+    return _filled(ResolvedConfig, saved)
 
 
 def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], list[str]]:

@@ -2,12 +2,13 @@
 
 import math
 
-from jaxspec.config.architecture import implied
-from jaxspec.config.checked import INT32, require
-from jaxspec.config.settings import Config, FamilyConfig
+from jaxspec.config.settings import ResolvedConfig
+from jaxspec.drafts.kinds import kind_of
+from jaxspec.inputs.checked import INT32, require
+from jaxspec.rollout.pages import smallest_pool
 
 
-def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
+def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int, int]:
     """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`.
 
     Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices
@@ -33,7 +34,7 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
             f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two",
         )
     shards = devices // tensor
-    rows, prompts = _rows(config), config.grpo.prompts
+    rows, prompts = _rows(config), config.batch.prompts
     automatic = (
         shards
         if processes > 1
@@ -50,8 +51,8 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     groups = "a group lives whole on one shard"
     require(
         prompts >= data,
-        f"grpo.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data} or"
-        " use fewer devices",
+        f"batch.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data}"
+        " or use fewer devices",
     )
     for key, count in rows.items():
         near = max(count // data, 1) * data
@@ -60,7 +61,6 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
             f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data}"
             " would fit",
         )
-    _check_family(config.model.family)
     _check_drafts(config)
     _check_positions(config)
     _check_micro_batch(config)
@@ -77,42 +77,16 @@ def check(config: Config, devices: int, processes: int = 1) -> tuple[int, int]:
     return data, tensor
 
 
-def _check_micro_batch(config: Config) -> None:
+def _check_micro_batch(config: ResolvedConfig) -> None:
     """Whether the longest row fits a micro-batch."""
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
-    tokens = config.learner.tokens
+    tokens = config.batch.micro_tokens
     row = (
-        f"learner.tokens {tokens} is less than the longest row reads: data.max_prompt_length +"
+        f"batch.micro_tokens {tokens} is less than the longest row reads: data.max_prompt_length +"
         f" rollout.max_new_tokens - 1 = {longest}"
     )
     require(
         tokens == 0 or tokens >= longest, f"{row}; give at least {longest}, or 0 to have it chosen"
-    )
-
-
-def _check_family(family: FamilyConfig) -> None:
-    """Whether an exported policy would be read back as it is; one that was read from a folder
-    is."""
-    wanted = implied(family)
-    names = ("query_key_norm", "attention_bias", "output_bias", "experts")
-    changed = {
-        name: getattr(wanted, name)
-        for name in names
-        if getattr(wanted, name) != getattr(family, name)
-    }
-    words = {
-        name: f"no_{name}" if value is False else name if value is True else f"{name} {value}"
-        for name, value in changed.items()
-    }
-    remedy = ", ".join(f"--model.family.{word}" for word in words.values())
-    reason = (
-        f"config.json of model.family.model_type {family.model_type} has no word for it, and an"
-        " exported policy could not be read back"
-    )
-    require(
-        not changed,
-        f"{', '.join(f'model.family.{name} is {getattr(family, name)}' for name in changed)}:"
-        f" {reason}; set {remedy}",
     )
 
 
@@ -125,25 +99,25 @@ def require_countable(what: str, rows: int, positions: int) -> None:
     require(rows * positions <= INT32, many)
 
 
-def _check_positions(config: Config) -> None:
+def _check_positions(config: ResolvedConfig) -> None:
     """Whether what is generated or trained on at once can be counted, and its longest row fits the
     positions of the policy."""
-    model, prompt, response, grpo = (
+    model, prompt, response, batch = (
         config.model,
         config.data.max_prompt_length,
         config.rollout.max_new_tokens,
-        config.grpo,
+        config.batch,
     )
     rows = {
-        f"grpo.prompts {grpo.prompts} x grpo.group_size {grpo.group_size}": (
-            grpo.prompts * grpo.group_size
+        f"batch.prompts {batch.prompts} x batch.group_size {batch.group_size}": (
+            batch.prompts * batch.group_size
         )
     }
     rows |= {f"{key} {count}": count for key, count in _rows(config).items()}
     if _trained_offline(config):
         rows[f"offline.samples {config.offline.samples}"] = config.offline.samples
-    rows[f"rollout.lookup.past {config.rollout.past} x grpo.prompts {grpo.prompts}"] = (
-        config.rollout.past * grpo.prompts
+    rows[f"rollout.lookup.past {config.rollout.past} x batch.prompts {batch.prompts}"] = (
+        config.rollout.past * batch.prompts
     )
     for what, count in rows.items():
         require_countable(what, count, prompt + response)
@@ -161,28 +135,11 @@ def _check_positions(config: Config) -> None:
     )
 
 
-def smallest_pool(
-    prompts: int, prompt: int, response: int, draft_length: int, page_size: int
-) -> int:
-    """Pages with which a shard's longest row can end: those of all its prompts, which stay until
-    their groups have ended, and its own."""
-    return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
-
-
-def whole_pool(
-    prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int
-) -> int:
-    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
-    return prompts * -(-prompt // page_size) + slots * -(
-        -(prompt + response + draft_length) // page_size
-    )
-
-
-def _check_pool(config: Config, prompts: int) -> None:
+def _check_pool(config: ResolvedConfig, prompts: int) -> None:
     """Whether the pages of a data shard with so many prompts are enough for one row."""
     engine, length = (
         config.rollout.engine,
-        config.rollout.draft.longest if config.rollout.draft.kind != "none" else 0,
+        config.rollout.draft.max_draft_length if config.rollout.draft.drafts else 0,
     )
     if not engine.pages or not isinstance(engine.page_size, int):
         return
@@ -203,16 +160,16 @@ def _check_pool(config: Config, prompts: int) -> None:
     )
 
 
-def _check_drafts(config: Config) -> None:
+def _check_drafts(config: ResolvedConfig) -> None:
     """Whether draft and look-up fit the policy, the response and one another."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
     _check_loops(config)
     auto = " (the longest of auto)" if draft.draft_length == "auto" else ""
     lengths = (
-        f"rollout.draft.draft_length {draft.longest}{auto} and rollout.max_new_tokens"
+        f"rollout.draft.draft_length {draft.max_draft_length}{auto} and rollout.max_new_tokens"
         f" {rollout.max_new_tokens}"
     )
-    shorter = draft.kind == "none" or draft.longest < rollout.max_new_tokens
+    shorter = not draft.drafts or draft.max_draft_length < rollout.max_new_tokens
     require(
         shorter,
         f"{lengths}: a draft must be shorter than a response; lower the first or raise the second",
@@ -231,8 +188,10 @@ def _check_drafts(config: Config) -> None:
         f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold; leave"
         " them out",
     )
-    _check_network(config)
-    whole = draft.vocab == 0 or draft.kind == "eagle3"
+    kind = kind_of(draft.kind)
+    if kind.learned is not None:
+        kind.learned.check(config.draft_spec)
+    whole = draft.vocab == 0 or "rollout.draft.vocab" in kind.settings
     require(
         whole,
         f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the"
@@ -257,15 +216,9 @@ def _check_drafts(config: Config) -> None:
         f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)}"
         " banned ids and the end tokens",
     )
-    training = (
-        f"draft_training.ttt_steps {config.draft_training.ttt_steps} is less than"
-        f" rollout.draft.layers {draft.layers}"
-    )
-    trained = draft.kind != "mtp" or config.draft_training.ttt_steps >= draft.layers
-    require(trained, f"{training}: the last MTP layers would never learn; raise the first")
 
 
-def _check_loops(config: Config) -> None:
+def _check_loops(config: ResolvedConfig) -> None:
     """Whether runs that are compared, and depths that are trained, end within the longest row."""
     rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
     longest = config.data.max_prompt_length + rollout.max_new_tokens
@@ -276,67 +229,24 @@ def _check_loops(config: Config) -> None:
         f" is above {row}"
     )
     require(shorter, f"{match}; lower it")
-    unrolled = rollout.draft.kind in ("eagle3", "mtp") and (
-        training.online or config.offline.steps > 0
-    )
+    trained = training.online or config.offline.steps > 0
+    unrolled = trained and "draft_training.ttt_steps" in kind_of(rollout.draft.kind).settings
     require(
         not unrolled or training.ttt_steps < longest,
         f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it",
     )
 
 
-def _check_network(config: Config) -> None:
-    """Whether the draft's own decoder and its taps, loaded or not, go with the policy."""
-    kind, model, head, own = (
-        config.rollout.draft.kind,
-        config.model,
-        config.head,
-        config.draft_model,
-    )
-    if kind == "eagle3":
-        deep = not head.use_taps or bool(head.taps) or model.layers >= 4
-        require(
-            deep,
-            f"model.layers is {model.layers}; the three taps of eagle3 need at least 4: choose"
-            " another rollout.draft.kind",
-        )
-        beyond = [tap for tap in head.taps if not 0 <= tap <= model.layers]
-        require(
-            not beyond,
-            f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers"
-            f" {model.layers}, or none",
-        )
-    if own is None:
-        return
-    width = f"the draft's width is {own.embed} and model.embed {model.embed}"
-    if kind == "mtp" or (kind == "eagle3" and not head.use_taps):
-        require(
-            own.embed == model.embed,
-            f"{width}; a draft that reads the policy's hidden states as they are must be as wide",
-        )
-    if kind == "eagle3":
-        fits = own.embed == model.embed or head.own_embedding
-        require(
-            fits,
-            f"{width}, so it cannot share the policy's embedding, and head.own_embedding is off",
-        )
-    speaks = (
-        f"the draft model's vocabulary is {own.vocab} and model.vocab {model.vocab}; choose a draft"
-        " that shares the policy's"
-    )
-    require(kind != "model" or own.vocab == model.vocab, speaks)
-
-
-def _rows(config: Config) -> dict[str, int]:
+def _rows(config: ResolvedConfig) -> dict[str, int]:
     """What every batch of the run divides over the data shards; 0 where nothing is trained."""
     sft, offline = (
         config.sft.steps and config.sft.rows,
         config.offline.rows if _trained_offline(config) else 0,
     )
-    return {"grpo.prompts": config.grpo.prompts, "sft.rows": sft, "offline.rows": offline}
+    return {"batch.prompts": config.batch.prompts, "sft.rows": sft, "offline.rows": offline}
 
 
-def _trained_offline(config: Config) -> bool:
+def _trained_offline(config: ResolvedConfig) -> bool:
     return config.offline.steps > 0 and config.rollout.draft.learned
 
 

@@ -18,13 +18,15 @@ from typing import TypeVar
 
 import tyro
 
-from jaxspec.config.checked import Checked, ConfigError, require
 from jaxspec.config.settings import Config, DraftConfig, LookupConfig
-from jaxspec.config.unused import WITH_ANY_DRAFT, refuse_idle, refuse_unused
-from jaxspec.config.version import DISTRIBUTION, version
+from jaxspec.config.unused import refuse_idle, refuse_unused
+from jaxspec.drafts.kinds import kind_of
+from jaxspec.inputs.checked import Checked, ConfigError, require
+from jaxspec.system.version import DISTRIBUTION, version
 from jaxspec.terminal import silence
 
 _T = TypeVar("_T", bound=Checked)
+_C = TypeVar("_C", bound=Config)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = next(
@@ -78,7 +80,7 @@ def load_config(
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)
     if varied:
-        refuse_unused(config, named, WITH_ANY_DRAFT)
+        refuse_unused(config, named, with_draft=False)
     else:
         config = settle(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
@@ -123,11 +125,11 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
         raise SystemExit(0) from None
 
 
-def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:
+def settle(config: _C, argv: Sequence[str], under: str = "") -> _C:
     """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside
     it that another kind had is dropped.
 
-    What the command line names stays, for `consistency.check` to judge. Its words are names of
+    What the command line names stays, for `check.check` to judge. Its words are names of
     settings without `under`.
 
     Raises:
@@ -137,7 +139,7 @@ def settle(config: Config, argv: Sequence[str], under: str = "") -> Config:
     draft, lookup = config.rollout.draft, config.rollout.lookup
     if (
         "rollout.draft.kind" in named
-        and draft.kind != "eagle3"
+        and "rollout.draft.vocab" not in kind_of(draft.kind).settings
         and "rollout.draft.vocab" not in named
     ):
         draft = replace(draft, vocab=0)
@@ -197,10 +199,6 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
         type(config) is Config,
         f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {wanted}",
     )
-    filled_in = (
-        "what the folder of rollout.draft.path says of its draft, for the programs to fill in"
-    )
-    require(config.draft_model is None, f"{path}: draft_model is {filled_in}; leave it out")
     return config, f"{path.stem}-{scale}"
 
 
@@ -264,7 +262,7 @@ def _guide(command: str) -> str:
     return f"""A config file names every setting for some scales (the first is the default); options
 after it change single settings. NAME.py is looked up as given, then in configs/, then in
 {_SHIPPED}. Configs found: {", ".join(_found())}. Examples:
-  {command} --config rl_think.py --rollout.draft.draft_length 5 --grpo.group_size 32
+  {command} --config rl_think.py --rollout.draft.draft_length 5 --batch.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
   {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
   {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)"""

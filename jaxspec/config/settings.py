@@ -1,233 +1,67 @@
-"""Every setting, typed and frozen, with the checks of each class; `check.py` has those that cross
-classes."""
+"""Every setting, typed and frozen, with the checks of each class (`rollout.py` has those of
+generation, `check.py` what crosses classes), and a run as it is built from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from jaxspec.config.architecture import (
+from jaxspec.config.rollout import (
+    AUTO_LENGTHS,
+    DraftConfig,
+    DraftLength,
+    DraftSampling,
+    EngineConfig,
+    LookupConfig,
+    RolloutConfig,
+    Temperature,
+    VerifyRule,
+)
+from jaxspec.drafts.kinds import DraftKind, LookupKind
+from jaxspec.inputs.checked import Checked, ConfigError, Range, require
+from jaxspec.inputs.spec import (
     Count,
-    FamilyConfig,
+    DraftSpec,
     HeadConfig,
-    LayerCount,
+    HeadSpec,
+    LoraConfig,
     ModelConfig,
+    ModelSpec,
     Natural,
     Positive,
-    RopeConfig,
 )
-from jaxspec.config.checked import Checked, ConfigError, Range, require
 
 __all__ = [
+    "AUTO_LENGTHS",
+    "BatchConfig",
     "Config",
     "ConfigError",
     "DataConfig",
     "DraftConfig",
     "DraftKind",
+    "DraftLength",
     "DraftSampling",
     "DraftTrainingConfig",
     "EngineConfig",
-    "FamilyConfig",
-    "GrpoConfig",
     "HeadConfig",
-    "LearnerConfig",
     "LookupConfig",
     "LookupKind",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OfflineConfig",
+    "OptimizerConfig",
+    "ResolvedConfig",
     "RolloutConfig",
-    "RopeConfig",
     "SftConfig",
+    "Temperature",
     "VerifyRule",
     "require",
 ]
 
-DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
-DraftSampling = Literal["argmax", "sample", "auto"]
-LookupKind = Literal["none", "ngram", "history"]
-VerifyRule = Literal["block", "token", "coupled"]
-Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
-"""Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
-DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
 GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two responses")]
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 """What numpy, JAX and grain all tell apart."""
-AUTO_LENGTHS = (0, 1, 3, 5)
-"""Draft lengths that `auto` compiles; 0 is plain decoding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftConfig(Checked, prefix="rollout.draft."):
-    """What proposes tokens, and how they are drawn."""
-
-    kind: DraftKind = "eagle3"
-    """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction
-    layers; `model`: a small decoder; `ngram`, `history`: look-up alone (see rollout.lookup);
-    `none`: plain decoding through the same code."""
-    draft_length: DraftLength | Literal["auto"] = 3
-    """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3
-    or 5, whichever promises most tokens a second by what was accepted so far and by what rounds
-    cost on this machine."""
-    sampling: DraftSampling = "auto"
-    """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the
-    temperature that the run itself measures to be best for each depth."""
-    temperature: Temperature = 1.0
-    """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
-    vocab: Natural = 0
-    """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's
-    samples; 0: the policy's."""
-    ffn: Natural = 0
-    """Width of the draft's SwiGLU layer; 0: the policy's."""
-    layers: LayerCount = 1
-    """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
-    embedding_first: bool = True
-    """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo
-    does."""
-    path: str = ""
-    """Folder (or hub id) of a trained draft, whose config.json sets its sizes and form: an EAGLE-3
-    head, MTP layers, or a small model."""
-    tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
-    """What layer numbers in that folder count: layers applied (vLLM, speculators), or the layer
-    whose output is read (SpecForge)."""
-
-    def check(self) -> None:
-        looked_up = (
-            f"rollout.draft.draft_length auto weighs drafts that every round has, and {self.kind}"
-            " finds them in some only"
-        )
-        require(
-            not self.lengths or self.learned or self.kind == "none",
-            f"{looked_up}; give a number, such as 5",
-        )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Draft lengths among which each round chooses; empty: it is always the same."""
-        return AUTO_LENGTHS if self.draft_length == "auto" else ()
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a round drafts."""
-        return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
-
-    @property
-    def learned(self) -> bool:
-        """Whether the draft has weights."""
-        return self.kind in ("eagle3", "mtp", "model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookupConfig(Checked, prefix="rollout.lookup."):
-    """Drafts found in text that is there already: of the row itself, or of other answers to its
-    prompt."""
-
-    beside: LookupKind = "none"
-    """Look-up beside a learned draft: a row uses it where it offers a whole block, else the learned
-    draft."""
-    rule: Literal["vllm", "hf", "latest"] = "vllm"
-    """N-gram: longest match, earliest occurrence (`vllm`); the same, cut at an end token (`hf`);
-    longest match, latest occurrence."""
-    min_match: Count = 2
-    """Shortest run of tokens, at the end of the text, that is looked for."""
-    max_match: Count = 5
-    """Longest run of tokens that is compared."""
-    past: Natural = 2
-    """History: answers of the last epoch that are kept for each prompt; 0: only its sibling
-    rows."""
-
-    def check(self) -> None:
-        longer = (
-            f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match"
-            f" {self.max_match}"
-        )
-        require(self.min_match <= self.max_match, f"{longer}; lower the first or raise the second")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig(Checked, prefix="rollout.engine."):
-    """Memory and loops of generation; nothing here changes a token's law, and in coupled mode no
-    token."""
-
-    slots: Count | Literal["auto"] = "auto"
-    """Rows that a data shard generates at once; further ones wait until a slot is free. `auto`:
-    256, on an accelerator fewer where its memory holds fewer."""
-    page_size: Natural | Literal["auto"] = "auto"
-    """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the
-    rows of a group share their prompt, at the price of gathering them. `auto`: 64 on an
-    accelerator, 0 on a CPU."""
-    pages: Natural = 0
-    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need, on an
-    accelerator as far as its memory holds them. With fewer, a row may lose its pages for a while,
-    and reads its text again later."""
-    tail: bool = True
-    """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the
-    slots."""
-
-    def check(self) -> None:
-        remedy = "give a page size too, 64 for example, or leave pages 0"
-        given = f"rollout.engine.pages is {self.pages}"
-        require(
-            self.pages == 0 or self.page_size != 0,
-            f"{given}, but page_size 0 makes a page of every row; {remedy}",
-        )
-        require(
-            self.pages == 0 or self.page_size != "auto",
-            f"{given}, and of what size is left to page_size auto; {remedy}",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig(Checked, prefix="rollout."):
-    """How responses are generated; the policy's law is that of `temperature`, `top_k`, `top_p`,
-    `min_new_tokens` and `banned`."""
-
-    max_new_tokens: Count = 28
-    """Longest response, in tokens."""
-    min_new_tokens: Natural = 0
-    """Tokens before an end token may be sampled."""
-    temperature: Temperature = 1.0
-    """Sampling temperature; rollout and learner divide the logits by it alike. 0: the most likely
-    token (not for training)."""
-    top_k: Natural = 0
-    """Sample from the k most likely tokens; 0: from all."""
-    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
-    from all."""
-    banned: tuple[Natural, ...] = ()
-    """Token ids that are never sampled."""
-    enable_thinking: bool = True
-    """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to
-    answer without thinking first."""
-    verify: VerifyRule = "block"
-    """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled`
-    gives the very tokens of plain decoding."""
-    slice_rounds: Count = 8
-    """With --staged, rounds between two looks at signals."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    lookup: LookupConfig = field(default_factory=LookupConfig)
-
-    def check(self) -> None:
-        longer = (
-            f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
-            f" {self.max_new_tokens}"
-        )
-        require(
-            self.min_new_tokens < self.max_new_tokens,
-            f"{longer}; lower the first or raise the second",
-        )
-
-    @property
-    def lookup_kind(self) -> LookupKind:
-        """The look-up in use, alone or beside a learned draft."""
-        return self.draft.kind if self.draft.kind in ("ngram", "history") else self.lookup.beside
-
-    @property
-    def past(self) -> int:
-        """Earlier answers that a prompt brings along."""
-        return self.lookup.past if self.lookup_kind == "history" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,34 +85,34 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(Checked, prefix="grpo."):
-    """Group Relative Policy Optimization (arXiv 2402.03300), one update a batch."""
+class BatchConfig(Checked, prefix="batch."):
+    """What is generated and learnt from at once, in groups (GRPO, arXiv 2402.03300); one update a
+    batch."""
 
     prompts: Count = 16
     """Prompts a batch."""
     group_size: GroupSize = 8
     """Responses to each prompt (G); rows = prompts x G."""
-    learning_rate: Positive = 2e-4
-    """AdamW learning rate of the policy, after warm-up."""
-    warmup_steps: Natural = 10
-    """Linear warm-up of the learning rate, in batches."""
-    weight_decay: Annotated[float, Range(least=0)] = 0.0
-    """AdamW weight decay."""
-    grad_clip: Positive = 1.0
-    """Global-norm clip of the policy's gradient."""
+    micro_tokens: Natural = 0
+    """Positions that each data shard reads at once to learn (a micro-batch), at least those of the
+    longest row; 0: chosen by what memory allows. It changes nothing but rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerConfig(Checked, prefix="learner."):
-    """How a batch is read to learn from it, and what is kept; nothing here changes what is learnt,
-    but for rounding."""
+class OptimizerConfig(Checked, prefix="optimizer."):
+    """The policy's AdamW."""
 
-    tokens: Natural = 0
-    """Positions that each data shard reads at once (a micro-batch), at least those of the longest
-    row; 0: chosen by what memory allows."""
+    learning_rate: Positive = 2e-4
+    """Learning rate, after warm-up."""
+    warmup_steps: Natural = 10
+    """Linear warm-up of the learning rate, in batches."""
+    weight_decay: Annotated[float, Range(least=0)] = 0.0
+    """Decoupled weight decay."""
+    grad_clip: Positive = 1.0
+    """Global-norm clip of the policy's gradient."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Type in which AdamW keeps its moments of policy and draft (float64 models: float64 for
-    float32); bfloat16 halves them."""
+    """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
+    bfloat16 halves them."""
     offload: bool = False
     """Whether the policy's moments lie in the host's memory but for its update; every call moves
     them there and back."""
@@ -371,21 +205,6 @@ class OfflineConfig(Checked, prefix="offline."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(Checked, prefix="lora."):
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
-
-    rank: Natural = 0
-    """Train adapters of this rank instead of the policy's weights; 0: train the weights."""
-    alpha: Positive = 32.0
-    """The adapters' product is scaled by alpha / rank."""
-    targets: tuple[str, ...] = ()
-    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention
-    and of a feed-forward layer without experts."""
-    path: str = ""
-    """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """One run."""
 
@@ -406,8 +225,8 @@ class Config(Checked):
     ui.perfetto.dev goes to `workdir`. Empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    grpo: GrpoConfig = field(default_factory=GrpoConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -415,8 +234,6 @@ class Config(Checked):
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    draft_model: ModelConfig | None = None
-    """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
     def check(self) -> None:
         first = numbers_of("profile", self.profile).start
@@ -425,6 +242,57 @@ class Config(Checked):
             f" number {self.steps}"
         )
         require(first <= self.steps, f"{traced}; begin there or before, or raise steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(Config):
+    """A run as it is built: its settings, and beside them what its checkpoints say."""
+
+    model: ModelSpec = field(default_factory=ModelSpec)
+    head: HeadSpec = field(default_factory=HeadSpec)
+    draft_model: ModelSpec | None = None
+    """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
+
+    @classmethod
+    def of(cls, config: Config) -> ResolvedConfig:
+        """A run without checkpoints: its settings say everything."""
+        if isinstance(config, ResolvedConfig):
+            return config
+        specs = {"model": ModelSpec.of(config.model), "head": HeadSpec.of(config.head)}
+        return cls(**{**vars(config), **specs})
+
+    @property
+    def draft_spec(self) -> DraftSpec:
+        """What the run's kind of draft may look at."""
+        rollout, draft, lookup, own = (
+            self.rollout,
+            self.rollout.draft,
+            self.rollout.lookup,
+            self.draft_model,
+        )
+        if own is not None:
+            own = replace(own, dtype=self.model.dtype, remat=self.model.remat)
+        trained = self.draft_training.online or self.offline.steps > 0
+        return DraftSpec(
+            kind=draft.kind,
+            max_length=draft.max_draft_length,
+            policy=self.model,
+            own=own,
+            head=self.head,
+            vocab=draft.vocab,
+            ffn=draft.ffn,
+            layers=draft.layers,
+            embedding_first=draft.embedding_first,
+            path=draft.path,
+            tap_convention=draft.tap_convention,
+            lookup=rollout.lookup_kind,
+            rule=lookup.rule,
+            min_match=lookup.min_match,
+            max_match=lookup.max_match,
+            group_size=self.batch.group_size,
+            row_length=self.data.max_prompt_length + rollout.max_new_tokens,
+            depths=self.draft_training.ttt_steps if trained else 0,
+        )
 
 
 def numbers_of(name: str, text: str) -> range:

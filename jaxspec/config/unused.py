@@ -1,28 +1,13 @@
 """Settings that do nothing beside the others: what the command line names in vain is refused."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import NamedTuple
+from typing import get_args
 
 from jaxspec.config.as_json import flat, to_json
-from jaxspec.config.checked import require
-from jaxspec.config.settings import Config, DraftConfig, HeadConfig
-
-
-class Unused(NamedTuple):
-    """Settings, and where they do nothing."""
-
-    settings: str
-    """Names; one that ends in a dot stands for all that start with it."""
-    fact: str
-    """What makes them useless, with `c` for the config."""
-    holds: Callable[[Config], bool]
-    said_by_files: bool = False
-    """Files say what is used instead, so that even a value that is the default is in vain."""
-
-
-def _kind(*kinds: str) -> Callable[[Config], bool]:
-    return lambda c: c.rollout.draft.kind in kinds
+from jaxspec.config.settings import Config, DraftConfig
+from jaxspec.drafts.kinds import DraftKind, kind_of
+from jaxspec.inputs.checked import Unused, require
 
 
 def _generic(c: Config) -> bool:
@@ -30,27 +15,39 @@ def _generic(c: Config) -> bool:
     return c.rollout.draft.learned and c.offline.steps > 0 and c.offline.text == "generic"
 
 
-def _loaded(*kinds: str) -> Callable[[Config], bool]:
-    return lambda c: bool(c.rollout.draft.path) and c.rollout.draft.kind in kinds
+def _settings(c: Config) -> frozenset[str]:
+    """Settings that the kind of draft, and that of the look-up in use, have a use for."""
+    return kind_of(c.rollout.draft.kind).settings | kind_of(c.rollout.lookup_kind).settings
+
+
+def _by_kind(setting: str, fact: str) -> Unused:
+    """A setting that some kinds have no use for."""
+    return Unused(setting, fact, lambda c: setting not in _settings(c))
+
+
+def _from_files(setting: str) -> Unused:
+    """A setting that the files of some loaded drafts say."""
+    return Unused(
+        setting,
+        "rollout.draft.path, whose files say it,",
+        lambda c: (
+            bool(c.rollout.draft.path) and setting in kind_of(c.rollout.draft.kind).from_files
+        ),
+        said_by_files=True,
+    )
 
 
 _SIZES = "model.vocab model.layers model.embed model.heads model.kv_heads model.head_size model.ffn"
-_YARN = "model.rope.beta_fast model.rope.beta_slow model.rope.attention_factor model.rope.truncate"
-_LLAMA3 = "model.rope.low_freq_factor model.rope.high_freq_factor"
 _OBJECTIVE = (
     "draft_training.loss draft_training.ttt_steps draft_training.decay draft_training.grad_clip"
 )
 _OFFLINE = "offline.samples offline.text offline.rows offline.learning_rate"
-_FORM = " ".join(f"head.{item.name}" for item in fields(HeadConfig) if item.name != "taps")
-_KIND, _PATH = (
-    "rollout.draft.kind {c.rollout.draft.kind}",
-    "rollout.draft.path, whose files say it,",
-)
+_KIND = "rollout.draft.kind {c.rollout.draft.kind}"
 _LOOKUP = f"{_KIND} and look-up {{c.rollout.lookup_kind}}"
 
 WITH_ANY_DRAFT = (
     Unused(
-        f"{_SIZES} model.rope_theta model.norm_eps model.tied model.rope. model.family.",
+        f"{_SIZES} model.rope_theta model.norm_eps model.tied",
         "model.path, whose config.json says it,",
         lambda c: bool(c.model.path),
         said_by_files=True,
@@ -58,27 +55,12 @@ WITH_ANY_DRAFT = (
     Unused(
         "model.ignore",
         "no checkpoint to read (model.path)",
-        lambda c: not c.model.path and not _loaded("model")(c),
+        lambda c: (
+            not c.model.path and not ("model.ignore" in _settings(c) and c.rollout.draft.path)
+        ),
     ),
     Unused(
-        f"model.rope.kind {_YARN} {_LLAMA3}",
-        "model.rope_factor 1",
-        lambda c: not c.model.path and c.model.rope_factor == 1,
-    ),
-    Unused(
-        _YARN,
-        "model.rope.kind {c.model.rope.kind}",
-        lambda c: c.model.rope_factor != 1 and c.model.rope.kind != "yarn",
-    ),
-    Unused(
-        _LLAMA3,
-        "model.rope.kind {c.model.rope.kind}",
-        lambda c: c.model.rope_factor != 1 and c.model.rope.kind != "llama3",
-    ),
-    Unused(
-        "model.family.experts_per_token model.family.normalize_experts",
-        "model.family.experts 0",
-        lambda c: not c.model.path and c.model.family.experts == 0,
+        "model.rope_factor", "no checkpoint to stretch (model.path)", lambda c: not c.model.path
     ),
     Unused(
         "rollout.top_k rollout.top_p", "rollout.temperature 0", lambda c: c.rollout.temperature == 0
@@ -106,87 +88,79 @@ WITH_ANY_DRAFT = (
     ),
 )
 """What is judged whatever the draft."""
-BY_DRAFT = (
-    Unused("rollout.draft.draft_length", _KIND, _kind("none")),
-    # coupled noise differs even there
-    Unused("rollout.verify", _KIND, lambda c: _kind("none")(c) and c.rollout.verify == "token"),
-    Unused(
-        "rollout.draft.sampling rollout.draft.ffn rollout.draft.path",
-        _KIND,
-        _kind("none", "ngram", "history"),
-    ),
-    Unused(
-        "rollout.draft.vocab rollout.draft.tap_convention head.",
-        _KIND,
-        lambda c: not _kind("eagle3")(c),
-    ),
-    Unused("rollout.draft.layers", _KIND, lambda c: not _kind("mtp", "model")(c)),
-    Unused("rollout.draft.embedding_first", _KIND, lambda c: not _kind("mtp")(c)),
-    Unused(
-        "rollout.draft.temperature",
-        f"{_KIND} and sampling {{c.rollout.draft.sampling}}",
-        lambda c: not c.rollout.draft.learned or c.rollout.draft.sampling != "sample",
-    ),
-    Unused(
-        "rollout.draft.sampling rollout.draft.temperature",
-        "rollout.temperature 0",
-        lambda c: c.rollout.temperature == 0,
-    ),
-    Unused(
-        "rollout.draft.tap_convention", "no rollout.draft.path", lambda c: not c.rollout.draft.path
-    ),
-    Unused("rollout.draft.ffn", _PATH, _loaded("eagle3", "mtp", "model"), said_by_files=True),
-    Unused(f"rollout.draft.vocab {_FORM}", _PATH, _loaded("eagle3"), said_by_files=True),
-    Unused("rollout.draft.layers", _PATH, _loaded("mtp", "model"), said_by_files=True),
-    Unused("rollout.draft.embedding_first", _PATH, _loaded("mtp"), said_by_files=True),
-    Unused("rollout.lookup.rule", _LOOKUP, lambda c: c.rollout.lookup_kind != "ngram"),
-    Unused("rollout.lookup.past", _LOOKUP, lambda c: c.rollout.lookup_kind != "history"),
-    Unused(
-        "rollout.lookup.min_match rollout.lookup.max_match",
-        _LOOKUP,
-        lambda c: c.rollout.lookup_kind == "none",
-    ),
-    Unused(
-        f"{_OBJECTIVE} draft_training.learning_rate {_OFFLINE}",
-        _KIND,
-        lambda c: not c.rollout.draft.learned,
-    ),
-    Unused("offline.steps", _KIND, lambda c: not c.rollout.draft.learned and c.offline.steps > 0),
-    Unused(
-        "draft_training.ttt_steps draft_training.decay",
-        "rollout.draft.kind model, which has one depth,",
-        _kind("model"),
-    ),
-    Unused(
-        "rollout.draft.layers",
-        "rollout.draft.draft_length {c.rollout.draft.draft_length}, whose tokens the first layers"
-        " draft,",
-        lambda c: (
-            _kind("mtp")(c)
-            and not c.rollout.draft.path
-            and c.rollout.draft.layers > c.rollout.draft.longest
-        ),
-    ),
-    Unused(
-        "draft_training.decay",
-        "draft_training.ttt_steps 1, which is one depth of weight 1,",
-        lambda c: c.draft_training.ttt_steps == 1,
-    ),
-    Unused(
-        "draft_training.learning_rate",
-        "draft_training.online off",
-        lambda c: not c.draft_training.online,
-    ),
-    Unused(
-        _OBJECTIVE,
-        "a draft that is not trained (offline.steps 0, online off)",
-        lambda c: not c.draft_training.online and not c.offline.steps,
-    ),
-    Unused(_OFFLINE, "offline.steps 0", lambda c: c.rollout.draft.learned and c.offline.steps == 0),
-)
-"""What is left to a program that goes through the kinds of draft by itself."""
 
-OF_POLICY = "seed model. data. mesh. sft. grpo.prompts rollout.max_new_tokens learner.tokens"
+
+def by_draft() -> tuple[Unused, ...]:
+    """What is judged where a run has one kind of draft."""
+    kinds = [kind_of(name) for name in get_args(DraftKind)]
+    settings = sorted(frozenset().union(*(kind.settings for kind in kinds)))
+    files = sorted(frozenset().union(*(kind.from_files for kind in kinds)))
+    of_lookups = [name for name in settings if name.startswith("rollout.lookup.")]
+    of_training = [name for name in settings if name.startswith("draft_training.")]
+    others = [name for name in settings if name not in (*of_lookups, *of_training, "model.ignore")]
+    return (
+        Unused("rollout.draft.draft_length", _KIND, lambda c: not c.rollout.draft.drafts),
+        # coupled noise differs even there
+        Unused(
+            "rollout.verify",
+            _KIND,
+            lambda c: not c.rollout.draft.drafts and c.rollout.verify == "token",
+        ),
+        Unused(
+            "rollout.draft.sampling rollout.draft.ffn rollout.draft.path",
+            _KIND,
+            lambda c: not c.rollout.draft.learned,
+        ),
+        *(_by_kind(setting, _KIND) for setting in others),
+        Unused(
+            "rollout.draft.temperature",
+            f"{_KIND} and sampling {{c.rollout.draft.sampling}}",
+            lambda c: not c.rollout.draft.learned or c.rollout.draft.sampling != "sample",
+        ),
+        Unused(
+            "rollout.draft.sampling rollout.draft.temperature",
+            "rollout.temperature 0",
+            lambda c: c.rollout.temperature == 0,
+        ),
+        Unused(
+            "rollout.draft.tap_convention",
+            "no rollout.draft.path",
+            lambda c: not c.rollout.draft.path,
+        ),
+        *(_from_files(setting) for setting in files),
+        *(_by_kind(setting, _LOOKUP) for setting in of_lookups),
+        Unused(
+            f"{_OBJECTIVE} draft_training.learning_rate {_OFFLINE}",
+            _KIND,
+            lambda c: not c.rollout.draft.learned,
+        ),
+        Unused(
+            "offline.steps", _KIND, lambda c: not c.rollout.draft.learned and c.offline.steps > 0
+        ),
+        *(_by_kind(setting, f"{_KIND}, which has one depth,") for setting in of_training),
+        *(row for kind in kinds for row in kind.unused),
+        Unused(
+            "draft_training.decay",
+            "draft_training.ttt_steps 1, which is one depth of weight 1,",
+            lambda c: c.draft_training.ttt_steps == 1,
+        ),
+        Unused(
+            "draft_training.learning_rate",
+            "draft_training.online off",
+            lambda c: not c.draft_training.online,
+        ),
+        Unused(
+            _OBJECTIVE,
+            "a draft that is not trained (offline.steps 0, online off)",
+            lambda c: not c.draft_training.online and not c.offline.steps,
+        ),
+        Unused(
+            _OFFLINE, "offline.steps 0", lambda c: c.rollout.draft.learned and c.offline.steps == 0
+        ),
+    )
+
+
+OF_POLICY = "seed model. data. mesh. sft. batch.prompts rollout.max_new_tokens batch.micro_tokens"
 """Settings that `train_sft` has a use for; prompts count for the mesh."""
 _FORM_OF_DRAFT = " ".join(
     f"rollout.draft.{item.name}"
@@ -201,19 +175,21 @@ OF_DRAFT = f"{OF_POLICY} {_LAW} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lor
 """Those of `train_draft`."""
 
 
-def refuse_unused(
-    config: Config, named: Iterable[str], table: tuple[Unused, ...] = WITH_ANY_DRAFT + BY_DRAFT
-) -> None:
+def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True) -> None:
     """Refuses settings among `named` that do nothing; what only a config file says is left alone,
     and so is a default that would hold.
+
+    What depends on the draft is left alone without `with_draft`: to programs that go through the
+    kinds by themselves.
 
     Raises:
       ConfigError: names them, and the settings that make them useless.
     """
+    table = WITH_ANY_DRAFT + (by_draft() if with_draft else ())
     defaults, values = flat(to_json(Config())), flat(to_json(config))
     given = sorted(values.keys() & set(named))
     told: set[str] = set()
-    said = []
+    said: dict[str, list[str]] = {}
     for row in table:
         judged = [
             name
@@ -223,11 +199,12 @@ def refuse_unused(
         found = [name for name in judged if _stands_for(row.settings.split(), name)]
         if found and row.holds(config):
             told |= set(found)
-            said.append(
-                f"with {row.fact.format(c=config)} there is no use for"
-                f" {', '.join(f'--{name}' for name in found)}"
-            )
-    require(not said, f"{'; '.join(said)}; leave {'it' if len(told) == 1 else 'them'} out")
+            said.setdefault(row.fact.format(c=config), []).extend(found)
+    facts = [
+        f"with {fact} there is no use for {', '.join(f'--{name}' for name in sorted(names))}"
+        for fact, names in said.items()
+    ]
+    require(not facts, f"{'; '.join(facts)}; leave {'it' if len(told) == 1 else 'them'} out")
 
 
 def refuse_idle(named: Iterable[str], used: str, command: str) -> None:

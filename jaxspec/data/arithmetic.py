@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jaxspec.config.settings import ConfigError, DataConfig
+from jaxspec.config.settings import DataConfig
 from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.inputs.checked import ConfigError
 
 Task = Literal["add", "subtract", "mixed"]
 

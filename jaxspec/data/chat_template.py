@@ -12,8 +12,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config.json_keys import named
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.json_keys import named
 
 SECONDS = 2
 """Processor time for compiling a template, and for filling it once; a usual one takes a

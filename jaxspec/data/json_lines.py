@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jaxspec.config.checked import read_from
-from jaxspec.config.json_keys import is_whole_text, json_line, listed, named, shown
-from jaxspec.config.settings import ConfigError, DataConfig
+from jaxspec.config.settings import DataConfig
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
 from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.inputs.checked import ConfigError, read_from
+from jaxspec.inputs.json_keys import is_whole_text, json_line, listed, named, shown
 from jaxspec.rewards.extract import extract, normalise
 
 _EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")

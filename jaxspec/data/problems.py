@@ -10,12 +10,13 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-from jaxspec.config.json_keys import is_whole_text, shown
-from jaxspec.config.settings import ConfigError, DataConfig, require
+from jaxspec.config.settings import DataConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.json_lines import JsonLines, RowParser, scan
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
 from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import is_whole_text, shown
 from jaxspec.rewards.extract import normalise
 
 

@@ -14,7 +14,10 @@ from typing import Any, SupportsIndex
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from jaxspec.config.json_keys import (
+from jaxspec.data.chat_template import ChatTemplate
+from jaxspec.data.turns import PROBE, Turn, turn_of
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import (
     Keys,
     is_whole,
     is_whole_text,
@@ -23,9 +26,6 @@ from jaxspec.config.json_keys import (
     read_keys,
     shown,
 )
-from jaxspec.config.settings import ConfigError, require
-from jaxspec.data.chat_template import ChatTemplate
-from jaxspec.data.turns import PROBE, Turn, turn_of
 from jaxspec.system.files import expanded
 
 CHARACTERS = "0123456789+-=,#;?"

@@ -4,8 +4,8 @@ turn is found by its own rendering of chats with and without an answer."""
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxspec.config.json_keys import shown
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.json_keys import shown
 
 PROBE = "jaxspec7probe"
 """A message that occurs in no chat template."""

@@ -1,11 +1,16 @@
-"""The `Draft` protocol: what generation asks of anything that proposes tokens."""
+"""What a kind of draft is: the `Draft` that the engine asks for tokens, and the `Kind` that says
+how it is built, loaded, trained and exported."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
 
+from jaxspec.inputs.checked import Unused
+from jaxspec.inputs.spec import DraftSpec, ModelSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
@@ -76,15 +81,8 @@ class Draft(NamedTuple):
     A draft's keys and values are not in its state: they lie beside the target's, in the same
     layout.
 
-    empty_cache(network, rows, positions) -> a cache for the draft's own layers; None: it has none
-    prefill(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows,
-    cache) catch_up(network, target, state, cache, context) -> (state, cache); before a round in
-    which nothing is proposed propose(network, target, state, cache, context, sample, length) ->
-    (state, cache, Proposal of `length` tokens, 1 to K) commit(state, kept) -> state; a block of one
-    position is that of a round in which nothing was proposed
-
-    What it proposes is a function of the text alone: rounds of other lengths, or of none, leave no
-    trace in it.
+    What it proposes is a function of the committed text alone (its own row's, and for look-up that
+    of other answers to the prompt): rounds of other lengths, or of none, leave no trace in it.
     """
 
     length: int
@@ -95,12 +93,145 @@ class Draft(NamedTuple):
     draws: bool
     """Whether some of its tokens are drawn from logits."""
     empty_cache: Callable[[PyTree, int, int], KVCache | None]
+    """(network, rows, positions) -> a cache for the draft's own layers; None: it has none."""
     prefill: Callable[..., tuple[PyTree, KVCache | None]]
+    """(network, target, prompts of n groups, features [n P C], cache) -> (state of n rows,
+    cache)."""
     catch_up: Callable[..., tuple[PyTree, KVCache | None]]
+    """(network, target, state, cache, context) -> (state, cache), before a round that proposes
+    nothing."""
     propose: Callable[..., tuple[PyTree, KVCache | None, Proposal]]
+    """(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of
+    `length` tokens, 1 to K)."""
     commit: Callable[[PyTree, Kept], PyTree]
+    """(state, kept) -> state; a block of one position is that of a round that proposed nothing."""
 
 
 def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
     """Consecutive positions from each row's first."""
     return first[:, None] + jnp.arange(count, dtype=first.dtype)
+
+
+# ---- kinds
+
+Say = Callable[[str], Any]
+"""Tells the user how something ambiguous was read."""
+Sizes = dict[str, tuple[int, int]]
+"""What a draft and its policy must have alike, by name: the draft's number, and the policy's."""
+
+
+class Unroll(NamedTuple):
+    """How a learned draft is run over whole texts, to be trained and measured; pure functions."""
+
+    depths: Callable[[int], int]
+    """Depths at which it is trained, where so many are asked for (`draft_training.ttt_steps`)."""
+    before: Callable[[int], Int[Array, " A"]]
+    """For each of so many depths, the tokens of a text that must stand before the one whose label
+    it predicts."""
+    hidden: Callable[..., Float[Array, "B T A D"]]
+    """(network, target, forward, pack, depths) -> what its head reads, by depth, at the position
+    whose label it then predicts; zeros where a text is too short. `forward` is the policy's own
+    pass over the pack, with taps where the draft reads them."""
+    logits: Callable[[PyTree, PyTree, Float[Array, "B T D"]], Float[Array, "B T W"]]
+    """(network, target, that of one depth) -> logits over its own vocabulary."""
+    vocabulary: Callable[[PyTree], Int[Array, " W"] | None]
+    """The target's ids of its tokens, ascending; None: it has the target's vocabulary."""
+
+
+class Repair(NamedTuple):
+    """The same weights, wired in another way: a likely mistake of a loader, undone."""
+
+    says: str
+    mend: str
+    network: PyTree
+    taps: tuple[int, ...]
+
+
+class Export(NamedTuple):
+    """What a draft's published files say of the run."""
+
+    policy: ModelSpec
+    """Its path is the exported policy's folder."""
+    form: str
+    """`raw` or `speculators`."""
+    dtype: np.dtype
+    length: int
+    """Tokens drafted a round."""
+    ids: dict[str, int]
+    """Special tokens."""
+
+
+class Files(NamedTuple):
+    """A draft as it is published."""
+
+    content: dict[str, Any]
+    """Of config.json."""
+    tensors: list[tuple[str, int, Callable[[], np.ndarray]]]
+    """Name, bytes, and what makes it."""
+    tokenizer: bool = False
+    """Whether the folder has the tokenizer too, like any policy's."""
+    with_policy: bool = False
+    """Whether its tensors stand among the policy's, whose config.json then says what is in
+    `content`."""
+
+
+class Learned(NamedTuple):
+    """What a kind of draft with weights has beside what every kind has."""
+
+    decoder: Callable[[DraftSpec], ModelSpec]
+    """Its own decoder."""
+    network: Callable[[DraftSpec, Key[Array, ""]], PyTree]
+    """The network with fresh weights."""
+    check: Callable[[DraftSpec], None]
+    """Refuses what does not go together: raises ConfigError."""
+    sizes: Callable[[PyTree, ModelSpec], Sizes]
+    """What its network and a policy must have alike."""
+    reads: Callable[[int], int]
+    """Tokens of a row that it reads at once before it drafts so many."""
+    unroll: Unroll
+    resolve: Callable[[DraftSpec, Path, Say], DraftSpec]
+    """(spec, folder, say) -> the spec with what a trained draft's files say."""
+    load: Callable[[DraftSpec, Path, PyTree], PyTree]
+    """(resolved spec, folder, shapes with shardings) -> its network."""
+    export: Callable[[PyTree, Export], Files]
+    forms: tuple[str, ...] = ("raw",)
+    """Forms in which it can be exported."""
+    repairs: Callable[[PyTree, tuple[int, ...], ModelSpec], Iterator[Repair]] = (
+        lambda network, taps, policy: iter(())
+    )
+    """(network, taps, policy) -> likely mistakes of a loader, undone one at a time."""
+    native: Callable[[list[str], int], int] = lambda names, layers: 0
+    """(tensor names, layers of the policy) -> how many layers of this kind the policy's own
+    checkpoint has; a draft without a folder of its own takes them."""
+    with_vocabulary: Callable[[PyTree, np.ndarray], PyTree] | None = None
+    """(network, ids) -> the network for these tokens of the policy's vocabulary alone."""
+
+
+class Kind(NamedTuple):
+    """A kind of draft. `rollout.draft.kind` names it, and `kinds.py` knows where it is."""
+
+    build: Callable[[DraftSpec, tuple[int, ...]], Draft | None]
+    """(spec, end tokens) -> its functions; None: nothing is proposed."""
+    settings: frozenset[str] = frozenset()
+    """Settings that it has a use for, by name, of those that not every kind has; one that ends in a
+    dot stands for all that start with it."""
+    from_files: frozenset[str] = frozenset()
+    """Those that a trained draft's own files say."""
+    unused: tuple[Unused, ...] = ()
+    """Where those do nothing, beside what follows from `settings` and `from_files`."""
+    learned: Learned | None = None
+    """None: it has no weights."""
+    lookup: str = "none"
+    """Its name where it finds drafts in text, so that it may stand beside a learned one."""
+    reads_history: bool = False
+    """Whether it looks into earlier answers to the same prompt."""
+    alone: str = ""
+    """The kind that proposes the same for a row without siblings or earlier answers; empty: it
+    does so itself."""
+
+
+DEEP = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
+"""Settings of kinds that are trained at several depths."""
+
+PLAIN = Kind(build=lambda spec, stop_ids: None)
+"""Plain decoding."""

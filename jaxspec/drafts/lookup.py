@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
+from jaxspec.drafts.base import Context, Draft, Kept, Kind, Proposal, Sampler
+from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts, PyTree, Tree, pytree
@@ -308,3 +309,22 @@ def _search(
     return Found(
         score=score[place], tokens=tokens, offered=jnp.where(score[place] > 0, following[place], 0)
     )
+
+
+def _ngram(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
+    return ngram(spec.max_length, spec.rule, spec.min_match, spec.max_match, stop_ids)
+
+
+def _history(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
+    return history(spec.max_length, spec.group_size, spec.min_match, spec.max_match)
+
+
+_MATCH = frozenset({"rollout.lookup.min_match", "rollout.lookup.max_match"})
+NGRAM = Kind(build=_ngram, settings=_MATCH | {"rollout.lookup.rule"}, lookup="ngram")
+HISTORY = Kind(
+    build=_history,
+    settings=_MATCH | {"rollout.lookup.past"},
+    lookup="history",
+    reads_history=True,
+    alone="ngram",
+)

@@ -1,15 +1,36 @@
 """An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same
 vocabulary with its own cache."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import (
+    Context,
+    Draft,
+    Export,
+    Files,
+    Kept,
+    Kind,
+    Learned,
+    Proposal,
+    Sampler,
+    Say,
+    Unroll,
+    block_positions,
+)
+from jaxspec.hf.names import policy_rows
+from jaxspec.hf.policy_config import config_json
+from jaxspec.hf.pretrained import policy_checkpoint, policy_config, tensors_of
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.spec import DraftSpec, ModelConfig, ModelSpec
 from jaxspec.kernels.order import after, computed
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.state import Prompts, Tree, pytree
+from jaxspec.state import Pack, Prompts, Tree, pytree
 
 
 @pytree
@@ -106,3 +127,69 @@ def external(max_draft_length: int) -> Draft:
 def _cache_of(cache: KVCache | None) -> KVCache:
     assert cache is not None, "a cache that goes in comes back"
     return cache
+
+
+# ---- the kind
+
+
+def _decoder(spec: DraftSpec) -> ModelSpec:
+    """That of a loaded model, else of the policy's sizes and family."""
+    if spec.own is not None:
+        return spec.own
+    return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
+
+
+def _check(spec: DraftSpec) -> None:
+    own, vocab = _decoder(spec).vocab, spec.policy.vocab
+    require(
+        own == vocab,
+        f"the draft model's vocabulary is {own} and model.vocab {vocab}; choose a draft that shares"
+        " the policy's",
+    )
+
+
+def _unrolled(
+    network: Decoder, target: Decoder, forward: Forward, pack: Pack, depths: int
+) -> Float[Array, "B T 1 D"]:
+    """Its own pass: it reads true tokens only, so it has one depth."""
+    return network(pack.tokens, pack.positions, first=pack.first).hidden[:, :, None]
+
+
+def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
+    """A small model of its own sizes."""
+    policy = spec.policy
+    base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
+    return replace(spec, own=policy_config(base), vocab=0, ffn=0)
+
+
+def _export(network: Decoder, wanted: Export) -> Files:
+    """Like any policy."""
+    content = config_json(network.config, wanted.dtype.name, wanted.ids)
+    tensors = tensors_of(policy_rows(network.config), network, wanted.dtype)
+    return Files(content, list(tensors), tokenizer=True)
+
+
+MODEL = Kind(
+    build=lambda spec, stop_ids: external(spec.max_length),
+    settings=frozenset({"rollout.draft.layers", "model.ignore"}),
+    from_files=frozenset({"rollout.draft.ffn", "rollout.draft.layers"}),
+    learned=Learned(
+        decoder=_decoder,
+        network=lambda spec, key: Decoder(_decoder(spec), key),
+        check=_check,
+        sizes=lambda network, policy: {"vocabulary": (network.embedding.shape[0], policy.vocab)},
+        reads=lambda length: 2,
+        unroll=Unroll(
+            depths=lambda steps: 1,
+            before=lambda depths: jnp.zeros((1,), jnp.int32),
+            hidden=_unrolled,
+            logits=lambda network, target, hidden: network.logits(hidden),
+            vocabulary=lambda network: None,
+        ),
+        resolve=_resolve,
+        load=lambda spec, folder, abstract: policy_checkpoint(_decoder(spec), abstract).load(
+            lambda _: None
+        ),
+        export=_export,
+    ),
+)

@@ -39,7 +39,7 @@ class RecurrentState(Tree):
 
 def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
     """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
-    layers in each of `depth` turns (drafters.md 1.9, 3.2).
+    layers in each of `depth` turns.
 
     Token i+1 of a block comes from turn i mod `depth`. A position attends to what it saw in
     training: in turn k, the true positions up to k before its own and its own; when drafting, the
@@ -151,11 +151,11 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         went_on = kept.length > 0
         if kept.positions.shape[1] == 1:
             return _appended(state, kept, went_on)
-        spare = max_draft_length + 1 - kept.positions.shape[1]
+        padding = max_draft_length + 1 - kept.positions.shape[1]
         return state.replace(
             features=jnp.where(
                 went_on[:, None, None],
-                jnp.pad(kept.features, ((0, 0), (0, spare), (0, 0))),
+                jnp.pad(kept.features, ((0, 0), (0, padding), (0, 0))),
                 state.features,
             ),
             first=jnp.where(went_on, kept.positions[:, 0], state.first),

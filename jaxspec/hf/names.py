@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.config.settings import ModelConfig, require
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import PyTree
 
 REDUNDANT = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -54,7 +55,7 @@ class Place(NamedTuple):
     lead: tuple[int, ...]
 
 
-def policy_rows(config: ModelConfig) -> list[Row]:
+def policy_rows(config: ModelSpec) -> list[Row]:
     """The table of a policy's weights."""
     head = [] if config.tied else [Row("head", "lm_head.weight", "V D -> D V")]
     embedding, norm = (
@@ -65,7 +66,7 @@ def policy_rows(config: ModelConfig) -> list[Row]:
 
 
 def layer_rows(
-    ours: str, theirs: str, config: ModelConfig, single: bool = False, first: int = 0
+    ours: str, theirs: str, config: ModelSpec, single: bool = False, first: int = 0
 ) -> list[Row]:
     """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with `ours` and
     `theirs`."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config.json_keys import Keys, is_whole, named, shown
-from jaxspec.config.settings import ConfigError, LoraConfig, ModelConfig, require
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import Keys, is_whole, named, shown
+from jaxspec.inputs.spec import LoraConfig, ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import TARGETS, Adapted, Changes, axis_sizes, changed, chosen
 
@@ -70,7 +71,7 @@ def adapter_tensors(adapted: Adapted) -> dict[str, np.ndarray]:
     return tensors
 
 
-def adapter_config(lora: LoraConfig, model: ModelConfig, base: str) -> dict[str, Any]:
+def adapter_config(lora: LoraConfig, model: ModelSpec, base: str) -> dict[str, Any]:
     """The adapter_config.json that goes with `adapter_tensors`; `base` names the checkpoint that
     they are for."""
     return {

@@ -1,14 +1,13 @@
-"""config.json of a Hugging Face folder as a `ModelConfig`, and back."""
+"""config.json of a Hugging Face folder as a `ModelSpec`, and back."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.config.architecture import ARCHITECTURES, implied
-from jaxspec.config.checked import called, read_from, require
-from jaxspec.config.json_keys import Keys, named, shown
-from jaxspec.config.settings import FamilyConfig, ModelConfig, RopeConfig
+from jaxspec.inputs.checked import called, read_from, require
+from jaxspec.inputs.json_keys import Keys, named, shown
+from jaxspec.inputs.spec import ARCHITECTURES, FamilySpec, ModelConfig, ModelSpec, RopeSpec, implied
 
 KEYS = {
     "model.vocab": "vocab_size",
@@ -46,7 +45,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Keys whose other values ask for what is not built here; None always passes."""
 
 
-def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelConfig:
+def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelSpec:
     """The policy that a config.json (`raw`, at `source`) describes; path, ignore, dtype and remat
     are those of `base`.
 
@@ -84,9 +83,12 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
                 rope.context > 0, f"{source}: no key 'max_position_embeddings', {stretched}; add it"
             )
             factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
-            rope = RopeConfig(context=rope.context)
-        return replace(
-            base,
+            rope = RopeSpec(context=rope.context)
+        return ModelSpec(
+            path=base.path,
+            ignore=base.ignore,
+            dtype=base.dtype,
+            remat=base.remat,
             vocab=keys.whole("vocab_size"),
             layers=keys.whole("num_hidden_layers"),
             embed=embed,
@@ -103,7 +105,7 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         )
 
 
-def _family(keys: Keys, family: FamilyConfig) -> FamilyConfig:
+def _family(keys: Keys, family: FamilySpec) -> FamilySpec:
     if family.model_type == "qwen3_moe":
         # by transformers 5
         renamed = keys.whole("num_local_experts") if keys.has("num_local_experts") else None
@@ -139,7 +141,7 @@ def head_size_of(keys: Keys, width: int, heads: int) -> int:
     return keys.whole("head_dim", width // heads)
 
 
-def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
+def rope_of(keys: Keys) -> tuple[float, float, RopeSpec]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or
     that of transformers 5."""
     source = keys.source
@@ -150,7 +152,7 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
     )
     kind = given.text("rope_type", given.text("type", "default"))
     if kind == "default":
-        return theta, 1.0, RopeConfig(context=longest)
+        return theta, 1.0, RopeSpec(context=longest)
     require(
         kind in ("linear", "yarn", "llama3"),
         f"{source}: rope scaling {shown(kind)} is not supported; known are default, linear, yarn,"
@@ -183,7 +185,7 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeConfig]:
         f" {original}: correct one",
     )
     longest = longest if longest > original * factor else 0
-    rope = RopeConfig(kind=kind, context=original, longest=longest)  # pyright: ignore[reportArgumentType]
+    rope = RopeSpec(kind=kind, context=original, longest=longest)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
         rope = replace(
             rope,
@@ -217,7 +219,7 @@ def _attention_factor(given: Keys, factor: float) -> float:
     return 0.0
 
 
-def architecture_of(config: ModelConfig) -> str:
+def architecture_of(config: ModelSpec) -> str:
     """The name of a model's class in config.json."""
     return next(
         name
@@ -226,7 +228,7 @@ def architecture_of(config: ModelConfig) -> str:
     )
 
 
-def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
+def config_json(config: ModelSpec, dtype: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
     """config.json of a policy with weights of `dtype`, in the form that transformers (4 and 5),
     vLLM and SGLang read alike.
 
@@ -272,7 +274,7 @@ def config_json(config: ModelConfig, dtype: str, special_ids: Mapping[str, int])
     return written
 
 
-def rope_json(config: ModelConfig) -> dict[str, Any]:
+def rope_json(config: ModelSpec) -> dict[str, Any]:
     """The keys of config.json about positions; stretched ones allow for the context times the
     factor."""
     rope, factor = config.rope, config.rope_factor

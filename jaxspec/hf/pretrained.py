@@ -13,9 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config.checked import read_from
-from jaxspec.config.json_keys import listed, read_json
-from jaxspec.config.settings import ConfigError, ModelConfig, require
 from jaxspec.hf.names import (
     REDUNDANT,
     Place,
@@ -32,6 +29,9 @@ from jaxspec.hf.names import (
 from jaxspec.hf.peft import changes_of
 from jaxspec.hf.policy_config import model_config
 from jaxspec.hf.tensor_files import FLOATS, Stored, check_header, open_tensors
+from jaxspec.inputs.checked import ConfigError, read_from, require
+from jaxspec.inputs.json_keys import listed, read_json
+from jaxspec.inputs.spec import ModelConfig, ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import changed
 from jaxspec.state import PyTree
@@ -128,11 +128,11 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def policy_config(base: ModelConfig) -> ModelConfig:
+def policy_config(base: ModelConfig) -> ModelSpec:
     """The policy that `base.path` describes, in the type and with the stretching of `base`.
 
     Raises:
-      ConfigError: as `find_folder` and `hf_config.model_config` do.
+      ConfigError: as `find_folder` and `policy_config.model_config` do.
     """
     file = find_folder(base.path, "model.path") / CONFIG
     with read_from(f"model.path {base.path}"):
@@ -140,7 +140,7 @@ def policy_config(base: ModelConfig) -> ModelConfig:
     return model_config(content, str(file), replace(base, path=absolute(base.path)))
 
 
-def policy_checkpoint(config: ModelConfig, abstract: PyTree) -> "Checkpoint":
+def policy_checkpoint(config: ModelSpec, abstract: PyTree) -> "Checkpoint":
     """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it
     are left to drafts."""
     folder = find_folder(config.path, "model.path")

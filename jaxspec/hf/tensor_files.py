@@ -12,8 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxspec.config.json_keys import named, read_keys, shown
-from jaxspec.config.settings import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import named, read_keys, shown
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9

@@ -40,7 +40,7 @@ class Batches:
     def __init__(self, job: Job, problems: Problems, held_out: Problems):
         self._job, self._held_out = job, held_out
         self._stream = PromptStream(problems, job.config.seed)
-        self._prompts, self._group = job.config.grpo.prompts, job.config.grpo.group_size
+        self._prompts, self._group = job.config.batch.prompts, job.config.batch.group_size
         self.history = History(job.config.rollout.past)
         _, self._finished, self._like = abstract(job.step, self._prompts)
         self._here, _ = meshes.rows_here(job.mesh, self._prompts)

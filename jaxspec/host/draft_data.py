@@ -13,14 +13,14 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxspec import mesh as meshes
-from jaxspec.config.checked import read_from
-from jaxspec.config.json_keys import json_line, listed, shown
-from jaxspec.config.settings import Config, ConfigError, OfflineConfig, require
+from jaxspec.config.settings import OfflineConfig, ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import PromptStream, load_problems, pad_prompts
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job
+from jaxspec.inputs.checked import ConfigError, read_from, require
+from jaxspec.inputs.json_keys import json_line, listed, shown
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import FAILED, Prompts, PyTree
 from jaxspec.streams import Stream, stream_rng
@@ -96,7 +96,9 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     return respond
 
 
-def training_text(config: Config, tokenizer: Tokenizer, say: Callable[[str], Any]) -> Rows | None:
+def training_text(
+    config: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], Any]
+) -> Rows | None:
     """The rows of `offline.text`; None where the policy's own responses are trained on. `say` is
     told what a file repeats or leaves empty.
 

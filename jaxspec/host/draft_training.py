@@ -15,20 +15,20 @@ import optax
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import Config
+from jaxspec.config.from_checkpoint import read_draft
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_problems, pad_prompts
 from jaxspec.data.tokenizer import FILES
-from jaxspec.hf.from_checkpoint import read_draft
+from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host import draft_data
-from jaxspec.host.agreement import probe, report
+from jaxspec.host.agreement import measured_agreement, report
 from jaxspec.host.draft_data import Rows, answered
 from jaxspec.host.job import Job, in_process_0, on_this_process, sources
 from jaxspec.host.runner import abstract, placed
 from jaxspec.host.warm_start import WEIGHTS, load_policy, policy_key
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
@@ -56,7 +56,7 @@ CODE = (
         "data/template_process.py",
     ),
     *("step.py", "streams.py", "sampling.py"),
-    *("hf/*.py", "drafts/build.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
+    *("hf/*.py", "drafts/*.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
@@ -138,7 +138,9 @@ def train(
             ids = draft_data.vocabulary(
                 rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids
             )
-            trained = trained.replace(network=with_vocabulary(trained.network, ids))
+            choose = learned(draft.kind).with_vocabulary
+            assert choose is not None, "only such kinds are given a vocabulary"
+            trained = trained.replace(network=choose(trained.network, ids))
     call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
     last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(int(done), offline.steps):
@@ -205,7 +207,7 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
     """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of
     `held_out`; a small model has one depth."""
     training = job.config.draft_training
-    depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.longest)
+    depths = max(DEPTHS, training.ttt_steps, job.config.rollout.draft.max_draft_length)
 
     objective = job.step.learner.objective
     assert objective is not None, "only a draft with weights is measured"
@@ -225,7 +227,7 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
 
 
 def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, folder: Path) -> None:
-    """Fills `folder` with a trained draft and what it reached; what takes long is kept in `partial`
+    """Fills `folder` with a trained draft and what it outcome; what takes long is kept in `partial`
     on the way."""
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
@@ -235,7 +237,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         if not partial.is_dir():
             discard(partial)
         partial.mkdir(exist_ok=True)
-    shapes = abstract(job.step, job.config.grpo.prompts)[0].learner.draft
+    shapes = abstract(job.step, job.config.batch.prompts)[0].learner.draft
     assert shapes is not None, "build is only called for a draft with weights"
     loaded = load_draft(job, shapes.network)
     policy = load_policy(job, interrupt)
@@ -266,22 +268,22 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         interrupt.nothing_unsaved("training the draft", progress.stop, then=then),
     ):
         network = train(job, policy, rows, partial, progress, loaded)
-    reached: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "kind": draft.kind,
         "responses": len(measured.tokens),
         "vocabulary": None,
         "coverage": None,
     }
     if draft.vocab:
-        ids = np.asarray(network.vocabulary[...])
-        reached |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
+        ids = np.asarray(learned(draft.kind).unroll.vocabulary(network))
+        outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
     with interrupt.nothing_unsaved("measuring the draft", then=then):
-        reached["acceptance"] = measure(
+        outcome["acceptance"] = measure(
             job, policy, network, draft_data.in_batches(measured, offline.rows)
         )
         save_tree(folder / WEIGHTS, network)
-        write_whole(folder / ACCEPTANCE, json.dumps(reached) + "\n")
-    by_length = tokens_kept(reached["acceptance"][: draft.longest])
+        write_whole(folder / ACCEPTANCE, json.dumps(outcome) + "\n")
+    by_length = tokens_kept(outcome["acceptance"][: draft.max_draft_length])
     would = (
         f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep"
         f" {by_length[-1]:.2f} tokens on held-out responses"
@@ -323,7 +325,7 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
 def _key(job: Job, text: Rows | None) -> str:
     """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network,
     training, code."""
-    config: Config = job.config
+    config: ResolvedConfig = job.config
     tokenizer = (
         [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
     )
@@ -382,8 +384,12 @@ def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     problems, _ = load_problems(job.config.data, job.tokenizer)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
-    reading = probe(
-        job.step.generator, policy, network, *pad_prompts(few, longest, job.tokenizer.pad_id)
+    reading = measured_agreement(
+        job.step.generator,
+        learned(job.config.rollout.draft.kind),
+        policy,
+        network,
+        *pad_prompts(few, longest, job.tokenizer.pad_id),
     )
     job.say(report(reading))
     if reading.warning:

@@ -18,10 +18,12 @@ from jax.sharding import Mesh
 from jaxspec import mesh as meshes
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
-from jaxspec.config.settings import Config, ConfigError, ModelConfig, require
+from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from jaxspec.hf.from_checkpoint import resolved
 from jaxspec.hf.pretrained import policy_checkpoint
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step, build_step
 from jaxspec.storage.cache import cache_folder
@@ -43,7 +45,7 @@ _LONGEST_MESSAGE = 4096
 class Job:
     """A program's config, and what follows from it and from the machine."""
 
-    config: Config
+    config: ResolvedConfig
     tokenizer: Tokenizer
     mesh: Mesh
     step: Step
@@ -52,16 +54,16 @@ class Job:
         """The same with some of `step.Sizes` set, in the config too."""
         config, step = (
             self.config,
-            self.step.resized(self.config.grpo.prompts, self.step.sizes._replace(**sizes)),
+            self.step.resized(self.config.batch.prompts, self.step.sizes._replace(**sizes)),
         )
-        learner = dataclasses.replace(
-            config.learner, tokens=sizes.pop("tokens", config.learner.tokens)
+        batch = dataclasses.replace(
+            config.batch, micro_tokens=sizes.pop("tokens", config.batch.micro_tokens)
         )
         rollout = dataclasses.replace(
             config.rollout, engine=dataclasses.replace(config.rollout.engine, **sizes)
         )
         return dataclasses.replace(
-            self, config=dataclasses.replace(config, learner=learner, rollout=rollout), step=step
+            self, config=dataclasses.replace(config, batch=batch, rollout=rollout), step=step
         )
 
     def say(self, message: str) -> None:
@@ -159,7 +161,7 @@ def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
         return reported(lambda: work(interrupt))
 
 
-def open_job(config: Config) -> Job:
+def open_job(config: ResolvedConfig) -> Job:
     """Starts JAX for this config on all devices of all processes, and builds its step for their
     mesh."""
     # A CPU runs a data shard a core, but where weights would be split between them: their memory
@@ -175,12 +177,12 @@ def open_job(config: Config) -> Job:
     if data * tensor < jax.device_count():
         job.say(
             f"using {data * tensor} of {jax.device_count()} devices: more data shards would not"
-            " divide every batch (grpo.prompts, rows)"
+            " divide every batch (batch.prompts, rows)"
         )
     return job
 
 
-def start_jax(config: Config, devices: int, threads: int = 0) -> None:
+def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come
     before any use of a device."""
     if config.model.dtype == "float64":
@@ -193,14 +195,14 @@ def start_jax(config: Config, devices: int, threads: int = 0) -> None:
     meshes.prepare_devices(devices, threads)
 
 
-def largest_weight(model: ModelConfig) -> int:
+def largest_weight(model: ModelSpec) -> int:
     """Elements of the policy's largest array."""
     heads = max(model.heads, model.kv_heads) * model.head_size
     layer = model.embed * max(heads, model.ffn * max(1, model.family.experts))
     return max(model.vocab * model.embed, model.layers * layer)
 
 
-def make_job(config: Config, mesh: Mesh) -> Job:
+def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
     """Reads the tokenizer and builds the step for a mesh.
 
     Raises:
@@ -226,7 +228,7 @@ def make_job(config: Config, mesh: Mesh) -> Job:
     )
 
 
-def _check_bans(config: Config, tokenizer: Tokenizer) -> None:
+def _check_bans(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
     """Whether `rollout.banned` leaves answers that differ."""
     rollout = config.rollout
     left = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
@@ -256,7 +258,7 @@ def on_this_process(job: Job) -> Job:
     return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
 
 
-def with_whole_pool(config: Config) -> Config:
+def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:
     """The same with all pages that can be needed: those that a config has are for the prompts of
     its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)

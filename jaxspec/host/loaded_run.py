@@ -15,14 +15,14 @@ from jaxtyping import Array, Float
 from jaxspec import mesh as meshes
 from jaxspec.config.as_json import from_json
 from jaxspec.config.check import check
-from jaxspec.config.checked import read_from
-from jaxspec.config.settings import Config, MeshConfig, require
+from jaxspec.config.settings import MeshConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
 from jaxspec.host.workdir import CHECKPOINTS, CONFIG, saved_config, steps
+from jaxspec.inputs.checked import read_from, require
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
     folder: Path
     number: int
-    config: Config
+    config: ResolvedConfig
 
 
 def find_run(path: str) -> Run:
@@ -94,7 +94,7 @@ def check_tokenizer(trained: str, wanted: str) -> None:
     )
 
 
-def open_here(config: Config) -> Job:
+def open_here(config: ResolvedConfig) -> Job:
     """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says,
     for a few rows."""
     start_jax(config, config.mesh.tensor)
@@ -128,7 +128,7 @@ def restore(run: Run, job: Job, samples: int) -> Ready:
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     """The run's state on the mesh of `step`, which has the run's config, without the optimizers;
     the draft only where it is wanted."""
-    state, _, _ = abstract(step, run.config.grpo.prompts)
+    state, _, _ = abstract(step, run.config.batch.prompts)
     learner = state.learner
     draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
     bare = state.replace(
@@ -166,7 +166,7 @@ class Answer(NamedTuple):
     seconds: float
 
 
-class Session:
+class LoadedRun:
     """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
 
     def __init__(self, job: Job, ready: Ready, samples: int) -> None:
@@ -234,7 +234,7 @@ class Session:
         return put(asked, self._like)
 
 
-def read_prompt(text: str, config: Config, tokenizer: Tokenizer) -> Problem:
+def read_prompt(text: str, config: ResolvedConfig, tokenizer: Tokenizer) -> Problem:
     """Renders a prompt as training did.
 
     Raises:

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.config.check import smallest_pool, whole_pool
-from jaxspec.config.settings import ConfigError
 from jaxspec.host.runner import Runner, abstract, generation_alone
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import DATA, TENSOR, accelerated
+from jaxspec.rollout.pages import smallest_pool, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Automatic, Sizes, Step
 
@@ -55,8 +55,8 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     running = jax.eval_shape(step.generator.begin, ready, asked)
     read = running.queue.prompts.caches
     learner, mesh = state.learner, step.mesh.shape
-    offload = "" if step.offloaded else "--learner.offload, "
-    fewer_moments = f"--learner.moments bfloat16, {offload}--lora.rank 16, or more devices"
+    offload = "" if step.offloaded else "--optimizer.offload, "
+    fewer_moments = f"--optimizer.moments bfloat16, {offload}--lora.rank 16, or more devices"
     kept = [
         Part(
             "policy weights",
@@ -92,7 +92,7 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
     pool = found.pools * found.pool
     longest = step.generator.row_length - 1
     micro = (
-        f"--learner.tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or"
+        f"--batch.micro_tokens, now {step.learner.tokens} and at least {longest}, --model.remat, or"
         " more --mesh.tensor"
     )
     listed = [

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.config.json_keys import parse_json
 from jaxspec.host.job import sources
 from jaxspec.host.runner import ahead, placed, put
+from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import DATA, machine, replicated
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState
@@ -164,7 +164,7 @@ def _key(generator: Generator, prompt: int) -> str:
         machine(generator.mesh),
         shape,
         prompt,
-        generator.arrangements,
+        generator.weight_layouts,
         generator.about,
         code,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config.settings import Config
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
@@ -70,7 +70,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
     `text` is that of `offline_text`.
     """
     config, step = job.config, job.step
-    layout, shapes = step.state_shardings(), abstract(step, config.grpo.prompts)[0]
+    layout, shapes = step.state_shardings(), abstract(step, config.batch.prompts)[0]
     offline = config.offline.steps > 0 and shapes.learner.draft is not None
     if config.sft.steps:
         process_0_first(lambda: cached_policy(job, interrupt))
@@ -92,7 +92,7 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
     )
 
 
-def random_draft(config: Config) -> str:
+def random_draft(config: ResolvedConfig) -> str:
     """A remark on a draft that nothing was trained for before the run; empty for any other."""
     draft = config.rollout.draft
     if not draft.learned or draft.path or config.offline.steps:
@@ -139,7 +139,7 @@ def _network(state: TrainState) -> PyTree:
 def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | None:
     """The run of the newest checkpoint that is whole, on this run's mesh; None when there is
     none."""
-    state, finished, _ = abstract(job.step, job.config.grpo.prompts)
+    state, finished, _ = abstract(job.step, job.config.batch.prompts)
     # plans are of a mesh, and made again
     restored = checkpoints.restore_newest((state, finished.replace(plan=None)))
     if restored is None:

@@ -21,7 +21,7 @@ from jaxspec.step import Step
 Seconds = dict[str, float]
 
 
-class Called(NamedTuple):
+class StepResult(NamedTuple):
     """What one call of the step gives back."""
 
     state: TrainState
@@ -38,7 +38,7 @@ class Called(NamedTuple):
 class Runner(NamedTuple):
     """Makes steps: learn, sync, generate."""
 
-    call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], Called]
+    call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], StepResult]
     """Consumes the state and, as one program, what is finished: their buffers are donated. The last
     argument is asked between slices of generation, where there are any, whether to stop."""
     programs: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Runner(NamedTuple):
 
     def __call__(
         self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
-    ) -> Called:
+    ) -> StepResult:
         """One step."""
         return self.call(state, finished, prompts, stop)
 
@@ -115,12 +115,12 @@ def whole_step(step: Step, prompts: int) -> Runner:
 
     def call(
         state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
-    ) -> Called:
+    ) -> StepResult:
         began = time.perf_counter()
         state, rollout, learnt, generated = program(state, finished, prompts)
         learnt, generated = numbers(learnt), numbers(generated)
         seconds = time.perf_counter() - began
-        return Called(
+        return StepResult(
             state,
             rollout,
             learnt | {"time/learning_call": seconds},
@@ -150,7 +150,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
 
     def call(
         state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
-    ) -> Called:
+    ) -> StepResult:
         seconds: Seconds = {}
 
         def do(phase: str, _: Callable, *arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
         learnt, train = numbers(learnt), {"time/train": seconds.pop("time/train")}
         seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
         own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
-        return Called(
+        return StepResult(
             state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own
         )
 

@@ -16,19 +16,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.config.as_json import differing_keys, flat, to_json
-from jaxspec.config.check import smallest_pool
-from jaxspec.config.checked import INT32
-from jaxspec.config.json_keys import parse_json
-from jaxspec.config.settings import Config, ConfigError, require
-from jaxspec.config.version import version
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.tokenizer import FILES
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, refused_by_all, sources
+from jaxspec.inputs.checked import INT32, ConfigError, require
+from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import DATA, machine
+from jaxspec.rollout.pages import smallest_pool
 from jaxspec.step import Sizes
 from jaxspec.system.files import digest, expanded, now, write_whole, writing
 from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.metrics import read
+from jaxspec.system.version import version
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 STARTS, SAVED = "starts.jsonl", "saved"
@@ -63,7 +63,7 @@ def prepare_workdir(path: Path | str) -> Path:
     """
     folder = expanded(path, "--workdir")
     require_outside_runs(folder, "workdir", "choose another --workdir")
-    probe = folder / f".probe-{os.uname().nodename}-{os.getpid()}"
+    trial = folder / f".trial-{os.uname().nodename}-{os.getpid()}"
     with writing(
         f"workdir {folder} cannot be written to",
         "free some space or name another folder with --workdir",
@@ -71,12 +71,12 @@ def prepare_workdir(path: Path | str) -> Path:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with probe.open("wb") as file:
+            with trial.open("wb") as file:
                 file.write(bytes(1 << 20))
                 file.flush()
                 os.fsync(file.fileno())
         finally:
-            probe.unlink(missing_ok=True)
+            trial.unlink(missing_ok=True)
     return folder
 
 
@@ -147,7 +147,7 @@ def as_begun(job: Job, folder: Path) -> Job:
     looks = jax.process_index() == 0 and steps(folder)
     if looks and _last_backend(folder) == jax.default_backend():
         values = flat(saved_config(folder))
-        names = ("learner.tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
+        names = ("batch.micro_tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
         for place, number in enumerate(map(values.get, names)):
             if type(number) is int and 0 <= number <= INT32:
                 saved[place] = number
@@ -168,9 +168,9 @@ def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
     """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and
     that do here."""
     config, generator = job.config, job.step.generator
-    engine, prompts = config.rollout.engine, config.grpo.prompts // job.mesh.shape[DATA]
+    engine, prompts = config.rollout.engine, config.batch.prompts // job.mesh.shape[DATA]
     taken: dict[str, int] = {}
-    if config.learner.tokens == 0 and saved.tokens >= generator.row_length - 1:
+    if config.batch.micro_tokens == 0 and saved.tokens >= generator.row_length - 1:
         taken["tokens"] = saved.tokens
     if engine.slots == "auto" and saved.slots > 0:
         taken["slots"] = saved.slots
@@ -247,7 +247,7 @@ def require_no_checkpoints(folder: Path) -> None:
     refused_by_all(look)
 
 
-def _data(config: Config) -> dict[str, str]:
+def _data(config: ResolvedConfig) -> dict[str, str]:
     """Digests of the files that say what is trained and evaluated on, by setting and file."""
     data = config.data
     files = {"data.path": Path(data.path)} if data.path else {}

@@ -46,7 +46,8 @@ def computed(leaf: Array, spec: P = WHOLE) -> Sign:
 
 
 def after(value: Array, signs: list[Sign]) -> Array:
-    """`value`, but not before all of what `signs` are of is there."""
+    """The value with a data dependency on `signs`: what is made of it, collectives included, starts
+    only when the arrays that these were computed of exist."""
     return jnp.where(jnp.all(jnp.stack(signs)), value, jnp.zeros_like(value)) if signs else value
 
 

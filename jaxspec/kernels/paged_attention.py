@@ -69,14 +69,14 @@ def paged_parts(
     """
     rows, length, heads, shared, size = query.shape
     page, count = keys.shape[-1], length * shared
-    spare = QUERIES - count
+    padding = QUERIES - count
     tile = jnp.pad(
         query.transpose(0, 2, 1, 3, 4).reshape(rows, heads, count, size),
-        ((0, 0), (0, 0), (0, spare), (0, 0)),
+        ((0, 0), (0, 0), (0, padding), (0, 0)),
     )
     # Queries beyond those that there are see nothing.
     limits = jnp.repeat(jnp.stack([visible.last, visible.own], axis=1), shared, axis=2)
-    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, spare)), constant_values=-1)
+    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, padding)), constant_values=-1)
     needed = jnp.max(limits, axis=(1, 2)) // page + 1
     pages = jnp.clip(table, 0, keys.shape[1] - 1)  # what a row does not need may be no page
 

@@ -268,8 +268,8 @@ def _to_tiles(array: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "C 
     """Blocks of queries of all rows; each row is padded with 0."""
     _, length, heads, size = array.shape
     padded = jnp.pad(array, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))
-    apart = padded.reshape(-1, BLOCK, kv_heads, heads // kv_heads, size)
-    return apart.transpose(0, 2, 4, 3, 1).reshape(len(apart), kv_heads, size, -1)
+    by_head = padded.reshape(-1, BLOCK, kv_heads, heads // kv_heads, size)
+    return by_head.transpose(0, 2, 4, 3, 1).reshape(len(by_head), kv_heads, size, -1)
 
 
 def _from_tiles(
@@ -279,8 +279,8 @@ def _from_tiles(
     heads: int,
 ) -> Float[Array, "B T N H"]:
     count, kv_heads, size, _ = tiles.shape
-    apart = tiles.reshape(count, kv_heads, size, heads // kv_heads, BLOCK)
-    return apart.transpose(0, 4, 1, 3, 2).reshape(batch, -1, heads, size)[:, :length]
+    by_head = tiles.reshape(count, kv_heads, size, heads // kv_heads, BLOCK)
+    return by_head.transpose(0, 4, 1, 3, 2).reshape(batch, -1, heads, size)[:, :length]
 
 
 def _key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:

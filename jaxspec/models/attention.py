@@ -49,7 +49,7 @@ def attend_cache(
     if pieces == 1:
         return _attended(query, cache, layer, visible)
 
-    def apart(leaf: Array, mode: str) -> Array:
+    def by_tile(leaf: Array, mode: str) -> Array:
         """Pieces as a first axis; the last one is filled up with what nobody reads."""
         padded = jnp.pad(
             leaf, [(0, 0), (0, -length % pieces), *[(0, 0)] * (leaf.ndim - 2)], mode=mode
@@ -60,7 +60,8 @@ def attend_cache(
         return _attended(piece[0], cache, layer, visible._replace(last=piece[1], own=piece[2]))
 
     attended = lax.map(
-        one, (apart(query, "constant"), apart(visible.last, "edge"), apart(visible.own, "edge"))
+        one,
+        (by_tile(query, "constant"), by_tile(visible.last, "edge"), by_tile(visible.own, "edge")),
     )
     return jnp.moveaxis(attended, 0, 1).reshape(rows, -1, *heads)[:, :length]
 

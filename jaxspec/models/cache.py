@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -68,19 +69,24 @@ class KVCache(Tree):
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of values, also where the tree holds shapes instead of arrays."""
+        return jax.tree.leaves(self.values)[0].shape
+
+    @property
     def page_size(self) -> int:
         """Positions of a page."""
-        return self.values[0].shape[-2]
+        return self._shape[-2]
 
     @property
     def pages(self) -> int:
         """How many there are."""
-        return self.values[0].shape[-4]
+        return self._shape[-4]
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self.values[0].shape[-3]
+        return self._shape[-3]
 
 
 def no_table() -> Int[Array, "B N"]:
@@ -167,7 +173,7 @@ def of_layer(arrays: Any, layer: LayerIndex, change: Callable[[Array, LayerIndex
     return (*arrays[:layer], change(arrays[layer][None], 0)[0], *arrays[layer + 1 :])
 
 
-def apart(cache: KVCache) -> list[KVCache]:
+def by_layer(cache: KVCache) -> list[KVCache]:
     """A cache for each layer, whose place in it is 0."""
     return [
         cache.replace(keys=(keys,), values=(values,))
@@ -175,7 +181,7 @@ def apart(cache: KVCache) -> list[KVCache]:
     ]
 
 
-def together(caches: list[KVCache]) -> KVCache:
+def of_layers(caches: list[KVCache]) -> KVCache:
     """The cache that they are parts of."""
     return caches[0].replace(
         keys=sum((cache.keys for cache in caches), ()),

@@ -11,11 +11,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config.settings import ModelConfig
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, LayerIndex, apart, extend, together
+from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, of_layers
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import dense, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
@@ -32,7 +32,7 @@ class Forward(NamedTuple):
     cache: KVCache | None
 
 
-def master_dtype(config: ModelConfig) -> jnp.dtype:
+def master_dtype(config: ModelSpec) -> jnp.dtype:
     """Type in which weights are kept and updated."""
     return jnp.dtype("float64" if config.dtype == "float64" else "float32")
 
@@ -45,19 +45,19 @@ def tap_boundaries(layers: int) -> tuple[int, int, int]:
 
 
 class Layers(nnx.Module):
-    """All decoder layers, stacked along a first axis and scanned; `models/arrangement.py` joins
+    """All decoder layers, stacked along a first axis and scanned; `models/weight_layout.py` joins
     some of their weights for generation."""
 
-    heads: nnx.Variable | None = None
+    qkv: nnx.Variable | None = None
     """Instead of query, key and value: [D, M, R + 2, H], for each KV head its R queries, its key
     and its value; biases, norms likewise."""
-    heads_bias: nnx.Variable | None = None
-    heads_norm: nnx.Variable | None = None
+    qkv_bias: nnx.Variable | None = None
+    qk_norm: nnx.Variable | None = None
     """[R + 1, H]: of the queries and the key."""
     gate_up: nnx.Variable | None = None
     """Instead of gate and up: [D, 2, F]."""
 
-    def __init__(self, config: ModelConfig, key: Key[Array, ""], streams: int = 1):
+    def __init__(self, config: ModelSpec, key: Key[Array, ""], streams: int = 1):
         """Random weights; the layers are spread evenly over `streams` residual streams."""
         dtype, depth = master_dtype(config), config.layers
         keys = iter(jax.random.split(key, 7))
@@ -101,8 +101,8 @@ def project_heads(
     normed: Float[Array, "B T D"], layer: Layers, table: RotaryTable, eps: float
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
     """Rotated queries and keys, and values, of the normed input of one layer."""
-    if layer.heads is not None:
-        return _project_joined(normed, layer.heads, layer, table, eps)
+    if layer.qkv is not None:
+        return _project_fused(normed, layer.qkv, layer, table, eps)
     query = _biased(product(normed, layer.query), layer.query_bias)
     key = _biased(product(normed, layer.key), layer.key_bias)
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -115,7 +115,7 @@ def project_heads(
     )
 
 
-def _project_joined(
+def _project_fused(
     normed: Float[Array, "B T D"],
     weight: nnx.Variable,
     layer: Layers,
@@ -123,10 +123,10 @@ def _project_joined(
     eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
     """The same by one product."""
-    heads = _biased(product(normed, weight), layer.heads_bias)
+    heads = _biased(product(normed, weight), layer.qkv_bias)
     turned, value = heads[:, :, :, :-1], heads[:, :, :, -1]
-    if layer.heads_norm is not None:
-        turned = rms_norm(turned, layer.heads_norm[...], eps)
+    if layer.qk_norm is not None:
+        turned = rms_norm(turned, layer.qk_norm[...], eps)
     turned = rotate(turned.reshape(*turned.shape[:2], -1, turned.shape[-1]), table).reshape(
         turned.shape
     )
@@ -142,7 +142,7 @@ def finish_layer(
     residual: Float[Array, "B T D"],
     attended: Float[Array, "B T N H"],
     layer: Layers,
-    config: ModelConfig,
+    config: ModelSpec,
 ) -> Float[Array, "B T D"]:
     """What follows attention in one layer: its output product and the feed-forward layer, each
     added to the stream."""
@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
     `config.family` says what the families differ in: norms of queries and keys, biases, experts.
     """
 
-    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+    def __init__(self, config: ModelSpec, key: Key[Array, ""]):
         dtype = master_dtype(config)
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
             one = jax.jit(layer, static_argnums=3)  # traced once for all layers
             tapped, before, after = (
                 {},
-                [None] * config.layers if cache is None else apart(cache),
+                [None] * config.layers if cache is None else by_layer(cache),
                 [],
             )
             for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
@@ -248,7 +248,7 @@ class Decoder(nnx.Module):
                 x, own = one(x, own, weights, 0)
                 after.append(own)
             tapped[config.layers] = x
-            cache = None if cache is None else together(after)
+            cache = None if cache is None else of_layers(after)
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
         return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
 
@@ -286,7 +286,7 @@ def _scanned(
     x: Float[Array, "B T D"],
     cache: KVCache | None,
     taps: tuple[int, ...],
-    config: ModelConfig,
+    config: ModelSpec,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]]]:
     """Runs stacked layers one after the other; also returns the residual stream at each of the
     `taps`."""

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config.settings import FamilyConfig, HeadConfig, ModelConfig
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import Heads, dense, rms_norm
 from jaxspec.models.rope import rotary_table
@@ -27,7 +27,7 @@ class OwnEmbedding(nnx.Variable):
     trained."""
 
 
-def llama_head(target: ModelConfig, ffn: int = 0) -> ModelConfig:
+def llama_head(target: ModelSpec, ffn: int = 0) -> ModelSpec:
     """The decoder of a head that is made for `target`: one dense Llama layer of its sizes; `ffn` 0:
     as wide as one token's feed-forward."""
     family = target.family
@@ -37,11 +37,11 @@ def llama_head(target: ModelConfig, ffn: int = 0) -> ModelConfig:
         path="",
         layers=1,
         ffn=width,
-        family=FamilyConfig(model_type="llama", query_key_norm=False),
+        family=FamilySpec(model_type="llama", query_key_norm=False),
     )
 
 
-def tap_count(head: HeadConfig) -> int:
+def tap_count(head: HeadSpec) -> int:
     """How many of the target's hidden states a head reads side by side."""
     return (len(head.taps) or 3) if head.use_taps else 1
 
@@ -50,7 +50,7 @@ class FirstLayer(Layers):
     """The layer that reads [norm(embedding), norm(hidden)], twice the width of its stream; a stack
     of one, for the same logical axes."""
 
-    def __init__(self, config: ModelConfig, keys: Iterator[Key[Array, ""]]):
+    def __init__(self, config: ModelSpec, keys: Iterator[Key[Array, ""]]):
         dtype, family = master_dtype(config), config.family
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
 
@@ -80,14 +80,14 @@ class Eagle3(nnx.Module):
 
     The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only;
     deeper steps feed the previous step's output instead, before the final norm (after it with
-    `norm_output`). `HeadConfig` says how published heads differ.
+    `norm_output`). `HeadSpec` says how published heads differ.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        head: HeadConfig,
-        target: ModelConfig,
+        config: ModelSpec,
+        head: HeadSpec,
+        target: ModelSpec,
         key: Key[Array, ""],
         vocab: int = 0,
     ):

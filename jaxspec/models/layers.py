@@ -1,6 +1,5 @@
 """Parts of the networks, and the logical axes of every weight by name."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
+
+from jaxspec.kernels.cpu_layouts import times
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -44,23 +45,6 @@ class Heads(NamedTuple):
     residual: Float[Array, "B T D"]
 
 
-class Transposed(nnx.Param):
-    """A weight as [*out, in]: the left operand of its product, which is faster on a CPU where few
-    rows meet a large weight."""
-
-
-class Blocked(nnx.Param):
-    """A weight as [C, in, w], for products of few rows: blocks of w outputs, the last filled up
-    with zeros; `outputs` has their shape."""
-
-    outputs: tuple[int, ...]
-
-
-class Split(nnx.Param):
-    """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its
-    parts."""
-
-
 class LowRank(nnx.Module):
     """A weight with an adapter beside it: its product is x @ base + scale * (x @ a) @ b."""
 
@@ -70,12 +54,6 @@ class LowRank(nnx.Module):
 
 Weight = nnx.Variable | LowRank
 """What `product` takes, however it lies."""
-FEW = 16
-"""Rows from which on a product takes the blocks of a `Blocked` weight one by one: at once, each
-needs a copy of all rows."""
-MANY = 256
-"""Rows from which on a product has a `Transposed` weight on the right: on the left, rows and
-results are transposed too."""
 
 
 def product(x: Float[Array, "B T *I"], weight: Weight, inputs: int = 1) -> Float[Array, "B T *O"]:
@@ -83,59 +61,7 @@ def product(x: Float[Array, "B T *I"], weight: Weight, inputs: int = 1) -> Float
     if isinstance(weight, LowRank):
         adapted = product(product(x, weight.a, inputs), weight.b)
         return product(x, weight.base, inputs) + adapted * np.asarray(weight.scale, adapted.dtype)
-    kernel, count = weight[...], x.shape[0] * x.shape[1]
-    if isinstance(weight, Blocked):
-        rows = x.reshape(count, -1)
-        if count < FEW:
-            made = jnp.einsum(
-                "cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel
-            )
-        else:
-            made = jax.lax.map(lambda block: rows @ block, kernel)
-        made = made.transpose(1, 0, 2).reshape(count, -1)[:, : math.prod(weight.outputs)]
-        return made.reshape(*x.shape[:2], *weight.outputs)
-    if isinstance(weight, Split):
-        outputs = kernel.shape[2:]
-        if count == 1:
-            made = jnp.einsum(
-                "ci,cio->co", x.reshape(len(kernel), -1), kernel.reshape(*kernel.shape[:2], -1)
-            ).sum(axis=0, dtype=x.dtype)
-        else:
-            made = x.reshape(count, -1) @ kernel.reshape(-1, math.prod(outputs))
-        return made.reshape(*x.shape[:2], *outputs)
-    if not isinstance(weight, Transposed):
-        return _times(x, kernel.astype(x.dtype), inputs)
-    rows, flat = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
-    if count >= MANY:
-        return (rows @ flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
-    # Barriers: XLA would fold the transposes into the product, which undoes it.
-    made = jax.lax.optimization_barrier(flat @ jax.lax.optimization_barrier(rows.T))
-    return made.T.reshape(*x.shape[:2], *kernel.shape[:-1])
-
-
-def _tensordot(
-    x: Float[Array, "B T *I"], kernel: Float[Array, "*K"], inputs: int
-) -> Float[Array, "B T *O"]:
-    return jnp.tensordot(x, kernel, axes=inputs)
-
-
-def _tensordot_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    return jnp.tensordot(x, kernel, axes=inputs), (x, kernel)
-
-
-def _tensordot_backward(
-    inputs: int, kept: tuple[Array, Array], gradient: Array
-) -> tuple[Array, Array]:
-    x, kernel = kept
-    rows, outputs = tuple(range(x.ndim - inputs)), tuple(range(inputs, kernel.ndim))
-    of_x = jnp.tensordot(gradient, kernel, axes=(tuple(range(len(rows), gradient.ndim)), outputs))
-    return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))
-
-
-# The gradient for the kernel is written as [*in, *out]: of what jax.grad makes of it, a transposed
-# product transposed, XLA for CPU copies the larger factor column by column.
-_times = jax.custom_vjp(_tensordot, nondiff_argnums=(2,))
-_times.defvjp(_tensordot_forward, _tensordot_backward)
+    return times(x, weight, inputs)
 
 
 def cast(network: Any, dtype: Any) -> Any:

@@ -8,8 +8,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxspec.config.json_keys import shown
-from jaxspec.config.settings import LoraConfig, ModelConfig, require
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import shown
+from jaxspec.inputs.spec import LoraConfig, ModelSpec
 from jaxspec.models.decoder import Decoder, master_dtype
 from jaxspec.models.layers import LOGICAL_AXES, LowRank, cast
 
@@ -95,7 +96,7 @@ class Adapted(nnx.Module):
         self.adapters = Adapters(base, self.names, lora.rank, key)
 
 
-def chosen(names: tuple[str, ...], model: ModelConfig, where: str) -> tuple[str, ...]:
+def chosen(names: tuple[str, ...], model: ModelSpec, where: str) -> tuple[str, ...]:
     """The targets named, or all that a decoder has; `where` names them in the ConfigError for
     others."""
     has = tuple(

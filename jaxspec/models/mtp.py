@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.config.settings import ModelConfig
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import Heads, dense, rms_norm
 from jaxspec.models.rope import rotary_table
@@ -28,7 +28,7 @@ class Mtp(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         key: Key[Array, ""],
         layers: int = 1,
         embedding_first: bool = True,

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config.settings import ModelConfig, RopeConfig
+from jaxspec.inputs.spec import ModelSpec, RopeSpec
 
 RotaryTable = tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
 """Cosines and sines of each position and pair."""
 
 
-def rotary_table(
-    positions: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype
-) -> RotaryTable:
+def rotary_table(positions: Int[Array, "B T"], config: ModelSpec, dtype: jnp.dtype) -> RotaryTable:
     """Cosines and sines for the model's heads, computed in float32 (float64 for float64 models)."""
     wide = np.promote_types(dtype, np.float32)
     rates, scale = frequencies(config.head_size, config.rope_theta, config.rope_factor, config.rope)
@@ -27,7 +25,7 @@ def rotary_table(
 
 
 def frequencies(
-    size: int, theta: float, factor: float, rope: RopeConfig
+    size: int, theta: float, factor: float, rope: RopeSpec
 ) -> tuple[Float[np.ndarray, " h"], float]:
     """Radians a position turns each pair of a head of `size`, and the factor on cosines and sines.
 
@@ -54,7 +52,7 @@ def frequencies(
             return rates * (keep + (1 - keep) / factor), scale
 
 
-def _ramp(size: int, theta: float, rope: RopeConfig) -> Float[np.ndarray, " h"]:
+def _ramp(size: int, theta: float, rope: RopeSpec) -> Float[np.ndarray, " h"]:
     """YaRN's share of stretching for each pair: 0 for those that turn often in the original
     context, 1 for those that hardly turn."""
 

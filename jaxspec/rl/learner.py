@@ -232,9 +232,9 @@ class Learner:
         """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
         losses = self.losses
         batch = exchanged(batch, self.mesh.shape[DATA])
-        counts, spare = losses.counts(batch, draft), filler(batch)
+        counts, filling = losses.counts(batch), filler(batch)
         # The compiler moves gathering of what no micro-batch changes out of the loop.
-        policy, draft = shards.tied((policy, draft), [computed(spare)] if losses.ordered else [])
+        policy, draft = shards.tied((policy, draft), [computed(filling)] if losses.ordered else [])
         weights, trained = self._trained((policy, draft)), shards.of(self._trained)
 
         def whole(weights: Pair) -> tuple[Pair, Pair]:
@@ -248,7 +248,7 @@ class Learner:
             return losses.total(sums, counts), sums
 
         def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
-            pack, row = packed(batch, 0, number, self.tokens, spare)
+            pack, row = packed(batch, 0, number, self.tokens, filling)
             gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
             pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
             if not learning:

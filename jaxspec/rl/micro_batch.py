@@ -15,7 +15,7 @@ from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import DATA
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.lora import Adapted, applied
-from jaxspec.rl.draft_objective import Compared, Objective, compared, depths_of, drafted, predicts
+from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
 from jaxspec.rl.losses import LossInputs, PolicyLoss
@@ -67,19 +67,20 @@ class Losses:
     ordered: bool
     """Whether collectives need an order by data, as on several CPU devices."""
 
-    def depths(self, draft: PyTree) -> int:
+    @property
+    def depths(self) -> int:
         """Depths of the draft that learn."""
-        return 0 if self.draft is None else depths_of(draft, self.draft)
+        return 0 if self.draft is None else self.draft.depths
 
-    def counts(self, batch: TrainBatch, draft: PyTree) -> Counts:
+    def counts(self, batch: TrainBatch) -> Counts:
         """Counts over all shards, from one of them."""
-        depths, wide = self.depths(draft), self.wide
+        wide = self.wide
         is_read = batch.plan.micro[0] >= 0
         here = batch.chosen[:, 1:] & is_read[:, None]
         by_depth = jnp.zeros((0,), wide)
-        if depths:
+        if self.draft is not None:
             positions = jnp.broadcast_to(jnp.arange(here.shape[1], dtype=jnp.int32), here.shape)
-            inside = predicts(draft, here, positions, depths)
+            inside = predicts(self.draft, here, positions, self.depths)
             by_depth = jnp.sum(inside, axis=(0, 1), dtype=wide)
         read = jnp.sum(jnp.where(is_read, read_lengths(batch.chosen), 0), dtype=wide)
         return lax.psum(Counts(jnp.sum(here, dtype=wide), by_depth, read), DATA)
@@ -115,9 +116,11 @@ class Losses:
         row: Int[Array, "1 T"],
         batch: TrainBatch,
     ) -> Sums:
-        """Those of one micro-batch, whose position i is of the batch's row `row[0, i]`; the draft
-        is read where it is `online`."""
-        target, wide, depths = applied(policy), self.wide, self.depths(draft)
+        """What one micro-batch adds to the sums; the draft is read where it is `online`.
+
+        `row` says of which row of the batch each position of the pack is.
+        """
+        target, wide, depths = applied(policy), self.wide, self.depths
         forward = target(
             pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole
         )
@@ -163,8 +166,8 @@ class Losses:
             inputs = LossInputs(logprobs, old, sampled, advantages, pack.chosen)
             loss = over_labels(self.policy(inputs))
         inside = jnp.zeros(found.loss.shape, bool)
-        if depths:
-            inside = predicts(network, pack.chosen, pack.positions, depths)
+        if self.draft is not None:
+            inside = predicts(self.draft, pack.chosen, pack.positions, depths)
         return Sums(
             policy_loss=loss,
             entropy=over_labels(lax.stop_gradient(entropy)),
@@ -183,12 +186,13 @@ class Losses:
         depths: int,
     ) -> Float[Array, "1 T A D"]:
         """What the draft's head reads; zeros where it does not learn."""
-        detached = lax.stop_gradient((target, forward))
+        detached, objective = lax.stop_gradient((target, forward)), self.draft
+        assert objective is not None, "only a draft with an objective is read"
         if self.ordered:
             pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
 
         def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
-            return drafted(network, *detached, pack, depths)
+            return drafted(network, *detached, pack, depths, objective)
 
         shape = jax.eval_shape(unroll, network)
         return lax.cond(online, unroll, lambda _: jnp.zeros(shape.shape, shape.dtype), network)

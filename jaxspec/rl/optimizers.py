@@ -130,22 +130,22 @@ def start(network: PyTree, optimizer: optax.GradientTransformation) -> Trained:
     )
 
 
-def condition(learner: Trained) -> Int[Array, ""]:
-    """Whether to go on from a learner later, by its weights, its optimizer's state and its last
-    update."""
+def condition(trained: Trained) -> Int[Array, ""]:
+    """SOUND, SKIPPED or BROKEN: whether training can go on from here, by the weights, the
+    optimizer's state and the last update."""
     floats = [
         leaf
-        for leaf in jax.tree.leaves(to_device(learner))
+        for leaf in jax.tree.leaves(to_device(trained))
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
-    return jnp.where(finite, jnp.where(learner.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(
+    return jnp.where(finite, jnp.where(trained.skipped_in_row > 0, SKIPPED, SOUND), BROKEN).astype(
         jnp.int32
     )
 
 
 def update(
-    learner: Trained,
+    trained: Trained,
     gradients: PyTree,
     loss: Float[Array, ""],
     optimizer: optax.GradientTransformation,
@@ -160,7 +160,7 @@ def update(
     """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    weights, before = parameters(learner.network), learner.optimizer
+    weights, before = parameters(trained.network), trained.optimizer
     if isinstance(optimizer, Offloaded):
         before = to_device(before)
     changes, state = optimizer.update(gradients, before, weights)
@@ -169,13 +169,13 @@ def update(
     if isinstance(optimizer, Offloaded):
         state = to_host(state)
     skipped = (wanted & ~finite).astype(jnp.int32)
-    in_row = jnp.where(wanted, (learner.skipped_in_row + 1) * skipped, learner.skipped_in_row)
-    network = with_parameters(learner.network, weights)
+    in_row = jnp.where(wanted, (trained.skipped_in_row + 1) * skipped, trained.skipped_in_row)
+    network = with_parameters(trained.network, weights)
     return (
-        learner.replace(
+        trained.replace(
             network=network,
             optimizer=state,
-            skipped=learner.skipped + skipped,
+            skipped=trained.skipped + skipped,
             skipped_in_row=in_row,
         ),
         norm,

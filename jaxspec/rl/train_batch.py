@@ -1,7 +1,7 @@
 """What the learner reads: rows as they were left, and a plan that packs their texts into
 micro-batches without ever copying all of them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.mesh import DATA, by_update_sharding, replicated, rows_sharding
-from jaxspec.state import AnyArray, Plan, Tree, pytree
+from jaxspec.state import AnyArray, Pack, Plan, Tree, pytree
 
 
 @pytree
@@ -28,23 +28,6 @@ class TrainBatch(Tree):
     version: Int[AnyArray, " B"]
     """Updates that the policy had seen when it sampled the row."""
     plan: Plan
-
-
-class Pack(NamedTuple):
-    """Texts side by side: sequences of B, T positions each. A position reads a token and predicts
-    its label, the next token of its text.
-
-    Positions beyond the last text are texts of a single token without a label.
-    """
-
-    tokens: Int[Array, "B T"]
-    labels: Int[Array, "B T"]
-    chosen: Bool[Array, "B T"]
-    """Whether the label is one to learn."""
-    positions: Int[Array, "B T"]
-    """Places in their own text."""
-    first: Int[Array, "B T"]
-    """Where in the sequence that text starts."""
 
 
 def read_lengths(chosen: Any) -> Any:

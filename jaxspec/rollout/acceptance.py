@@ -1,5 +1,5 @@
 """How far a draft covers the target: measured in every round, summed for each row, and told as
-metrics (drafters.md, section 8)."""
+metrics."""
 
 from typing import Any, NamedTuple
 

@@ -3,7 +3,7 @@ acceptance was best.
 
 sum_v min(target, draft_T) is measured for every T of a small grid where a round compared target and
 draft, so nothing is explored and nothing beyond the cut is looked at. Factors are fixed before a
-call draws anything: sampling stays exact (drafters.md 6.3, 6.8).
+call draws anything, so a draft never steers whether it is kept: sampling stays exact.
 """
 
 import jax.numpy as jnp

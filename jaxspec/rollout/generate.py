@@ -125,39 +125,31 @@ def _rounds_of_choice(
     state: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
-    """Rounds of the length that is chosen before each: a loop for every length inside of one, since
-    a `switch` would copy the caches."""
+    """Rounds whose length is chosen before each. The outer loop runs one inner loop for every
+    length, because a `switch` over lengths would copy the caches."""
 
-    def chosen(state: DecodeState) -> tuple[DecodeState, length_chooser.Choice]:
+    def with_choice(state: DecodeState) -> tuple[DecodeState, length_chooser.Choice]:
         return state, choose(state)
 
-    def made(
+    def run_and_choose(
         carry: tuple[DecodeState, length_chooser.Choice], length: int
     ) -> tuple[DecodeState, length_chooser.Choice]:
         state, choice = carry
-        return chosen(
-            one(
-                state.replace(
-                    acceptance=state.acceptance.replace(
-                        seconds_to_lose=choice.seconds_to_lose[None]
-                    )
-                ),
-                length,
-            )
-        )
+        acceptance = state.acceptance.replace(seconds_to_lose=choice.seconds_to_lose[None])
+        return with_choice(one(state.replace(acceptance=acceptance), length))
 
-    def in_turn(
+    def every_length(
         carry: tuple[DecodeState, length_chooser.Choice],
     ) -> tuple[DecodeState, length_chooser.Choice]:
         for place, length in enumerate(lengths):
             carry = lax.while_loop(
                 lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
-                lambda carry, length=length: made(carry, length),
+                lambda carry, length=length: run_and_choose(carry, length),
                 carry,
             )
         return carry
 
-    return lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, chosen(state))[0]
+    return lax.while_loop(lambda carry: unfinished(carry[0]), every_length, with_choice(state))[0]
 
 
 def _choice(

@@ -2,7 +2,7 @@
 was chosen when it was built."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,17 +11,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import DATA
-from jaxspec.models.arrangement import Arrangement, arranged
+from jaxspec.mesh import DATA, ROLLOUT_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.weight_layout import WeightLayout, laid_out
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout import generate as loop
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.sync import to_rollout
 from jaxspec.state import (
     EOS,
     FAILED,
@@ -59,7 +58,7 @@ class Generator:
     """Rows that a data shard generates at once, at most."""
     tail: bool
     """Whether the last rows move to smaller loops."""
-    arrange: Callable[[Mesh, int, int], tuple[Arrangement, Arrangement]]
+    lay_out: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
     """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the
     draft."""
     about: str
@@ -118,9 +117,9 @@ class Generator:
         return self.prompt_length + self.settings.max_new_tokens
 
     @property
-    def arrangements(self) -> tuple[Arrangement, Arrangement]:
+    def weight_layouts(self) -> tuple[WeightLayout, WeightLayout]:
         """How the weights of policy and draft lie."""
-        return self.arrange(self.mesh, self.settings.slots, self.draft_length)
+        return self.lay_out(self.mesh, self.settings.slots, self.draft_length)
 
     def start(self) -> GeneratorState:
         """What is known before anything was generated."""
@@ -160,7 +159,7 @@ class Generator:
         networks = to_rollout(
             (merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
         )
-        target, network = map(arranged, networks, self.arrangements)
+        target, network = map(laid_out, networks, self.weight_layouts)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, choice=choice, chooser=state.chooser)
         return Ready(target=target, drafter=drafter, version=jnp.asarray(version, jnp.int32))
@@ -266,3 +265,12 @@ class Generator:
             version=count,
             statistics=nothing,
         )
+
+
+def to_rollout(
+    network: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]], dtype: Any
+) -> Any:
+    """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
+    leaf, inside a jit one all-gather for each sharded weight."""
+    ready = cast(network, dtype)
+    return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))

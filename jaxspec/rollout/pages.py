@@ -82,3 +82,23 @@ def share(
         held=pages.held.at[holder].set(count),
         references=pages.references.at[row].add(1, mode="drop"),
     )
+
+
+# ---- sizes
+
+
+def smallest_pool(
+    prompts: int, prompt: int, response: int, draft_length: int, page_size: int
+) -> int:
+    """Pages with which a shard's longest row can end: those of all its prompts, which stay until
+    their groups have ended, and its own."""
+    return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
+
+
+def whole_pool(
+    prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int
+) -> int:
+    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
+    return prompts * -(-prompt // page_size) + slots * -(
+        -(prompt + response + draft_length) // page_size
+    )

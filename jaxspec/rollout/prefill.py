@@ -10,14 +10,13 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from jaxspec import sampling
-from jaxspec.config.check import smallest_pool, whole_pool
 from jaxspec.drafts.base import Draft
 from jaxspec.models.contiguous import empty_rows, rows_of
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.paged import empty_pages, put_texts
 from jaxspec.rollout import acceptance
 from jaxspec.rollout.decode_state import Caches, DecodeState, Prefilled, Queue
-from jaxspec.rollout.pages import Pages, grow, no_pages
+from jaxspec.rollout.pages import Pages, grow, no_pages, smallest_pool, whole_pool
 from jaxspec.rollout.round import Settings, by_matching, features
 from jaxspec.state import (
     IDLE,
@@ -124,7 +123,7 @@ def _all_seated(prefilled: Prefilled, group: int, longest: int, chunk: int) -> _
         caches=prefilled.caches.map(lambda cache: rows_of(cache, group, longest, chunk)),
         draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
         prompts=jax.tree.map(lambda leaf: leaf[:0], prefilled.replace(caches=None)).replace(
-            caches=_of_nobody(prefilled.caches)
+            caches=_without_rows(prefilled.caches)
         ),
         pages=no_pages(0, rows + prompts, 0),
     )
@@ -152,7 +151,7 @@ def _all_waiting(
         pages = grow(no_pages(number, seats + count, of_row), jnp.pad(wanted, (seats, 0)))
         table = pages.table[seats:, :of_prompt]
         caches = read.map(lambda cache: put_texts(empty_pages(cache, number, size), table, cache))
-        prefilled = prefilled.replace(caches=_of_nobody(read))
+        prefilled = prefilled.replace(caches=_without_rows(read))
     return _Start(
         row=jnp.full((seats,), count * settings.group_size, jnp.int32),
         caches=caches,
@@ -164,7 +163,7 @@ def _all_waiting(
     )
 
 
-def _of_nobody(caches: Caches) -> Caches:
+def _without_rows(caches: Caches) -> Caches:
     """Of no prompt: what they hold is copied elsewhere."""
     return caches.map(lambda cache: cache.layout.take(cache, jnp.zeros((0,), jnp.int32)))
 

@@ -118,11 +118,10 @@ def one_round(
         logits = target.logits(forward.hidden)
         produced = _produced(now, length + 1)
         target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
-        told = (
-            proposal._replace(logits=None) if matching and settings.rule is not None else proposal
-        )
+        # Drafts that are matched with what the target samples were not drawn from their logits.
+        as_point_masses = matching and settings.rule is not None
         comparison = acceptance.compare(
-            told,
+            proposal._replace(logits=None) if as_point_masses else proposal,
             target_logprobs,
             produced,
             settings.processing,
@@ -294,8 +293,8 @@ def _widened(change: Statistics, length: int) -> Statistics:
 class _Measured(NamedTuple):
     """Where draft temperatures are compared: in the first row of each group."""
 
-    slots: Rows
-    groups: Rows
+    slots: slice | Int[Array, " m"]
+    groups: slice | Int[Array, " m"]
     """The group of each of these slots, none where it has another row."""
 
 
@@ -316,7 +315,7 @@ def _counted(
     statistics: Statistics,
     change: Statistics,
     rows: Rows,
-    groups: Rows,
+    groups: slice | Int[Array, " m"],
 ) -> Statistics:
     """Adds what a round counted by slot; by group for what is measured in some slots only."""
     by_factor = added(statistics.overlap_by_factor, groups, change.overlap_by_factor)

@@ -96,10 +96,10 @@ def block_rule(
     residuals = jnp.exp(log_weights[:, 1:-1, None] + target_logprobs[:, 1:length]) - jnp.exp(
         draft_logprobs[:, 1:]
     )
-    spare = jnp.sum(jnp.maximum(residuals, 0), axis=-1)
-    # Weight 1 and nothing to spare: the laws after it agree and a later draft is kept, but for
+    left_over = jnp.sum(jnp.maximum(residuals, 0), axis=-1)
+    # Weight 1 and nothing to left_over: the laws after it agree and a later draft is kept, but for
     # rounding.
-    inner = jnp.where(inner == 1, 1, spare / jnp.where(inner == 1, 1, spare + 1 - inner))
+    inner = jnp.where(inner == 1, 1, left_over / jnp.where(inner == 1, 1, left_over + 1 - inner))
     depths = jnp.arange(1, length + 1, dtype=jnp.int32)
     chance = jnp.where(
         depths == offered[:, None], weights, jnp.concatenate([inner, weights[:, -1:]], axis=1)

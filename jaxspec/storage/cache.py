@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from jaxspec.config.json_keys import parse_json
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import layout, named, require_same

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import digests, layout, named, require_same

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.state import PyTree
 
 _SHOWN_DIFFERENCES = 5

@@ -3,9 +3,9 @@
 import signal
 import sys
 
-from jaxspec.config.checked import ConfigError
-from jaxspec.config.version import refuse_namesake
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import end_at_once, stop_signals
+from jaxspec.system.version import refuse_namesake
 
 
 def begin() -> None:

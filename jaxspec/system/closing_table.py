@@ -135,7 +135,7 @@ def without_result(lines: Sequence[Mapping[str, Any]]) -> str:
             " answer failed"
         )
     remedy = (
-        "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower --grpo.learning_rate is"
-        " the usual remedy"
+        "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower"
+        " --optimizer.learning_rate is the usual remedy"
     )
     return f"{' and '.join(found)}; {remedy}" if found else ""

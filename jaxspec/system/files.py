@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from jaxspec.config.json_keys import shown
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.json_keys import shown
 
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """What is raised where there is no such file."""

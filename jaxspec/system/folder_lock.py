@@ -9,8 +9,8 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxspec.config.json_keys import parse_json
-from jaxspec.config.settings import require
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import parse_json
 from jaxspec.system.files import locked, now
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)

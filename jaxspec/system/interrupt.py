@@ -123,7 +123,7 @@ class Interrupt:
         """Marks a region in which a signal ends the process at once, after the cleanups and a line
         that says so.
 
-        `doing` and `then` complete "stopped while ...; ...". Called in the main thread; regions
+        `doing` and `then` complete "stopped while ...; ...". StepResult in the main thread; regions
         nest: the inner one names what is done, all clean up.
         """
         self._take()

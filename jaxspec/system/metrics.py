@@ -13,8 +13,8 @@ from typing import Any, Literal
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxspec.config.json_keys import shown
-from jaxspec.config.settings import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import shown
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
 # The classes of generated modules are made at import, out of the type checker's sight.

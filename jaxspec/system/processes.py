@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxspec.config.checked import INT32
-from jaxspec.config.json_keys import shown
-from jaxspec.config.settings import ConfigError, require
+from jaxspec.inputs.checked import INT32, ConfigError, require
+from jaxspec.inputs.json_keys import shown
 from jaxspec.terminal import say
 
 WAIT = "JAXSPEC_WAIT_SECONDS"

@@ -43,8 +43,8 @@ FILES = {
         ["model is None", "ModelConfig"],
     ),
     "another part": (
-        f"{HEAD}def get_config(scale):\n    return Config(grpo=DataConfig())",
-        ["grpo", "GrpoConfig"],
+        f"{HEAD}def get_config(scale):\n    return Config(optimizer=DataConfig())",
+        ["optimizer", "OptimizerConfig"],
     ),
     "a wrong literal": (
         f"{HEAD}def get_config(scale):\n    return Config(rollout=RolloutConfig(verify='all'))",
@@ -68,10 +68,10 @@ FILES = {
     ),
     "a subclass of a part": (
         (
-            f"{HEAD}class Mine(GrpoConfig):\n    def __post_init__(self): ...\n"
-            "def get_config(scale):\n    return Config(grpo=Mine(grad_clip=-1))"
+            f"{HEAD}class Mine(OptimizerConfig):\n    def __post_init__(self): ...\n"
+            "def get_config(scale):\n    return Config(optimizer=Mine(grad_clip=-1))"
         ),
-        ["line 7", "grpo", "GrpoConfig itself"],
+        ["line 7", "optimizer", "OptimizerConfig itself"],
     ),
     "an array of scales": (
         "import numpy as np\nSCALES = np.array(['a', 'b'])\ndef get_config(scale): ...",
@@ -113,19 +113,17 @@ FILES = {
         ["sft.learning_rate", "an int or a float"],
     ),
     "a draft's sizes": (
-        (
-            f"{HEAD}def get_config(scale):\n    return"
-            " Config(draft_model=ModelConfig(family=FamilyConfig(experts=8)))"
-        ),
-        ["draft_model", "leave it out"],
+        (f"{HEAD}def get_config(scale):\n    return Config(draft_model=ModelConfig())"),
+        ["bad.py, line ", "draft_model"],
     ),
     "NUL in text": (
         f"{HEAD}def get_config(scale):\n    return Config(workdir='a\\0b')",
         ["workdir is", "NUL"],
     ),
     "not a number": (
-        f"{HEAD}def get_config(scale):\n    return Config(grpo=GrpoConfig(grad_clip=float('nan')))",
-        ["grpo.grad_clip is nan"],
+        f"{HEAD}def get_config(scale):\n    return"
+        " Config(optimizer=OptimizerConfig(grad_clip=float('nan')))",
+        ["optimizer.grad_clip is nan"],
     ),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import export, sample
 from jaxspec.config.as_json import to_json
 from jaxspec.config.cli import load_config
-from jaxspec.hf.from_checkpoint import resolved
+from jaxspec.config.from_checkpoint import resolved
 from jaxspec.host import loaded_run
 from jaxspec.host.job import reported
 from jaxspec.host.workdir import prepare_workdir
@@ -86,9 +86,9 @@ RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "seed: one -> 0",
     ),
     "a bad number": (
-        edited("config.json", lambda content: content["grpo"].update(grad_clip=-1)),
-        "grpo.grad_clip is -1",
-        "grpo.grad_clip: -1 -> ",
+        edited("config.json", lambda content: content["optimizer"].update(grad_clip=-1)),
+        "optimizer.grad_clip is -1",
+        "optimizer.grad_clip: -1 -> ",
     ),
     "no checkpoints": (
         lambda run: shutil.rmtree(run / "checkpoints"),

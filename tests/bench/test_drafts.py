@@ -17,31 +17,31 @@ from jaxspec.bench.__main__ import main
 from jaxspec.bench.drafts import VARIANTS, Variant, config_of
 from jaxspec.config.check import check
 from jaxspec.config.settings import (
-    Config,
+    BatchConfig,
     DataConfig,
     DraftConfig,
-    GrpoConfig,
     LookupConfig,
-    ModelConfig,
     OfflineConfig,
+    ResolvedConfig,
     RolloutConfig,
     SftConfig,
 )
 from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
 from tests.conftest import small_mesh
 
-CONFIG = Config(
-    model=ModelConfig(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
+CONFIG = ResolvedConfig(
+    model=ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
     rollout=RolloutConfig(
         max_new_tokens=8,
         draft=DraftConfig(draft_length=2),
         lookup=LookupConfig(past=2, min_match=1),
     ),
-    grpo=GrpoConfig(prompts=4, group_size=4),
+    batch=BatchConfig(prompts=4, group_size=4),
     data=DataConfig(digits=1, max_prompt_length=6),
     sft=SftConfig(steps=0),
     offline=OfflineConfig(steps=0),
@@ -63,8 +63,8 @@ SMALL = {
     "data.max_prompt_length": 6,
     "rollout.max_new_tokens": 13,
     "rollout.engine.slots": 8,
-    "grpo.prompts": 4,
-    "grpo.group_size": 4,
+    "batch.prompts": 4,
+    "batch.group_size": 4,
 }
 LAYERS = (
     "--rollout.draft.temperature",
@@ -139,7 +139,7 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
     asked: Prompts = batches[1].train(0)
     answered = plain.generate(batches[0].train(0))
     assert (np.asarray(asked.history_lengths) > np.asarray(asked.lengths)[:, None]).all()
-    for prompt in range(CONFIG.grpo.prompts):
+    for prompt in range(CONFIG.batch.prompts):
         start = int(asked.lengths[prompt])
         for text in np.asarray(asked.history[prompt]):
             np.testing.assert_array_equal(text[:start], np.asarray(asked.tokens[prompt, :start]))

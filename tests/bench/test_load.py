@@ -14,10 +14,10 @@ import pytest
 
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.measure import PeakMemory
-from jaxspec.config.settings import ModelConfig
 from jaxspec.hf.names import named_leaves, places, policy_rows
 from jaxspec.hf.policy_config import config_json
 from jaxspec.hf.tensor_files import write_tensors
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from tests.conftest import save_policy, tiny_model
 
@@ -61,7 +61,7 @@ def test_reading_needs_little_more_memory_than_the_weights(
 ) -> None:
     """0.26 GB onto 8 virtual devices, whose memory is the host's: at most 1.3 times the weights in
     the type that is stored and held."""
-    model = ModelConfig(
+    model = ModelSpec(
         vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False
     )
     shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config.checked import ConfigError
 from jaxspec.config.cli import load_config
 from jaxspec.config.settings import Config
+from jaxspec.inputs.checked import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("draft_offline.py", "rl_think.py", "rl_zero.py")

@@ -4,21 +4,19 @@ import pytest
 
 from jaxspec.config.check import check
 from jaxspec.config.settings import (
-    Config,
-    ConfigError,
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
-    GrpoConfig,
-    HeadConfig,
-    LearnerConfig,
     LookupConfig,
     MeshConfig,
-    ModelConfig,
     OfflineConfig,
+    ResolvedConfig,
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import HeadSpec, ModelSpec
 
 
 class TestCheck:
@@ -38,80 +36,93 @@ class TestCheck:
         self, mesh: MeshConfig, prompts: int, devices: int, shape: tuple[int, int]
     ) -> None:
         warm = {"sft": SftConfig(rows=96), "offline": OfflineConfig(rows=96)}
-        assert check(Config(mesh=mesh, grpo=GrpoConfig(prompts=prompts), **warm), devices) == shape
+        assert (
+            check(ResolvedConfig(mesh=mesh, batch=BatchConfig(prompts=prompts), **warm), devices)
+            == shape
+        )
 
     @pytest.mark.parametrize(
         ("config", "devices", "processes", "parts"),
         [
-            (Config(), 6, 4, ["4 processes", "6 devices"]),
+            (ResolvedConfig(), 6, 4, ["4 processes", "6 devices"]),
             (
-                Config(mesh=MeshConfig(tensor=3)),
+                ResolvedConfig(mesh=MeshConfig(tensor=3)),
                 8,
                 1,
                 ["mesh.tensor 3", "8 devices", "8 x 1, 4 x 2, 2 x 4, 1 x 8"],
             ),
-            (Config(mesh=MeshConfig(tensor=4)), 8, 1, ["model.kv_heads 2", "mesh.tensor 4"]),
             (
-                Config(mesh=MeshConfig(data=16)),
+                ResolvedConfig(mesh=MeshConfig(tensor=4)),
+                8,
+                1,
+                ["model.kv_heads 2", "mesh.tensor 4"],
+            ),
+            (
+                ResolvedConfig(mesh=MeshConfig(data=16)),
                 8,
                 1,
                 ["mesh.data 16", "16 devices", "there are 8", "8 x 1"],
             ),
             (
-                Config(mesh=MeshConfig(data=4)),
+                ResolvedConfig(mesh=MeshConfig(data=4)),
                 8,
                 1,
                 ["mesh.data 4", "4 devices", "there are 8", "4 x 2"],
             ),
             (
-                Config(mesh=MeshConfig(data=8), grpo=GrpoConfig(prompts=4)),
+                ResolvedConfig(mesh=MeshConfig(data=8), batch=BatchConfig(prompts=4)),
                 8,
                 1,
-                ["grpo.prompts 4 is fewer than 8 data shards"],
+                ["batch.prompts 4 is fewer than 8 data shards"],
             ),
             (
-                Config(mesh=MeshConfig(data=8), grpo=GrpoConfig(prompts=12)),
+                ResolvedConfig(mesh=MeshConfig(data=8), batch=BatchConfig(prompts=12)),
                 8,
                 1,
-                ["grpo.prompts 12", "8 data shards", "8 or 16 would fit"],
+                ["batch.prompts 12", "8 data shards", "8 or 16 would fit"],
             ),
-            (Config(grpo=GrpoConfig(prompts=6)), 4, 2, ["grpo.prompts 6", "4 data shards"]),
             (
-                Config(sft=SftConfig(rows=20), mesh=MeshConfig(data=8)),
+                ResolvedConfig(batch=BatchConfig(prompts=6)),
+                4,
+                2,
+                ["batch.prompts 6", "4 data shards"],
+            ),
+            (
+                ResolvedConfig(sft=SftConfig(rows=20), mesh=MeshConfig(data=8)),
                 8,
                 1,
                 ["sft.rows 20", "8 data shards", "16 or 24"],
             ),
             (
-                Config(offline=OfflineConfig(rows=4), mesh=MeshConfig(data=8)),
+                ResolvedConfig(offline=OfflineConfig(rows=4), mesh=MeshConfig(data=8)),
                 8,
                 1,
                 ["offline.rows 4", "8 data shards", "8 or 16"],
             ),
             (
-                Config(
-                    grpo=GrpoConfig(prompts=2_000_000_000),
+                ResolvedConfig(
+                    batch=BatchConfig(prompts=2_000_000_000),
                     sft=SftConfig(steps=0),
                     rollout=RolloutConfig(draft=DraftConfig(kind="none")),
                 ),
                 8,
                 1,
-                ["grpo.prompts 2000000000 x grpo.group_size 8 rows", "lower one"],
+                ["batch.prompts 2000000000 x batch.group_size 8 rows", "lower one"],
             ),
             (
-                Config(learner=LearnerConfig(tokens=34)),
+                ResolvedConfig(batch=BatchConfig(micro_tokens=34)),
                 1,
                 1,
-                ["learner.tokens 34", "the longest row", "= 35", "at least 35", "or 0"],
+                ["batch.micro_tokens 34", "the longest row", "= 35", "at least 35", "or 0"],
             ),
             (
-                Config(rollout=RolloutConfig(max_new_tokens=3)),
+                ResolvedConfig(rollout=RolloutConfig(max_new_tokens=3)),
                 1,
                 1,
                 ["draft_length 3", "max_new_tokens 3"],
             ),
             (
-                Config(
+                ResolvedConfig(
                     rollout=RolloutConfig(max_new_tokens=5, draft=DraftConfig(draft_length="auto"))
                 ),
                 1,
@@ -119,31 +130,31 @@ class TestCheck:
                 ["draft_length 5", "auto"],
             ),
             (
-                Config(model=ModelConfig(layers=3)),
+                ResolvedConfig(model=ModelSpec(layers=3)),
                 1,
                 1,
                 ["model.layers is 3", "eagle3", "at least 4"],
             ),
             (
-                Config(rollout=RolloutConfig(draft=DraftConfig(vocab=41))),
+                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=41))),
                 1,
                 1,
                 ["rollout.draft.vocab 41", "model.vocab 40"],
             ),
             (
-                Config(rollout=RolloutConfig(draft=DraftConfig(kind="mtp", vocab=20))),
+                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(kind="mtp", vocab=20))),
                 1,
                 1,
                 ["rollout.draft.vocab 20", "mtp"],
             ),
             (
-                Config(rollout=RolloutConfig(draft=DraftConfig(vocab=8))),
+                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=8))),
                 1,
                 1,
                 ["rollout.draft.vocab 8"],
             ),
             (
-                Config(
+                ResolvedConfig(
                     rollout=RolloutConfig(draft=DraftConfig(vocab=20)),
                     offline=OfflineConfig(steps=0),
                 ),
@@ -157,13 +168,13 @@ class TestCheck:
                 ],
             ),
             (
-                Config(rollout=RolloutConfig(banned=(3, 40))),
+                ResolvedConfig(rollout=RolloutConfig(banned=(3, 40))),
                 1,
                 1,
                 ["rollout.banned", "[40]", "model.vocab 40"],
             ),
             (
-                Config(
+                ResolvedConfig(
                     rollout=RolloutConfig(
                         draft=DraftConfig(kind="ngram"), lookup=LookupConfig(beside="history")
                     )
@@ -173,7 +184,7 @@ class TestCheck:
                 ["rollout.lookup.beside history", "kind is ngram"],
             ),
             (
-                Config(
+                ResolvedConfig(
                     rollout=RolloutConfig(draft=DraftConfig(kind="mtp", layers=3)),
                     draft_training=DraftTrainingConfig(ttt_steps=2),
                 ),
@@ -182,29 +193,29 @@ class TestCheck:
                 ["draft_training.ttt_steps 2", "rollout.draft.layers 3"],
             ),
             (
-                Config(head=HeadConfig(taps=(2, 13))),
+                ResolvedConfig(head=HeadSpec(taps=(2, 13))),
                 1,
                 1,
                 ["head.taps [2, 13] has [13]", "model.layers 12"],
             ),
             (
-                Config(draft_model=ModelConfig(embed=32)),
+                ResolvedConfig(draft_model=ModelSpec(embed=32)),
                 1,
                 1,
                 ["width is 32", "model.embed 64", "head.own_embedding"],
             ),
             (
-                Config(
-                    draft_model=ModelConfig(embed=32),
-                    head=HeadConfig(use_taps=False, own_embedding=True),
+                ResolvedConfig(
+                    draft_model=ModelSpec(embed=32),
+                    head=HeadSpec(use_taps=False, own_embedding=True),
                 ),
                 1,
                 1,
                 ["width is 32", "model.embed 64", "as wide"],
             ),
             (
-                Config(
-                    draft_model=ModelConfig(vocab=50),
+                ResolvedConfig(
+                    draft_model=ModelSpec(vocab=50),
                     rollout=RolloutConfig(draft=DraftConfig(kind="model")),
                 ),
                 1,
@@ -212,7 +223,7 @@ class TestCheck:
                 ["vocabulary is 50", "model.vocab 40"],
             ),
             (
-                Config(data=DataConfig(answer_style="boxed")),
+                ResolvedConfig(data=DataConfig(answer_style="boxed")),
                 1,
                 1,
                 ["data.answer_style boxed", "--data.path"],
@@ -220,7 +231,7 @@ class TestCheck:
         ],
     )
     def test_refuses_with_numbers(
-        self, config: Config, devices: int, processes: int, parts: list[str]
+        self, config: ResolvedConfig, devices: int, processes: int, parts: list[str]
     ) -> None:
         with pytest.raises(ConfigError) as caught:
             check(config, devices, processes)
@@ -229,20 +240,26 @@ class TestCheck:
     def test_rows_that_no_program_uses_are_free(self) -> None:
         plain = RolloutConfig(draft=DraftConfig(kind="none"))
         assert check(
-            Config(rollout=plain, offline=OfflineConfig(rows=3), sft=SftConfig(steps=0, rows=3)), 8
+            ResolvedConfig(
+                rollout=plain, offline=OfflineConfig(rows=3), sft=SftConfig(steps=0, rows=3)
+            ),
+            8,
         ) == (8, 1)
 
     def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
         rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
-        wide, own = ModelConfig(embed=32), HeadConfig(own_embedding=True)
+        wide, own = ModelSpec(embed=32), HeadSpec(own_embedding=True)
         assert check(
-            Config(rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=own), 1
+            ResolvedConfig(
+                rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=own
+            ),
+            1,
         ) == (1, 1)
-        for head in (HeadConfig(taps=(0, 2)), HeadConfig(use_taps=False)):
-            assert check(Config(model=ModelConfig(layers=2), head=head), 1) == (1, 1)
+        for head in (HeadSpec(taps=(0, 2)), HeadSpec(use_taps=False)):
+            assert check(ResolvedConfig(model=ModelSpec(layers=2), head=head), 1) == (1, 1)
 
     def test_other_drafts_take_shallow_policies(self) -> None:
-        shallow = Config(
-            model=ModelConfig(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp"))
+        shallow = ResolvedConfig(
+            model=ModelSpec(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp"))
         )
         assert check(shallow, 1) == (1, 1)

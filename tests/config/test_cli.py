@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config.checked import Checked, ConfigError
 from jaxspec.config.cli import override, read_config, settle, take_option
 from jaxspec.config.settings import Config, DraftConfig, RolloutConfig
+from jaxspec.inputs.checked import Checked, ConfigError
 from tests.config.command_line import CONFIGS, NAMES, load, refused
 
 
@@ -59,7 +59,7 @@ class TestLoad:
 
     def test_overrides_on_either_side(self) -> None:
         argv = [
-            "--grpo.group_size",
+            "--batch.group_size",
             "32",
             "--config",
             "rl_think.py",
@@ -68,7 +68,7 @@ class TestLoad:
             "here",
         ]
         config, _ = load(*argv)
-        assert (config.grpo.group_size, config.rollout.draft.draft_length, config.workdir) == (
+        assert (config.batch.group_size, config.rollout.draft.draft_length, config.workdir) == (
             32,
             5,
             "here",
@@ -218,8 +218,8 @@ class TestRefusals:
         )
 
     def test_local_check_behind_an_override(self) -> None:
-        assert refused("--config", "rl_think.py", "--grpo.group_size", "1").startswith(
-            "grpo.group_size is 1; it must be at least 2"
+        assert refused("--config", "rl_think.py", "--batch.group_size", "1").startswith(
+            "batch.group_size is 1; it must be at least 2"
         )
 
     @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.config.check import check
 from jaxspec.config.cli import read_config
+from jaxspec.config.settings import ResolvedConfig
 from tests.config.command_line import CONFIGS, NAMES, load
 
 
@@ -37,14 +38,9 @@ def test_config_files(name: str) -> None:
     for scale in ("tiny", "qwen3_0.6b", "qwen3_8b"):
         config, run = read_config(CONFIGS / name, scale)
         assert run == f"{Path(name).stem}-{scale}"
-        check(
-            (
-                config
-                if scale == "tiny"
-                else replace(config, data=replace(config.data, path="train.jsonl"))
-            ),
-            devices=1,
-        )
+        if scale != "tiny":
+            config = replace(config, data=replace(config.data, path="train.jsonl"))
+        check(ResolvedConfig.of(config), devices=1)
 
 
 @pytest.mark.parametrize(

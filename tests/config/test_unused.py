@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from jaxspec.config.as_json import flat, to_json
-from jaxspec.config.checked import ConfigError
 from jaxspec.config.cli import load_config, settle
 from jaxspec.config.settings import (
     Config,
     DraftConfig,
     DraftKind,
     LookupConfig,
-    ModelConfig,
+    ResolvedConfig,
     RolloutConfig,
 )
+from jaxspec.inputs.checked import ConfigError
 from tests.config.command_line import load, refused
 
 USELESS = [
@@ -34,23 +34,8 @@ USELESS = [
         "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 1",
         "rollout.draft.path",
     ),
-    ("--model.path folder --model.rope.context 4096", "model.path"),
-    ("--model.path folder --model.family.no_query_key_norm", "model.path"),
     ("--model.ignore", "model.path"),
-    ("--model.rope.beta_fast 16", "model.rope_factor 1"),
-    ("--model.rope.kind linear", "model.rope_factor 1"),
-    (
-        (
-            "--model.rope_factor 2 --model.rope.context 64 --model.rope.kind llama3"
-            " --model.rope.beta_fast 16"
-        ),
-        "model.rope.kind llama3",
-    ),
-    (
-        "--model.rope_factor 2 --model.rope.context 64 --model.rope.high_freq_factor 5",
-        "model.rope.kind yarn",
-    ),
-    ("--model.family.no_normalize_experts", "model.family.experts 0"),
+    ("--model.rope_factor 2", "no checkpoint to stretch (model.path)"),
     ("--data.eval_path eval.jsonl", "no data.path"),
     ("--data.prompt_column q", "no data.path"),
     ("--data.answer_column a", "no data.path"),
@@ -112,8 +97,6 @@ class TestUseless:
                 " --model.ignore"
             ),
             "--rollout.draft.kind model --rollout.draft.path folder --model.ignore",
-            "--model.rope_factor 2 --model.rope.context 64 --model.rope.beta_fast 16",
-            "--model.rope.context 64 --model.rope.longest 128",
             (
                 "--data.path train.jsonl --data.eval_path eval.jsonl --data.prompt_column q"
                 " --data.answer_column a --data.answer_style boxed"
@@ -143,10 +126,10 @@ class TestUseless:
         assert load("--config", "mine.py")[0].lora.targets == ("q_proj",)
 
     def test_the_table_names_settings_that_there_are(self) -> None:
-        from jaxspec.config.unused import BY_DRAFT, WITH_ANY_DRAFT
+        from jaxspec.config.unused import WITH_ANY_DRAFT, by_draft
 
-        there = flat(to_json(Config(draft_model=ModelConfig())))
-        named = [name for row in WITH_ANY_DRAFT + BY_DRAFT for name in row.settings.split()]
+        there, rows = flat(to_json(Config())), WITH_ANY_DRAFT + by_draft()
+        named = [name for row in rows for name in row.settings.split()]
         assert [
             name
             for name in named
@@ -154,7 +137,7 @@ class TestUseless:
                 each == name or (name[-1] == "." and each.startswith(name)) for each in there
             )
         ] == []
-        for row in WITH_ANY_DRAFT + BY_DRAFT:
+        for row in rows:
             assert "{" not in row.fact.format(c=Config())
 
 
@@ -179,7 +162,7 @@ class TestSettle:
         self, kind: DraftKind, argv: list[str], vocab: int, beside: str
     ) -> None:
         rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
-        settled = settle(Config(rollout=rollout), argv, under="rollout.").rollout
+        settled = settle(ResolvedConfig(rollout=rollout), argv, under="rollout.").rollout
         assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (
             kind,
             vocab,
@@ -187,12 +170,12 @@ class TestSettle:
         )
 
     def test_what_is_named_does_not(self) -> None:
-        config = Config(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
+        config = ResolvedConfig(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
         with pytest.raises(
             ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "
         ):
             settle(config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"])
-        looked_up = Config(
+        looked_up = ResolvedConfig(
             rollout=replace(
                 self.own,
                 draft=DraftConfig(kind="none"),

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config.settings import ConfigError, DataConfig
+from jaxspec.config.settings import DataConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import Exercise, count, make_exercise, worked_solution
 from jaxspec.data.tokenizer import character_tokenizer
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.exact import Outcome, score
 
 STEP = re.compile(r"(\d)([+-])(\d)[+-](\d)=(\d)(\d)")

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.data import chat_template
 from jaxspec.data.tokenizer import load_tokenizer
+from jaxspec.inputs.checked import ConfigError
 from tests.data.tokenizers import ASKS, edit
 
 

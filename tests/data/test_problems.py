@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import ConfigError, DataConfig
+from jaxspec.config.settings import DataConfig
 from jaxspec.data.json_lines import reference_answer
 from jaxspec.data.problem_source import LeftOut
 from jaxspec.data.problems import PromptStream, load_problems, pad_prompts, remarks
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
+from jaxspec.inputs.checked import ConfigError
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 TOKENIZER = character_tokenizer()

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.data.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer
+from jaxspec.inputs.checked import ConfigError
 from tests.data.tokenizers import ASKS, QWEN, edit, needs_qwen
 
 

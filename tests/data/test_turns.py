@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
+from jaxspec.inputs.checked import ConfigError
 from tests.data.tokenizers import QWEN, edit, needs_qwen
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}

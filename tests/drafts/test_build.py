@@ -11,20 +11,18 @@ import pytest
 from jax.stages import Lowered
 
 from jaxspec.config.settings import (
-    ConfigError,
+    BatchConfig,
     DraftConfig,
-    FamilyConfig,
-    GrpoConfig,
-    HeadConfig,
     LookupConfig,
     RolloutConfig,
-    RopeConfig,
 )
 from jaxspec.drafts.base import Context, Draft, Proposal
-from jaxspec.drafts.build import build_draft, build_network, check_fits
+from jaxspec.drafts.kinds import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
@@ -79,7 +77,7 @@ BUILT = [
             "head": (8, 11),
         },
         loaded={
-            "head": HeadConfig(taps=(0, 4), fuse_norms=True, own_embedding=True),
+            "head": HeadSpec(taps=(0, 4), fuse_norms=True, own_embedding=True),
             "draft_model": tiny_model(
                 layers=2, embed=8, heads=2, kv_heads=1, ffn=12, dtype="float32"
             ),
@@ -182,11 +180,11 @@ def proposing(draft: Draft, network: Any) -> Lowered:
 def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     rollout = RolloutConfig(max_new_tokens=4, draft=case.draft, lookup=case.lookup)
     config = tiny_config(
-        rollout=rollout, grpo=GrpoConfig(prompts=8, group_size=GROUP), **case.loaded
+        rollout=rollout, batch=BatchConfig(prompts=8, group_size=GROUP), **case.loaded
     )
     draft, network = (
-        build_draft(config, ENDS),
-        tiny_network(lambda _, key: build_network(config, key), config.model, 2),
+        build_draft(config.draft_spec, ENDS),
+        tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2),
     )
     assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
@@ -210,8 +208,8 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
 
 def test_none_is_plain_decoding() -> None:
     config = tiny_config(draft=DraftConfig(kind="none"))
-    assert build_draft(config, ENDS) is None
-    assert build_network(config, jax.random.key(0)) is None
+    assert build_draft(config.draft_spec, ENDS) is None
+    assert build_network(config.draft_spec, jax.random.key(0)) is None
 
 
 @pytest.mark.parametrize(
@@ -243,6 +241,7 @@ def test_a_draft_made_for_another_policy_is_refused_with_both_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_fits(
+            {eagle3: "eagle3", Mtp: "mtp", Decoder: "model"}[network],
             tiny_network(network, tiny_model(vocab=12, embed=16)),
             tiny_model(**{"vocab": 12, "embed": 16, **other}),
         )
@@ -252,26 +251,26 @@ def test_heads_that_were_made_for_another_policy_are_refused_in_other_forms_too(
     """A head's own width is its own affair; what it reads and looks up is not."""
     form = {"taps": (0, 4), "own_embedding": True, "sizes": {"embed": 8}}
     network = tiny_network(functools.partial(eagle3, **form), tiny_model(vocab=12))
-    check_fits(network, tiny_model(vocab=12))
+    check_fits("eagle3", network, tiny_model(vocab=12))
     with pytest.raises(ConfigError, match=r"width of 2 taps is 32, the policy's 64"):
-        check_fits(network, tiny_model(vocab=12, embed=32))
+        check_fits("eagle3", network, tiny_model(vocab=12, embed=32))
     with pytest.raises(
         ConfigError,
         match=r"vocabulary is 12, the policy's 13; its embedding table is 12, the policy's 13",
     ):
-        check_fits(network, tiny_model(vocab=13))
+        check_fits("eagle3", network, tiny_model(vocab=13))
     last = tiny_network(functools.partial(eagle3, use_taps=False), tiny_model())
-    check_fits(last, tiny_model())
+    check_fits("eagle3", last, tiny_model())
     with pytest.raises(ConfigError, match=r"hidden size is 16, the policy's 32"):
-        check_fits(last, tiny_model(embed=32))
+        check_fits("eagle3", last, tiny_model(embed=32))
 
 
 def test_a_head_under_a_mixture_of_experts_is_dense_and_as_wide_as_a_tokens_experts() -> None:
-    family = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
+    family = FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2)
     config = tiny_config(
-        model=tiny_model(family=family, rope_factor=4.0, rope=RopeConfig(context=64))
+        model=tiny_model(family=family, rope_factor=4.0, rope=RopeSpec(context=64))
     )
-    shapes = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: build_network(config.draft_spec, jax.random.key(0)))
     assert isinstance(shapes, Eagle3)
     assert (shapes.first.gate.shape, shapes.first.query_norm, shapes.config.rope_factor) == (
         (1, 16, 48),
@@ -279,7 +278,9 @@ def test_a_head_under_a_mixture_of_experts_is_dense_and_as_wide_as_a_tokens_expe
         4.0,
     )
     layers = jax.eval_shape(
-        lambda: build_network(tiny_config(config.model, DraftConfig(kind="mtp")), jax.random.key(0))
+        lambda: build_network(
+            tiny_config(config.model, DraftConfig(kind="mtp")).draft_spec, jax.random.key(0)
+        )
     )
     assert isinstance(layers, Mtp)
     assert layers.layers.expert_gate.shape == (1, 4, 16, 24)
@@ -287,6 +288,6 @@ def test_a_head_under_a_mixture_of_experts_is_dense_and_as_wide_as_a_tokens_expe
 
 def test_a_draft_with_a_vocabulary_of_its_own_is_judged_by_the_vocabulary_it_maps_into() -> None:
     network = eagle3(tiny_model(vocab=12), jax.random.key(0), vocab=5)
-    check_fits(network, tiny_model(vocab=12))
+    check_fits("eagle3", network, tiny_model(vocab=12))
     with pytest.raises(ConfigError, match=r"its vocabulary is 12, the policy's 13"):
-        check_fits(network, tiny_model(vocab=13))
+        check_fits("eagle3", network, tiny_model(vocab=13))

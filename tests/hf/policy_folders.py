@@ -7,11 +7,11 @@ import jax
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.config.json_keys import read_json
-from jaxspec.config.settings import ModelConfig
 from jaxspec.hf import tensor_files
 from jaxspec.hf.pretrained import Checkpoint, policy_checkpoint, policy_config
 from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
+from jaxspec.inputs.json_keys import read_json
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
@@ -34,7 +34,7 @@ def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
+def shapes_of(config: ModelSpec, data: int = 1, tensor: int = 1) -> Any:
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
     return jax.tree.map(
@@ -45,7 +45,7 @@ def shapes_of(config: ModelConfig, data: int = 1, tensor: int = 1) -> Any:
 
 
 def opened(folder: Path, **model: Any) -> Checkpoint:
-    config = policy_config(ModelConfig(path=str(folder), **model))
+    config = policy_config(ModelSpec(path=str(folder), **model))
     return policy_checkpoint(config, shapes_of(config))
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.config.settings import ConfigError, ModelConfig
 from jaxspec.hf.pretrained import merger, policy_checkpoint, policy_config
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import ModelSpec
 from tests.hf.policy_folders import shapes_of
 
 SLOW = [
@@ -82,7 +83,7 @@ def test_settings_of_adapters_of_another_type_are_named(
         {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
     )
     with pytest.raises(ConfigError, match=rf"^{lora}.*adapter_config\.json.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
+        merger(str(lora), shapes_of(policy_config(ModelSpec(path=str(folder)))))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,13 @@ def test_adapters_of_another_type_are_named(
         lora / "adapter_model.safetensors",
     )
     with pytest.raises(ConfigError, match=rf"^{lora}.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelConfig(path=str(folder)))))
+        merger(str(lora), shapes_of(policy_config(ModelSpec(path=str(folder)))))
 
 
 def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
     """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing
     but shapes at hand."""
-    lora, config = tmp_path / "lora", policy_config(ModelConfig(path=str(folder)))
+    lora, config = tmp_path / "lora", policy_config(ModelSpec(path=str(folder)))
     lora.mkdir()
     random = np.random.default_rng(0)
     a, b = (

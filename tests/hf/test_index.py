@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.config.json_keys import read_json
-from jaxspec.config.settings import ConfigError
 from jaxspec.hf.tensor_files import WEIGHTS, open_tensors
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.json_keys import read_json
 from tests.hf.policy_folders import NORM, opened, split
 
 

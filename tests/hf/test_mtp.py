@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import Config, DraftConfig, FamilyConfig, ModelConfig, RolloutConfig
-from jaxspec.drafts.build import build_network
-from jaxspec.hf.drafts import draft_tensors
-from jaxspec.hf.from_checkpoint import read_draft, resolved
+from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.settings import DraftConfig, ResolvedConfig, RolloutConfig
+from jaxspec.drafts.kinds import build_network
+from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
 from tests.conftest import small_mesh, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
-from tests.hf_checkpoints import edit_config, load, logits, make, tokens_of, whole
+from tests.hf_checkpoints import draft_tensors, edit_config, load, logits, make, tokens_of, whole
 from tests.twins import numpy_weights
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("x64")]
 
 TOKENS, DRAFTED = [3, 7, 1, 9, 4, 2], [5, 8]
-MIMO = FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+MIMO = FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
 
 
 @jax.jit
@@ -72,7 +72,7 @@ def torch_says(mtp: Mtp, tensors: Any, prefix: str, target: Decoder, features: n
 @pytest.mark.parametrize("mimo", [True, False], ids=["MiMo", "DeepSeek"])
 def test_torch_reads_the_published_names_and_says_the_same(mimo: bool) -> None:
     """Over all true slots and two recurrent steps, which feed the post-norm output back."""
-    model = tiny_model(family=MIMO if mimo else FamilyConfig())
+    model = tiny_model(family=MIMO if mimo else FamilySpec())
     target = tiny_network(Decoder, model, 1)
     mtp = tiny_network(functools.partial(Mtp, embedding_first=not mimo), model, 4, 1.5)
     features = np.random.default_rng(3).normal(size=(1, len(TOKENS) - 1, 16))
@@ -113,8 +113,8 @@ def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> Non
     )
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mimo"
 
-    config = Config(
-        model=ModelConfig(path=str(tmp_path), dtype="float64", remat=False),
+    config = ResolvedConfig(
+        model=ModelSpec(path=str(tmp_path), dtype="float64", remat=False),
         rollout=RolloutConfig(draft=DraftConfig(kind="mtp")),
     )
     config = resolved(config, print)
@@ -132,7 +132,7 @@ def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> Non
     )
 
     placed = jax.sharding.NamedSharding(small_mesh(), jax.sharding.PartitionSpec())
-    abstract = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
+    abstract = jax.eval_shape(lambda: build_network(config.draft_spec, jax.random.key(0)))
     mtp = read_draft(
         config,
         jax.tree.map(

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.hf.names import Row, policy_rows, their_slices, to_ours, to_theirs
 from jaxspec.hf.pretrained import tensors_of
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout.sync import cast
+from jaxspec.models.layers import cast
 from tests.conftest import small_mesh
 from tests.hf_checkpoints import CASES, load, logits, make, tokens_of, whole
 

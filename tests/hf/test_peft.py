@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.settings import ConfigError, LoraConfig
+from jaxspec.config.settings import LoraConfig
 from jaxspec.hf.peft import adapter_config, adapter_tensors, merge_adapters
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import TARGETS, merged
 from tests.conftest import tiny_network

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from jaxspec.config.architecture import ModelType
-from jaxspec.config.settings import ConfigError, FamilyConfig, ModelConfig, RopeConfig
 from jaxspec.hf.policy_config import config_json, implied, model_config
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec, ModelSpec, ModelType, RopeSpec
 from jaxspec.models.decoder import Decoder
 
 RAW: dict[str, Any] = {
@@ -24,9 +24,9 @@ RAW: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-def read(base: ModelConfig | None = None, **changes: Any) -> ModelConfig:
+def read(base: ModelSpec | None = None, **changes: Any) -> ModelSpec:
     raw = {key: value for key, value in {**RAW, **changes}.items() if value != "absent"}
-    return model_config(raw, "FOLDER/config.json", base or ModelConfig())
+    return model_config(raw, "FOLDER/config.json", base or ModelSpec())
 
 
 # Billions of parameters: all, those without embedding and head, and those that one token uses, as
@@ -46,7 +46,7 @@ def test_real_configs_give_the_published_sizes(name: str, repository: Path) -> N
     file = repository.parent / "shared" / "data" / "model_configs" / "targets" / f"{name}.json"
     if not file.is_file():
         pytest.skip("the published configs are not here")
-    config = model_config(json.loads(file.read_text()), str(file), ModelConfig(dtype="bfloat16"))
+    config = model_config(json.loads(file.read_text()), str(file), ModelSpec(dtype="bfloat16"))
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) / 1e9
     ends = config.vocab * config.embed * (1 if config.tied else 2) / 1e9
@@ -78,10 +78,8 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
     )
     if not file.is_file():
         pytest.skip("the published configs are not here")
-    config = model_config(json.loads(file.read_text()), str(file), ModelConfig())
-    assert config.family == FamilyConfig(
-        model_type="mimo", query_key_norm=False, attention_bias=True
-    )
+    config = model_config(json.loads(file.read_text()), str(file), ModelSpec())
+    assert config.family == FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
     assert (config.layers, config.embed, config.ffn, config.rope_theta, config.positions) == (
         36,
         4096,
@@ -244,10 +242,10 @@ def test_positions_are_stretched_on_request(stretched: bool) -> None:
                 "original_max_position_embeddings": 32,
             }
         }
-    preset = RopeConfig(context=16, kind="linear")
+    preset = RopeSpec(context=16, kind="linear")
     plain, wanted = (
-        read(ModelConfig(rope=preset), **own),
-        read(ModelConfig(rope_factor=4.0, rope=preset), **own),
+        read(ModelSpec(rope=preset), **own),
+        read(ModelSpec(rope_factor=4.0, rope=preset), **own),
     )
     context, factor = (32, 2) if stretched else (64, 1)
     assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (
@@ -258,7 +256,7 @@ def test_positions_are_stretched_on_request(stretched: bool) -> None:
     )
     assert (wanted.rope_factor, wanted.rope, wanted.positions) == (
         4 * factor,
-        RopeConfig(context=context),
+        RopeSpec(context=context),
         256,
     )
 
@@ -268,7 +266,7 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
     preset's context is left."""
     own = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}
     plain = read(
-        ModelConfig(rope=RopeConfig(context=40_960)), rope_scaling=own, max_position_embeddings=128
+        ModelSpec(rope=RopeSpec(context=40_960)), rope_scaling=own, max_position_embeddings=128
     )
     assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (
         8,
@@ -277,11 +275,11 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
         128,
     )
     wanted = read(
-        ModelConfig(rope_factor=4.0, rope=RopeConfig(context=40_960)),
+        ModelSpec(rope_factor=4.0, rope=RopeSpec(context=40_960)),
         rope_scaling=own,
         max_position_embeddings=128,
     )
-    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (128, RopeConfig(context=4), 512)
+    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (128, RopeSpec(context=4), 512)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +318,9 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
         read(rope_scaling={"type": "linear", "factor": 2}),
     ],
 )
-def test_a_config_that_leaves_comes_back(config: ModelConfig) -> None:
+def test_a_config_that_leaves_comes_back(config: ModelSpec) -> None:
     written = json.loads(json.dumps(config_json(config, "bfloat16", {"eos_token_id": 3})))
-    assert model_config(written, "config.json", ModelConfig()) == config
+    assert model_config(written, "config.json", ModelSpec()) == config
     assert (written["eos_token_id"], written["torch_dtype"]) == (3, "bfloat16")
 
 
@@ -334,16 +332,16 @@ def test_a_config_that_leaves_comes_back(config: ModelConfig) -> None:
 def test_a_family_is_read_back_as_it_is_where_its_type_implies_it(
     kind: ModelType, norms: bool, biases: tuple[bool, bool], experts: int
 ) -> None:
-    family = FamilyConfig(
+    family = FamilySpec(
         model_type=kind,
         query_key_norm=norms,
         attention_bias=biases[0],
         output_bias=biases[1],
         experts=experts,
     )
-    written = config_json(ModelConfig(family=family), "float32", {})
+    written = config_json(ModelSpec(family=family), "float32", {})
     if kind == "qwen3_moe" and not experts:
         assert implied(family) != family
         return
-    read_back = model_config(written, "config.json", ModelConfig()).family
+    read_back = model_config(written, "config.json", ModelSpec()).family
     assert (implied(family) == family) == (read_back == family)

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.settings import ConfigError, ModelConfig
 from jaxspec.hf import tensor_files
 from jaxspec.hf.pretrained import find_folder, fingerprint, policy_checkpoint, policy_config
 from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from tests.conftest import tiny_network
 from tests.hf.policy_folders import MODEL, NORM, file_of, opened, shapes_of, split
@@ -31,7 +32,7 @@ def test_read_back_on_any_mesh(
     if data > 1:
         split(folder, monkeypatch)
         assert len(list(folder.glob("*.safetensors"))) > 2
-    config, seen = policy_config(ModelConfig(path=str(folder))), []
+    config, seen = policy_config(ModelSpec(path=str(folder))), []
     checkpoint = policy_checkpoint(config, shapes_of(config, data, tensor))
     found = checkpoint.load(seen.append)
     for leaf, wanted in zip(
@@ -50,7 +51,7 @@ def test_read_back_on_any_mesh(
 
 def test_no_more_than_the_shard_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a weight split over 8 devices, each device's eighth."""
-    config = policy_config(ModelConfig(path=str(folder)))
+    config = policy_config(ModelSpec(path=str(folder)))
     checkpoint, read = policy_checkpoint(config, shapes_of(config, 8, 1)), []
     plain = tensor_files.Stored.read
 
@@ -194,7 +195,7 @@ def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
     ]
     save_file(tensors, folder / WEIGHTS)
     assert len(load_file(split(folder, monkeypatch) / file_of(folder, name))) >= 1
-    config = policy_config(ModelConfig(path=str(folder)))
+    config = policy_config(ModelSpec(path=str(folder)))
     shapes = shapes_of(config, 4, 2)
     policy_checkpoint(config, shapes).load(lambda _: None)
     file = folder / file_of(folder, name)
@@ -239,7 +240,7 @@ def test_hub_ids_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    config = policy_config(ModelConfig(path="Somebody/Something"))
+    config = policy_config(ModelSpec(path="Somebody/Something"))
     assert (config.path, config.vocab) == ("Somebody/Something", 11)
     assert asked == [("Somebody/Something", ["*.jinja", "*.json", "*.safetensors"])]
 

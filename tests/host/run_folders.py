@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from jaxspec.config.as_json import to_json
-from jaxspec.config.settings import Config, ConfigError
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host import workdir
 from jaxspec.host.job import Job
+from jaxspec.inputs.checked import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,10 @@ def job_of(job: Job, folder: Path, **changes: Any) -> Listening:
 
 
 def begun(
-    folder: Path, config: Config | None, batches: int = 0, checkpoints: tuple[int, ...] | None = ()
+    folder: Path,
+    config: ResolvedConfig | None,
+    batches: int = 0,
+    checkpoints: tuple[int, ...] | None = (),
 ) -> None:
     """What a run leaves: config.json, metrics and samples of some batches, folders of
     checkpoints."""

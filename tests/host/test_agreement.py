@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import DraftConfig, HeadConfig
-from jaxspec.host.agreement import POOR, Reading, probe, repairs, report
+from jaxspec.config.settings import DraftConfig
+from jaxspec.drafts.kinds import learned
+from jaxspec.drafts.unroll import UNROLL
+from jaxspec.host.agreement import POOR, Reading, measured_agreement, report
+from jaxspec.inputs.spec import HeadSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
@@ -53,7 +56,10 @@ def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     """The network after some updates on the very texts that it is probed on."""
     texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
     forward = jax.jit(lambda target: target(texts.tokens, texts.positions, taps=taps))(policy())
-    objective, optimizer = Objective(cross_entropy, 2, 1.0, 1.0), optimizers.adamw(8e-3, 1.0)
+    objective, optimizer = (
+        Objective(cross_entropy, 2, 1.0, 1.0, UNROLL),
+        optimizers.adamw(8e-3, 1.0),
+    )
 
     def update(_: Any, learner: Any) -> Any:
         loss, slope = value_and_grad(
@@ -85,7 +91,7 @@ def layer() -> Any:
 def generator_for(kind: str, taps: tuple[int, ...] = ()) -> Generator:
     draft = DraftConfig(kind=kind, draft_length=2, vocab=len(IDS) if kind == "eagle3" else 0)  # pyright: ignore[reportArgumentType]
     return build_step(
-        tiny_config(MODEL, draft, head=HeadConfig(taps=taps)), small_mesh(), (1,), 0
+        tiny_config(MODEL, draft, head=HeadSpec(taps=taps)), small_mesh(), (1,), 0
     ).generator
 
 
@@ -99,7 +105,9 @@ def rewired(network: Any, **settings: Any) -> Any:
 def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
     """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the
     overlap of the laws."""
-    reading = probe(generator_for("eagle3"), policy(), head(), TOKENS, LENGTHS)
+    reading = measured_agreement(
+        generator_for("eagle3"), learned("eagle3"), policy(), head(), TOKENS, LENGTHS
+    )
     assert min(reading.agreement) > 0.9
     assert reading.tokens == (LENGTHS - 2).sum()
     assert reading.warning == ""
@@ -114,8 +122,13 @@ def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
         law = numpy_softmax(logits[t + 1])
         same.append(IDS[drafted.argmax()] == law.argmax())
         overlap.append(np.minimum(drafted, law[IDS]).sum())
-    alone = probe(
-        generator_for("eagle3"), policy(), head(), TOKENS[row : row + 1], np.array([SIZE])
+    alone = measured_agreement(
+        generator_for("eagle3"),
+        learned("eagle3"),
+        policy(),
+        head(),
+        TOKENS[row : row + 1],
+        np.array([SIZE]),
     )
     assert (alone.agreement[0], alone.tokens) == (pytest.approx(np.mean(same), abs=1e-6), SIZE - 2)
     assert alone.acceptance[0] == pytest.approx(np.mean(overlap), abs=1e-5)
@@ -182,8 +195,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 )
 def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
     network, taps, said = MISTAKES[name]
-    reading = probe(
-        generator_for("mtp" if name == "order" else "eagle3", taps),
+    kind = "mtp" if name == "order" else "eagle3"
+    reading = measured_agreement(
+        generator_for(kind, taps),
+        learned(kind),
         policy(),
         network(),
         TOKENS,
@@ -194,13 +209,17 @@ def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
 
 @pytest.mark.slow
 def test_trained_layers_agree() -> None:
-    reading = probe(generator_for("mtp"), policy(), layer(), TOKENS, LENGTHS)
+    reading = measured_agreement(
+        generator_for("mtp"), learned("mtp"), policy(), layer(), TOKENS, LENGTHS
+    )
     assert min(reading.agreement) > 0.9
     assert reading.warning == ""
 
 
 def test_a_few_tokens_are_not_judged() -> None:
-    reading = probe(generator_for("eagle3"), policy(), fresh(3), TOKENS[:1], np.array([SIZE]))
+    reading = measured_agreement(
+        generator_for("eagle3"), learned("eagle3"), policy(), fresh(3), TOKENS[:1], np.array([SIZE])
+    )
     assert reading.agreement[0] < POOR
     assert reading.warning == ""
 
@@ -208,11 +227,11 @@ def test_a_few_tokens_are_not_judged() -> None:
 def test_what_is_tried() -> None:
     """One thing at a time, and nothing that is as it was, outside the policy's layers, or no
     vocabulary at all."""
-    tried = list(repairs(fresh(0), (0, 3, 5), MODEL))
+    tried = list(learned("eagle3").repairs(fresh(0), (0, 3, 5), MODEL))
     assert [repair.taps for repair in tried] == [(1, 4, 6), *[(0, 3, 5)] * (len(tried) - 1)]
     assert [repair.mend for repair in tried[1:]] == [
         '"norm_before_residual": true in the draft\'s config.json',
         '"norm_output": true in the draft\'s config.json',
         '"rope_theta": 10000 in the draft\'s config.json',
     ]
-    assert list(repairs(policy(), (), MODEL)) == []
+    assert list(learned("model").repairs(policy(), (), MODEL)) == []

@@ -7,26 +7,26 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import (
-    Config,
+    BatchConfig,
     DataConfig,
     DraftConfig,
-    GrpoConfig,
     LookupConfig,
     MeshConfig,
-    ModelConfig,
+    ResolvedConfig,
     RolloutConfig,
 )
 from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
 from tests.conftest import small_mesh
 
 PROMPTS, GROUP, NEW = 8, 2, 12
-CONFIG = Config(
-    model=ModelConfig(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
+CONFIG = ResolvedConfig(
+    model=ModelSpec(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
     rollout=RolloutConfig(max_new_tokens=NEW),
-    grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
+    batch=BatchConfig(prompts=PROMPTS, group_size=GROUP),
     data=DataConfig(digits=2, eval_prompts=10),
     mesh=MeshConfig(tensor=2),
 )

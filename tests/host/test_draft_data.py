@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import ConfigError, DraftConfig, EngineConfig, OfflineConfig
+from jaxspec.config.settings import DraftConfig, EngineConfig, OfflineConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import PromptStream, load_problems
 from jaxspec.host.draft_data import (
@@ -23,6 +23,7 @@ from jaxspec.host.draft_data import (
     vocabulary,
 )
 from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from tests.conftest import small_mesh, tiny_network, with_weights
 from tests.host.training_jobs import END, TOKENIZER, a_config

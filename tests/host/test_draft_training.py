@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.host import draft_training
 from jaxspec.host.draft_data import Rows, answered
 from jaxspec.host.draft_training import collect, measure, tokens_kept, train
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp

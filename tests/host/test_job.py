@@ -15,18 +15,18 @@ import jax
 import pytest
 
 from jaxspec.config.settings import (
-    Config,
-    ConfigError,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     OfflineConfig,
+    ResolvedConfig,
     RolloutConfig,
     SftConfig,
 )
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job, reported, sources
 from jaxspec.host.run_state import random_draft
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import checkpoint
 from jaxspec.system.closing_table import closing_table
 from jaxspec.system.progress import Progress, Screen
@@ -47,7 +47,7 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
     )
     job = make_job(config, small_mesh())
     processing = job.step.generator.settings.processing
-    assert (processing.known, processing.stop_ids, processing.banned) == (
+    assert (processing.vocab_size, processing.stop_ids, processing.banned) == (
         character_tokenizer().size,
         (1,),
         (7,),
@@ -242,7 +242,7 @@ def test_bans_that_leave_two_tokens_are_taken(banned: Iterable[int], least: int)
 def test_a_random_draft_is_told(
     draft: DraftConfig, offline: int, training: DraftTrainingConfig, words: str
 ) -> None:
-    config = Config(
+    config = ResolvedConfig(
         rollout=RolloutConfig(draft=draft),
         offline=OfflineConfig(steps=offline),
         draft_training=training,

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from jaxspec.config.as_json import to_json
-from jaxspec.config.settings import ConfigError, MeshConfig
+from jaxspec.config.settings import MeshConfig
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Run, find_run, read_prompt, restore
-from jaxspec.models.arrangement import arranged
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.weight_layout import laid_out
 from jaxspec.state import Ready
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import answering_config, small_mesh, tiny_network
@@ -133,15 +134,15 @@ class TestFindRun:
 class TestRestore:
     def test_only_what_answering_needs_is_read(self, run: Path) -> None:
         ready = restored(run)
-        arrangements = (
+        weight_layouts = (
             make_job(CONFIG, small_mesh(1))
             .step.generator.with_(prompts=1, group_size=2)
-            .arrangements
+            .weight_layouts
         )
         for found, wanted, how in zip(
-            (ready.target, ready.drafter.network), (policy(), draft()), arrangements, strict=True
+            (ready.target, ready.drafter.network), (policy(), draft()), weight_layouts, strict=True
         ):
-            jax.tree.map(np.testing.assert_array_equal, found, arranged(wanted, how))
+            jax.tree.map(np.testing.assert_array_equal, found, laid_out(wanted, how))
         assert ready.drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])

@@ -13,26 +13,24 @@ import pytest
 
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import (
-    Config,
-    ConfigError,
     DataConfig,
     DraftConfig,
     EngineConfig,
-    GrpoConfig,
-    LearnerConfig,
     LoraConfig,
     MeshConfig,
+    ResolvedConfig,
 )
 from jaxspec.host import memory
 from jaxspec.host.runner import Runner, abstract, ahead, put, whole_step
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.step import Automatic, Sizes, Step, automatic, build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 MODEL = tiny_model(vocab=12, dtype="float32")
-PROMPTS = tiny_config(MODEL).grpo.prompts
+PROMPTS = tiny_config(MODEL).batch.prompts
 
 
-def step_of(config: Config, data: int = 2, tensor: int = 1) -> Step:
+def step_of(config: ResolvedConfig, data: int = 2, tensor: int = 1) -> Step:
     return build_step(config, small_mesh(data, tensor), (1,), 11)
 
 
@@ -76,10 +74,10 @@ def test_each_remedy_shrinks_its_part() -> None:
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
 
 
-def plain_config(tokens: int) -> Config:
+def plain_config(tokens: int) -> ResolvedConfig:
     """Without a draft, which compiles faster."""
     config = tiny_config(MODEL, DraftConfig(kind="none"))
-    return dataclasses.replace(config, learner=LearnerConfig(tokens=tokens))
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, micro_tokens=tokens))
 
 
 @functools.cache
@@ -142,13 +140,13 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
         assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts, fit.limit)
     monkeypatch.setattr(memory, "device_memory", lambda: least - 1)
     words = (
-        rf"training takes \d.*on each device, which has.*--learner.tokens, now {longest} and at"
+        rf"training takes \d.*on each device, which has.*--batch.micro_tokens, now {longest} and at"
         rf" least {longest}.*--lora.rank"
     )
     with pytest.raises(ConfigError, match=words):
         memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=True))
     monkeypatch.setattr(memory, "device_memory", lambda: many - 1)
-    with pytest.raises(ConfigError, match=rf"--learner.tokens, now 400 and at least {longest}"):
+    with pytest.raises(ConfigError, match=rf"--batch.micro_tokens, now 400 and at least {longest}"):
         memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=False))
 
 
@@ -165,17 +163,17 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 GROUPS = 4
 
 
-def engine_config(new: int = 56, tokens: int = 0, **engine: Any) -> Config:
+def engine_config(new: int = 56, tokens: int = 0, **engine: Any) -> ResolvedConfig:
     """128 rows of up to 64 tokens, whose keys and values take most of the memory."""
     config = plain_config(tokens)
     rollout = dataclasses.replace(config.rollout, max_new_tokens=new, engine=EngineConfig(**engine))
-    grpo = GrpoConfig(prompts=GROUPS, group_size=128 // GROUPS)
+    batch = dataclasses.replace(config.batch, prompts=GROUPS, group_size=128 // GROUPS)
     return dataclasses.replace(
-        config, rollout=rollout, grpo=grpo, data=DataConfig(max_prompt_length=8)
+        config, rollout=rollout, batch=batch, data=DataConfig(max_prompt_length=8)
     )
 
 
-def engine_step(config: Config) -> Step:
+def engine_step(config: ResolvedConfig) -> Step:
     return step_of(config, data=1)
 
 
@@ -241,14 +239,16 @@ class Machine:
             {"step": Program(max(self.generation(step), self.token * step.learner.tokens))},
         )
 
-    def fit(self, monkeypatch: pytest.MonkeyPatch, config: Config, limit: int) -> memory.Fitted:
+    def fit(
+        self, monkeypatch: pytest.MonkeyPatch, config: ResolvedConfig, limit: int
+    ) -> memory.Fitted:
         monkeypatch.setattr(memory, "device_memory", lambda: limit)
         step = engine_step(config)
         fit = memory.fitted(step, GROUPS, self, automatic(config, step.mesh))
         assert sum(part.size for part in fit.parts) <= limit
         return fit
 
-    def total(self, config: Config) -> int:
+    def total(self, config: ResolvedConfig) -> int:
         step = engine_step(config)
         return sum(sizes_of_engine(step, self(step).programs).values())
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import (
+    BatchConfig,
     DataConfig,
     DraftConfig,
     EngineConfig,
-    GrpoConfig,
-    ModelConfig,
     RolloutConfig,
 )
 from jaxspec.host.round_cost import _keep, _kept, measured_chooser
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
 from jaxspec.step import build_step
@@ -38,9 +38,9 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     config = tiny_config(
         MODEL,
         rollout=RolloutConfig(max_new_tokens=24, draft=draft, engine=EngineConfig(tail=False)),
-        grpo=GrpoConfig(prompts=8, group_size=4),
+        batch=BatchConfig(prompts=8, group_size=4),
         data=DataConfig(max_prompt_length=5),
-        draft_model=MODEL if draft.kind == "model" else ModelConfig(),
+        draft_model=MODEL if draft.kind == "model" else ModelSpec(),
     )
     generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab).generator
     network = (

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import Config, ConfigError, DataConfig, OfflineConfig
+from jaxspec.config.settings import DataConfig, OfflineConfig, ResolvedConfig
 from jaxspec.data.tokenizer import load_tokenizer
 from jaxspec.host.draft_data import training_text
+from jaxspec.inputs.checked import ConfigError
 from tests.host.training_jobs import END, TOKENIZER, a_config
 
 
@@ -55,7 +56,7 @@ class TestTrainingText:
         assert told == []
 
     def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
-        config = Config(
+        config = ResolvedConfig(
             data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64)
         )
         rows = training_text(config, TOKENIZER, print)
@@ -64,7 +65,7 @@ class TestTrainingText:
         assert len(texts) == 200
         # pages of the solution book, and other documents
         assert {text[0] == "?" for text in texts} == {True, False}
-        assert training_text(Config(), TOKENIZER, print) is None
+        assert training_text(ResolvedConfig(), TOKENIZER, print) is None
 
     @pytest.mark.parametrize(
         ("lines", "words"),

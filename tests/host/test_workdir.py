@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from jaxspec.config.as_json import to_json
-from jaxspec.config.settings import ConfigError, DataConfig, EngineConfig
+from jaxspec.config.settings import DataConfig, EngineConfig
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import workdir
 from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.checked import ConfigError
 from tests.conftest import answering_config, small_mesh
 from tests.host.run_folders import Listening, begun, job_of, refusal
 
@@ -190,15 +191,15 @@ def test_the_micro_batch_that_a_run_chose_is_taken_again(
     found: int | None,
     backend: str,
 ) -> None:
-    learner = dataclasses.replace(job.config.learner, tokens=asked)
-    resumed = job_of(job, tmp_path, learner=learner)
+    batch = dataclasses.replace(job.config.batch, micro_tokens=asked)
+    resumed = job_of(job, tmp_path, batch=batch)
     begun(tmp_path, resumed.config, 1, checkpoints)
     written = to_json(resumed.config)
-    written["learner"]["tokens"] = saved
+    written["batch"]["micro_tokens"] = saved
     (tmp_path / "config.json").write_text(json.dumps(written))
     started_on(tmp_path, backend)
     taken = workdir.as_begun(resumed, tmp_path)
-    assert taken.config.learner.tokens == (found or 0)
+    assert taken.config.batch.micro_tokens == (found or 0)
     if found and not asked:
         assert taken.step.learner.tokens == found
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import (
-    Config,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     MeshConfig,
     OfflineConfig,
+    ResolvedConfig,
     RolloutConfig,
     SftConfig,
 )
@@ -30,9 +30,9 @@ END = TOKENIZER.stop_ids[0]
 VOCAB = TOKENIZER.size
 
 
-def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> Config:
+def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> ResolvedConfig:
     """One-digit sums, a random float32 policy, batches of 4 samples."""
-    return Config(
+    return ResolvedConfig(
         model=tiny_model(vocab=TOKENIZER.size, dtype="float32"),
         rollout=RolloutConfig(
             **{"max_new_tokens": 6, "draft": DraftConfig(draft_length=2), **(rollout or {})}
@@ -52,7 +52,7 @@ def a_job(
     kind: Any = "eagle3", shards: int = 1, draft: dict[str, Any] | None = None, **parts: Any
 ) -> Job:
     """One-digit sums, a random float32 policy, 8 samples in batches of 4, 6 updates."""
-    config = Config(
+    config = ResolvedConfig(
         **{
             "model": tiny_model(vocab=VOCAB, dtype="float32"),
             "rollout": RolloutConfig(

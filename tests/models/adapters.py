@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config.settings import LoraConfig, ModelConfig
+from jaxspec.config.settings import LoraConfig
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from tests.conftest import tiny_model, tiny_network
@@ -22,7 +23,7 @@ def adapted(
     alpha: float = 4.0,
     targets: tuple[str, ...] = (),
     noise: float = 0.3,
-    model: ModelConfig = MODEL,
+    model: ModelSpec = MODEL,
 ) -> Adapted:
     """A random decoder with adapters that already change it, unless `noise` is 0."""
     base = tiny_network(Decoder, model, 1)

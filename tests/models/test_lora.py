@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec.config.architecture import FamilyConfig
-from jaxspec.config.settings import ConfigError, LoraConfig
+from jaxspec.config.settings import LoraConfig
 from jaxspec.hf.peft import adapter_config
 from jaxspec.host.runner import abstract
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
@@ -169,7 +170,7 @@ def test_every_phase_of_a_step_takes_adapters() -> None:
 def test_targets_that_the_policy_lacks_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"lora.targets has 'head'; choose from q_proj, k_proj"):
         adapted(targets=("q_proj", "head"))
-    experts = tiny_model(family=FamilyConfig(experts=8, experts_per_token=2))
+    experts = tiny_model(family=FamilySpec(experts=8, experts_per_token=2))
     with pytest.raises(
         ConfigError,
         match=(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import FamilyConfig
+from jaxspec.inputs.spec import FamilySpec
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
@@ -23,19 +23,17 @@ pytestmark = pytest.mark.usefixtures("x64")
 LENGTH = 6
 
 
-MIMO = FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+MIMO = FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
 
 
 def network(
     layers: int = 1,
     embedding_first: bool = True,
     kv_heads: int = 2,
-    family: FamilyConfig | None = None,
+    family: FamilySpec | None = None,
 ) -> Mtp:
     kind = functools.partial(Mtp, layers=layers, embedding_first=embedding_first)
-    return tiny_network(
-        kind, tiny_model(kv_heads=kv_heads, family=family or FamilyConfig()), 3, 1.5
-    )
+    return tiny_network(kind, tiny_model(kv_heads=kv_heads, family=family or FamilySpec()), 3, 1.5)
 
 
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +54,7 @@ def run(mtp: Mtp, layer: int, hidden: jax.Array, embedded: np.ndarray, first: in
     [(1, True, 2, None), (1, False, 1, MIMO), (2, True, 4, None), (2, False, 2, None)],
 )
 def test_matches_plain_numpy(
-    layers: int, embedding_first: bool, kv_heads: int, family: FamilyConfig | None
+    layers: int, embedding_first: bool, kv_heads: int, family: FamilySpec | None
 ) -> None:
     """The second layer reads what the first gives: the post-norm output. MiMo's layers have biases,
     and no norms of queries and keys."""

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.arrangement import Arrangement, arranged
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import rotary_table
+from jaxspec.models.weight_layout import WeightLayout, laid_out
 from tests.conftest import tiny_model, tiny_network
 
 
@@ -26,9 +26,9 @@ def test_narrow_types_round_the_table_and_not_the_angles() -> None:
 
 
 def test_cosines_are_computed_once_for_all_heads_of_all_layers() -> None:
-    policy = arranged(
+    policy = laid_out(
         tiny_network(Decoder, tiny_model(layers=3, dtype="float32"), 1),
-        Arrangement(joined=True, apart=True),
+        WeightLayout(fused=True, unrolled=True),
     )
     tokens = jnp.zeros((2, 1), jnp.int32)
     program = jax.jit(lambda policy, cache, at: policy(tokens, at, cache).hidden)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.json_keys import Keys
-from jaxspec.config.settings import ModelConfig, RopeConfig
 from jaxspec.hf.policy_config import rope_of
+from jaxspec.inputs.json_keys import Keys
+from jaxspec.inputs.spec import ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import frequencies
 from jaxspec.rl import optimizers
@@ -113,7 +113,7 @@ def trained(
     ).network
 
 
-def with_config(policy: Decoder, config: ModelConfig) -> Decoder:
+def with_config(policy: Decoder, config: ModelSpec) -> Decoder:
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(policy))
 
@@ -128,7 +128,7 @@ def test_a_policy_of_short_texts_goes_on_with_longer_ones() -> None:
     updates 0.24, 0.22, 1.84. The bounds hold for all three.
     """
     random = np.random.default_rng(0)
-    rope = RopeConfig(context=SHORT)
+    rope = RopeSpec(context=SHORT)
     config = tiny_model(
         vocab=12, layers=2, embed=32, heads=2, head_size=16, ffn=64, dtype="float32", rope=rope
     )

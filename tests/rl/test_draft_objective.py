@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.kinds import learned
+from jaxspec.drafts.unroll import UNROLL
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import cast
@@ -61,7 +63,7 @@ def forward_of(target: Decoder) -> Forward:
 def objective(
     loss: str = "ce", steps: int = 3, decay: float = 0.8, temperature: float = 1.0
 ) -> Objective:
-    return Objective(LOSSES[loss], steps, decay, temperature)
+    return Objective(LOSSES[loss], steps, decay, temperature, UNROLL)
 
 
 def loss_of(network: Any, target: Decoder, forward: Forward, chosen: Objective) -> DraftLoss:
@@ -221,6 +223,7 @@ def test_an_external_model_is_compared_at_each_position() -> None:
                 overlaps.append(np.minimum(law[t], drafted[t]).sum())
     run = jax.jit(draft_loss, static_argnums=4)
     for chosen in (objective("kl", 1, 1.0, 0.8), objective("kl", 3, 0.5, 0.8)):
+        chosen = chosen._replace(unroll=learned("model").unroll)
         found = run(small, target, forward_of(target), TEXTS, chosen)
         assert float(found.loss) == pytest.approx(np.mean(divergences), abs=1e-11)
         np.testing.assert_allclose(found.acceptance, [np.mean(overlaps)], rtol=0, atol=1e-11)

@@ -15,15 +15,14 @@ import optax
 import pytest
 
 from jaxspec.config.settings import (
-    Config,
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     EngineConfig,
-    GrpoConfig,
-    LearnerConfig,
     LoraConfig,
     MeshConfig,
+    ResolvedConfig,
     RolloutConfig,
 )
 from jaxspec.host.runner import abstract
@@ -48,16 +47,15 @@ MODEL = tiny_model(vocab=40, heads=8, kv_heads=4, embed=32, ffn=72)
 
 def config_of(
     model: Any = MODEL, draft: DraftConfig | None = None, tokens: int = 0, **parts: Any
-) -> Config:
+) -> ResolvedConfig:
     drafted = draft or DraftConfig(draft_length=2)
     return tiny_config(
         model,
         rollout=RolloutConfig(
             max_new_tokens=NEW, verify="coupled", draft=drafted, engine=EngineConfig(tail=False)
         ),
-        grpo=GrpoConfig(prompts=PROMPTS, group_size=GROUP),
+        batch=BatchConfig(prompts=PROMPTS, group_size=GROUP, micro_tokens=tokens),
         data=DataConfig(max_prompt_length=WIDTH),
-        learner=LearnerConfig(tokens=tokens),
         mesh=MeshConfig(shard_above=0),
         draft_training=DraftTrainingConfig(ttt_steps=2),
         **parts,

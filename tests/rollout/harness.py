@@ -36,7 +36,7 @@ from tests.twins import numpy_decoder, numpy_softmax
 
 GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
 STOP = (1, 3)
-SPREAD = Processing(stop_ids=STOP, temperature=0.9, known=10)
+SPREAD = Processing(stop_ids=STOP, temperature=0.9, vocab_size=10)
 BELOW_ONE = np.nextafter(1.0, 0.0)
 RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
 match = jax.jit(match_rule)
@@ -191,7 +191,7 @@ def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -
     """Probabilities of one position: known ids, bans, minimum length, temperature, top-k, top-p,
     one after the other."""
     logits = logits.copy()
-    logits[processing.known or len(logits) :] = -np.inf
+    logits[processing.vocab_size or len(logits) :] = -np.inf
     logits[list(processing.banned)] = -np.inf
     if produced < processing.min_new_tokens:
         logits[list(processing.stop_ids)] = -np.inf

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 PLAIN = Processing(stop_ids=(1,))
 TRUNCATED = Processing(
-    banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, known=5
+    banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, vocab_size=5
 )
 
 
@@ -276,8 +276,8 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
 
 @pytest.mark.slow
 def test_block_keeps_more_than_token_by_the_published_vector() -> None:
-    """drafters.md 6.10 in the engine's loop: (1/3, 2/3) drafted as (2/3, 1/3) with K = 2 keeps 1 +
-    10/9 (token), 1 + 11/9 (block)."""
+    """In the engine's loop, (1/3, 2/3) drafted as (2/3, 1/3) with K = 2 keeps 1 + 10/9 tokens by
+    the token rule and 1 + 11/9 by the block rule (Sun et al., arXiv 2403.10444)."""
     target, table = bigram_target(np.tile(np.log([1 / 3, 2 / 3]) * np.sqrt((1 + 2e-6) / 2), (2, 1)))
     np.testing.assert_allclose(
         np.exp(table[0]) / np.exp(table[0]).sum(), [1 / 3, 2 / 3], atol=1e-12
@@ -302,7 +302,13 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
     """At T != 1, with unknown ids, bans, a minimum length, top-k and top-p: against numpy, and
     against the learner's own recompute."""
     processing = Processing(
-        banned=(0,), min_new_tokens=3, stop_ids=STOP, temperature=0.8, top_k=7, top_p=0.9, known=10
+        banned=(0,),
+        min_new_tokens=3,
+        stop_ids=STOP,
+        temperature=0.8,
+        top_k=7,
+        top_p=0.9,
+        vocab_size=10,
     )
     target = tiny_network(Decoder, tiny_model(dtype=dtype), 1, 0.8)
     chosen = Settings(GROUP, NEW, processing, block_rule, (0.8,))

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import DataConfig, DraftConfig, EngineConfig, GrpoConfig
+from jaxspec.config.settings import (
+    BatchConfig,
+    DataConfig,
+    DraftConfig,
+    EngineConfig,
+)
 from jaxspec.host.runner import abstract, ahead
 from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
@@ -65,7 +70,7 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any 
     """The compiled program that reads so many prompts of this length."""
     model = tiny_model(dtype="float32", heads=16, kv_heads=4)
     config = tiny_config(
-        model, DraftConfig(kind=kind), grpo=GrpoConfig(prompts=prompts, group_size=2)
+        model, DraftConfig(kind=kind), batch=BatchConfig(prompts=prompts, group_size=2)
     )
     rollout = dataclasses.replace(
         config.rollout, engine=EngineConfig(page_size=64, slots=1, tail=False)

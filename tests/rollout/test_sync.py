@@ -11,8 +11,8 @@ import pytest
 from jaxspec.config.settings import MeshConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.rollout.sync import cast, to_rollout
+from jaxspec.models.layers import LOGICAL_AXES, cast
+from jaxspec.rollout.generator import to_rollout
 from jaxspec.step import build_step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 

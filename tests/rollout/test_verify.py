@@ -172,7 +172,7 @@ def test_coins_are_compared_one_by_one(rule: str, case: str) -> None:
 def test_acceptance_of_the_published_vectors(
     target: list[float], draft: list[float], rule: str, kept: dict[int, float]
 ) -> None:
-    """Sun et al.; drafters.md 6.10."""
+    """The vectors of Sun et al., arXiv 2403.10444."""
     for length, expected in kept.items():
         rows = Measured(
             rule,

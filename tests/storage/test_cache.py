@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.system.files import Damaged, SaveError, digest, replacing
 

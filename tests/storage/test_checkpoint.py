@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.host.workdir import prepare_workdir
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import SaveError

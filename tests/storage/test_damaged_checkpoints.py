@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.storage.trees import digests
 from jaxspec.system.files import Damaged

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config.settings import ConfigError
 from jaxspec.host import workdir
 from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import folder_lock
 from tests.conftest import answering_config, small_mesh
 from tests.host.run_folders import begun, job_of, refusal

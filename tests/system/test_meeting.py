@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import processes
 from jaxspec.system.processes import Place, meet
 

@@ -11,7 +11,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import metrics
 from jaxspec.system.metrics import MetricsWriter, token_rates
 

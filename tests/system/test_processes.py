@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import processes
 from jaxspec.system.processes import initialize_processes
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxspec.config.settings import Config, ConfigError, numbers_of
+from jaxspec.config.settings import ResolvedConfig, numbers_of
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.trace import Profiler, paths_of
 
 
@@ -129,4 +130,4 @@ def test_ranges() -> None:
     assert not numbers_of("profile", "")
     for text in ("10", "12:10", "3:3", "a:b", "-1:4", ":4", "1:2:3"):
         with pytest.raises(ConfigError, match="FIRST:END"):
-            Config(profile=text)
+            ResolvedConfig(profile=text)

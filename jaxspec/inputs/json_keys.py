@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config.settings import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, require
 
 
 @dataclass(frozen=True)

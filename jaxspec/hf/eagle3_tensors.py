@@ -1,4 +1,5 @@
-"""Tensors of published drafts: one table of names and layouts, which is read in both directions."""
+"""The tensors of published EAGLE-3 heads: names, vocabulary buffers, and what decides where they
+and config.json differ."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,26 +8,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxspec.config.json_keys import listed, named
-from jaxspec.config.settings import HeadConfig, ModelConfig, require
-from jaxspec.hf.draft_config import Form
-from jaxspec.hf.names import (
-    MIMO_MTP,
-    Row,
-    check_count,
-    layer_rows,
-    named_leaves,
-    places,
-    to_ours,
-    to_theirs,
-)
+from jaxspec.hf.draft_tensors import Arrays, collected, written
+from jaxspec.hf.eagle3_config import Form
+from jaxspec.hf.names import Row, layer_rows
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import named
+from jaxspec.inputs.spec import HeadSpec, ModelSpec
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.mtp import Mtp
-
-Arrays = Mapping[str, np.ndarray]
 
 
-def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
+def head_rows(config: ModelSpec, head: HeadSpec, form: Form) -> list[Row]:
     """The table of an EAGLE-3 head but for its vocabulary buffers: by the names that
     SafeAILab, SpecForge and AngelSlim write (raw), or those of speculators."""
     first, last = "midlayer." if form == "raw" else "layers.0.", "layers.{layer}."
@@ -51,70 +42,6 @@ def head_rows(config: ModelConfig, head: HeadConfig, form: Form) -> list[Row]:
         Row("head", "lm_head.weight", "W D -> D W"),
     ]
 
-
-def mtp_rows(config: ModelConfig, embedding_first: bool, target_layers: int) -> list[Row]:
-    """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
-    hidden].
-
-    DeepSeek numbers them on from the policy's own `target_layers`.
-    """
-    mimo = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    tokens, hidden, project, final = (
-        ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo
-    )
-    prefix, first = (
-        ("model.layers.{layer}.", target_layers)
-        if embedding_first
-        else (f"{MIMO_MTP}{{layer}}.", 0)
-    )
-    own = [
-        ("embedding_norm", tokens, "D -> D"),
-        ("hidden_norm", hidden, "D -> D"),
-        ("project", project, "D C -> C D"),
-        ("norm", final, "D -> D"),
-    ]
-    rows = [
-        Row(ours, f"{prefix}{theirs}.weight", layout, first=first) for ours, theirs, layout in own
-    ]
-    return rows + layer_rows("layers.", prefix, config, first=first)
-
-
-def _collected(
-    rows: list[Row], tensors: Arrays, network: Any, source: str
-) -> dict[str, np.ndarray]:
-    """Arrays by attribute path for the shapes of a network; every row must find its tensors and
-    every tensor a row."""
-    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
-    for row in rows:
-        check_count(row, shapes[row.ours], len(tensors), source)
-    wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
-    missing, unknown = (
-        [name for name in wanted if name not in tensors],
-        sorted(tensors.keys() - wanted.keys()),
-    )
-    require(
-        not missing,
-        f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another"
-        " draft",
-    )
-    require(
-        not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for"
-    )
-    found: dict[str, np.ndarray] = {}
-    for name, place in wanted.items():
-        tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
-        fits = (
-            f"{source}: {name} has shape {list(tensor.shape)}; the config asks for"
-            f" {list(place.shape)}"
-        )
-        require(tensor.shape == place.shape, fits)
-        found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(
-            row, tensor, shape[row.leading :]
-        )
-    return found
-
-
-# ---- reading
 
 _PREFIXES = ("model.", "draft_model.", "module.", "_orig_mod.")
 _RENAMED = {
@@ -163,12 +90,12 @@ def normal_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 
 
 def settle(
-    config: ModelConfig,
-    head: HeadConfig,
+    config: ModelSpec,
+    head: HeadSpec,
     tensors: Arrays,
     target_embedding: np.ndarray,
     say: Callable[[str], Any],
-) -> tuple[ModelConfig, HeadConfig]:
+) -> tuple[ModelSpec, HeadSpec]:
     """Config and form as the tensors (by `normal_names`) have them, where config.json is wrong or
     silent: they decide.
 
@@ -251,7 +178,7 @@ def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.nd
 
 
 def head_arrays(
-    config: ModelConfig, head: HeadConfig, tensors: Arrays, target: Arrays, source: str
+    config: ModelSpec, head: HeadSpec, tensors: Arrays, target: Arrays, source: str
 ) -> dict[str, np.ndarray]:
     """Our arrays of an EAGLE-3 head by attribute path, from `normal_names` and what `settle` made
     of config and form.
@@ -273,102 +200,14 @@ def head_arrays(
     network = jax.eval_shape(
         lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows)
     )
-    arrays = _collected(head_rows(config, head, "speculators"), weights, network, source)
+    arrays = collected(head_rows(config, head, "speculators"), weights, network, source)
     return arrays if ids is None else {**arrays, "vocabulary": ids}
 
 
-def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
-    """How many MTP layers there are among a checkpoint's tensor names, and whether they take
-    [embedding, hidden]."""
-    for prefix, first, mark, order in (
-        ("model.mtp_layers.", 0, "input_proj", False),
-        ("model.layers.", target_layers, "eh_proj", True),
-    ):
-        count = 0
-        while f"{prefix}{first + count}.{mark}.weight" in names:
-            count += 1
-        if count:
-            return count, order
-    return 0, True
-
-
-def mtp_arrays(
-    config: ModelConfig, embedding_first: bool, tensors: Arrays, target: Arrays, target_layers: int
-) -> dict[str, np.ndarray]:
-    """Our arrays of MTP layers by attribute path, from the tensors that belong to them; `target` as
-    in `head_arrays`.
-
-    Raises:
-      ConfigError: a copy of the policy's embedding or head that stands among them differs from the
-        policy's own.
-    """
-    weights = dict(tensors)
-    for name in [
-        name
-        for name in weights
-        if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
-    ]:
-        ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
-        same = np.array_equal(weights.pop(name), ours)
-        require(
-            same,
-            f"{name} is not the policy's own; MTP layers with an embedding or a head of their own"
-            " cannot be loaded",
-        )
-    network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
-    return _collected(
-        mtp_rows(config, embedding_first, target_layers),
-        weights,
-        network,
-        "the checkpoint's MTP part",
-    )
-
-
-def filled(network: Any, arrays: Arrays) -> Any:
-    """A network, or its shapes, with arrays of the host by attribute path in place of all its
-    leaves, in the leaves' own types.
-
-    Raises:
-      ConfigError: an array is missing, is foreign, or has another shape.
-    """
-    leaves = named_leaves(network)
-    missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
-    require(not missing, f"the draft's {listed(missing)} is not among what was loaded")
-    require(not foreign, f"the draft has no {listed(foreign)}, which was loaded")
-    for name, leaf in leaves.items():
-        shapes = (
-            f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was"
-            " loaded"
-        )
-        require(arrays[name].shape == leaf.shape, shapes)
-    return jax.tree.unflatten(
-        jax.tree.structure(network),
-        [arrays[name].astype(leaf.dtype) for name, leaf in leaves.items()],
-    )
-
-
-# ---- writing
-
-
-def draft_tensors(
-    network: Eagle3 | Mtp, form: Form, target_layers: int = 0
-) -> dict[str, np.ndarray]:
-    """A draft's tensors by their published names; MTP layers have one form only, and are numbered
-    on from `target_layers`."""
-    if isinstance(network, Mtp):
-        rows = mtp_rows(network.config, network.embedding_first, target_layers)
-    else:
-        rows = head_rows(network.config, network.form, form)
-    leaves = named_leaves(network)
-    found = [
-        (place, np.asarray(leaves[row.ours][place.lead]))
-        for row in rows
-        for place in places(row, leaves[row.ours].shape)
-    ]
-    tensors = {
-        place.name: np.ascontiguousarray(to_theirs(place.row, array)) for place, array in found
-    }
-    if isinstance(network, Eagle3) and network.vocabulary is not None:
+def head_tensors(network: Eagle3, form: Form) -> dict[str, np.ndarray]:
+    """A head's tensors by their published names, with the buffers of its vocabulary."""
+    tensors = written(head_rows(network.config, network.form, form), network)
+    if network.vocabulary is not None:
         ids = np.asarray(network.vocabulary[...]).astype(np.int64)
         tensors["d2t"] = ids - np.arange(ids.size)
         tensors["t2d"] = np.isin(np.arange(network.config.vocab), ids)

@@ -13,29 +13,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.settings import (
-    Config,
-    ConfigError,
-    DataConfig,
-    DraftConfig,
-    HeadConfig,
-    ModelConfig,
-    RolloutConfig,
-    RopeConfig,
-)
-from jaxspec.drafts.build import build_network
-from jaxspec.hf.draft_config import draft_config_json
-from jaxspec.hf.drafts import draft_tensors
-from jaxspec.hf.from_checkpoint import read_draft, resolved
+from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.settings import DataConfig, DraftConfig, ResolvedConfig, RolloutConfig
+from jaxspec.drafts.kinds import build_network
+from jaxspec.hf.eagle3_config import draft_config_json
 from jaxspec.hf.names import policy_rows
 from jaxspec.hf.pretrained import tensors_of
 from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.mtp import Mtp
 from tests.conftest import eagle3, save_policy, small_mesh, tiny_model, tiny_network
+from tests.hf_checkpoints import draft_tensors
 
-MODEL = tiny_model(dtype="float32", rope=RopeConfig(context=64))
+MODEL = tiny_model(dtype="float32", rope=RopeSpec(context=64))
 
 
 @pytest.fixture
@@ -53,13 +46,15 @@ def save_head(folder: Path, network: Eagle3, form: Any = "raw", **more: np.ndarr
     return folder
 
 
-def config_for(policy: Path, draft: Path | str = "", kind: Any = "eagle3", **model: Any) -> Config:
+def config_for(
+    policy: Path, draft: Path | str = "", kind: Any = "eagle3", **model: Any
+) -> ResolvedConfig:
     rollout = RolloutConfig(draft=DraftConfig(kind=kind, path=str(draft)))
-    return Config(model=ModelConfig(path=str(policy), **model), rollout=rollout)
+    return ResolvedConfig(model=ModelSpec(path=str(policy), **model), rollout=rollout)
 
 
-def read_back(config: Config) -> Any:
-    shapes = jax.eval_shape(lambda: build_network(config, jax.random.key(0)))
+def read_back(config: ResolvedConfig) -> Any:
+    shapes = jax.eval_shape(lambda: build_network(config.draft_spec, jax.random.key(0)))
     whole = jax.sharding.NamedSharding(small_mesh(2, 2), jax.sharding.PartitionSpec())
     return read_draft(
         config,
@@ -80,8 +75,8 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(policy.parent)
     plain = RolloutConfig(draft=DraftConfig(kind="none"))
     found = resolved(
-        Config(
-            model=ModelConfig(path=policy.name, vocab=99, dtype="bfloat16", remat=False),
+        ResolvedConfig(
+            model=ModelSpec(path=policy.name, vocab=99, dtype="bfloat16", remat=False),
             rollout=plain,
         ),
         print,
@@ -96,18 +91,20 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
     assert resolved(found, print) == found
     assert (
         resolved(
-            Config(model=ModelConfig(path=policy.name), data=DataConfig(tokenizer="other")), print
+            ResolvedConfig(model=ModelSpec(path=policy.name), data=DataConfig(tokenizer="other")),
+            print,
         ).data.tokenizer
         == "other"
     )
-    assert resolved(Config(), print) == Config()
+    assert resolved(ResolvedConfig(), print) == ResolvedConfig()
 
 
 def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other paths are kept as they are given."""
     monkeypatch.setenv("HOME", "/home/somebody")
     found = resolved(
-        Config(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")), print
+        ResolvedConfig(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")),
+        print,
     ).data
     assert (found.path, found.eval_path, found.tokenizer) == (
         "/home/somebody/a.jsonl",
@@ -117,7 +114,7 @@ def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"^data\.eval_path is '~nobody7/a', and no home directory of ~nobody7"
     ):
-        resolved(Config(data=DataConfig(eval_path="~nobody7/a")), print)
+        resolved(ResolvedConfig(data=DataConfig(eval_path="~nobody7/a")), print)
 
 
 @pytest.mark.parametrize("form", ["raw", "speculators"])
@@ -136,7 +133,7 @@ def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, fo
     made = with_vocabulary(made, np.array([0, 2, 3, 7, 8, 10]))
     told: list[str] = []
     config = resolved(config_for(policy, save_head(tmp_path / "draft", made, form)), told.append)
-    assert config.head == HeadConfig(**flags)
+    assert config.head == HeadSpec(**flags)
     assert config.draft_model is not None
     assert (config.draft_model.heads, config.draft_model.ffn, config.rollout.draft.vocab) == (
         8,
@@ -152,7 +149,7 @@ def test_rows_longer_than_a_head_was_trained_on_are_told(policy: Path, tmp_path:
     folder = save_head(
         tmp_path / "draft",
         tiny_network(
-            lambda config, key: eagle3(config, key, sizes={"rope": RopeConfig(context=20)}),
+            lambda config, key: eagle3(config, key, sizes={"rope": RopeSpec(context=20)}),
             MODEL,
             2,
         ),
@@ -204,7 +201,7 @@ def test_taps_that_are_named_are_used(policy: Path, tmp_path: Path) -> None:
     config = config_for(policy, folder)
     assert resolved(config, print).head.taps == (0, 2, 3)
     assert resolved(
-        dataclasses.replace(config, head=HeadConfig(taps=(1, 3, 4))), print
+        dataclasses.replace(config, head=HeadSpec(taps=(1, 3, 4))), print
     ).head.taps == (1, 3, 4)
 
 

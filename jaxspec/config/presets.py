@@ -1,9 +1,7 @@
 """Published models as constants; the sizes are those of each model's `config.json` on Hugging
 Face."""
 
-from jaxspec.config.settings import ModelConfig, RopeConfig
-
-_POSITIONS = RopeConfig(context=40_960)
+from jaxspec.inputs.spec import ModelConfig
 
 TINY = ModelConfig(
     vocab=40,
@@ -28,7 +26,6 @@ QWEN3_0_6B = ModelConfig(
     ffn=3072,
     rope_theta=1e6,
     tied=True,
-    rope=_POSITIONS,
 )
 QWEN3_1_7B = ModelConfig(
     vocab=151_936,
@@ -40,7 +37,6 @@ QWEN3_1_7B = ModelConfig(
     ffn=6144,
     rope_theta=1e6,
     tied=True,
-    rope=_POSITIONS,
 )
 QWEN3_4B = ModelConfig(
     vocab=151_936,
@@ -52,7 +48,6 @@ QWEN3_4B = ModelConfig(
     ffn=9728,
     rope_theta=1e6,
     tied=True,
-    rope=_POSITIONS,
 )
 QWEN3_8B = ModelConfig(
     vocab=151_936,
@@ -64,5 +59,4 @@ QWEN3_8B = ModelConfig(
     ffn=12_288,
     rope_theta=1e6,
     tied=False,
-    rope=_POSITIONS,
 )

@@ -5,7 +5,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-from jaxspec.config.checked import ConfigError
+from jaxspec.inputs.checked import ConfigError
 
 DISTRIBUTION = "jaxspec-rl"
 NAMESAKE = "jaxspec"

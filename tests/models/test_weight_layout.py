@@ -1,4 +1,4 @@
-"""However a network's weights are arranged for generation, its products are those of the network as
+"""However a network's weights are laid_out for generation, its products are those of the network as
 it was."""
 
 import dataclasses
@@ -14,18 +14,18 @@ from flax import nnx
 
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import (
+    BatchConfig,
     DataConfig,
     DraftConfig,
     DraftKind,
-    FamilyConfig,
-    GrpoConfig,
     RolloutConfig,
 )
-from jaxspec.models import arrangement, layers
-from jaxspec.models.arrangement import Arrangement, arranged, best
+from jaxspec.inputs.spec import FamilySpec
+from jaxspec.kernels import cpu_layouts
+from jaxspec.kernels.cpu_layouts import Blocked, Split, Transposed
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import Blocked, Split, Transposed
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.weight_layout import WeightLayout, fastest, laid_out
 from jaxspec.step import Step, build_step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
@@ -34,29 +34,29 @@ from tests.twins import numpy_weights
 pytestmark = pytest.mark.usefixtures("x64")
 
 ROWS, WIDTH, FIRST = 2, 7, 4
-EVERY = ("heads", "output", "gate_up", "down", "head")
-ARRANGEMENTS = {
-    "joined": Arrangement(joined=True),
-    "joined, apart": Arrangement(joined=True, apart=True),
-    "joined, apart, one transposed": Arrangement(joined=True, apart=True, transposed=("down",)),
-    "joined, apart, transposed": Arrangement(joined=True, apart=True, transposed=EVERY),
-    "joined, transposed": Arrangement(joined=True, transposed=EVERY),
-    "joined, apart, in blocks": Arrangement(joined=True, apart=True, blocked=EVERY),
-    "joined, in blocks, one transposed": Arrangement(
-        joined=True, transposed=("heads",), blocked=EVERY[1:]
+EVERY = ("qkv", "output", "gate_up", "down", "head")
+LAYOUTS = {
+    "fused": WeightLayout(fused=True),
+    "fused, unrolled": WeightLayout(fused=True, unrolled=True),
+    "fused, unrolled, one transposed": WeightLayout(
+        fused=True, unrolled=True, transposed=("down",)
     ),
-    "joined, apart, in parts": Arrangement(joined=True, apart=True, split=EVERY),
+    "fused, unrolled, transposed": WeightLayout(fused=True, unrolled=True, transposed=EVERY),
+    "fused, transposed": WeightLayout(fused=True, transposed=EVERY),
+    "fused, unrolled, in blocks": WeightLayout(fused=True, unrolled=True, blocked=EVERY),
+    "fused, in blocks, one transposed": WeightLayout(
+        fused=True, transposed=("qkv",), blocked=EVERY[1:]
+    ),
+    "fused, unrolled, in parts": WeightLayout(fused=True, unrolled=True, split=EVERY),
 }
-LLAMA = FamilyConfig(model_type="llama", query_key_norm=False)
-BIASES = FamilyConfig(
-    model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True
-)
-EXPERTS = FamilyConfig(model_type="qwen3_moe", experts=4, experts_per_token=2)
+LLAMA = FamilySpec(model_type="llama", query_key_norm=False)
+BIASES = FamilySpec(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
+EXPERTS = FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2)
 DECODERS = {
     "norms": {},
     "no norms, a query head for each key head": {"family": LLAMA, "kv_heads": 4},
     "biases, one key head": {"family": BIASES, "kv_heads": 1},
-    "norms and biases, tied": {"family": FamilyConfig(attention_bias=True), "tied": True},
+    "norms and biases, tied": {"family": FamilySpec(attention_bias=True), "tied": True},
     "experts": {"family": EXPERTS},
 }
 HEADS = {
@@ -70,7 +70,7 @@ HEADS = {
         norm_before_residual=True,
     ),
     "norms and biases": functools.partial(
-        eagle3, sizes={"family": FamilyConfig(attention_bias=True, output_bias=True)}
+        eagle3, sizes={"family": FamilySpec(attention_bias=True, output_bias=True)}
     ),
 }
 LAYERS = {
@@ -85,10 +85,10 @@ FAMILIES = {"biases": BIASES, "experts": EXPERTS}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and parts, the last block not full; nine rows and more are no longer few, and
     ten are many."""
-    monkeypatch.setattr(arrangement, "BLOCK", 8)
-    monkeypatch.setattr(arrangement, "PART", 4)
-    monkeypatch.setattr(layers, "FEW", 9)
-    monkeypatch.setattr(layers, "MANY", 10)
+    monkeypatch.setattr(cpu_layouts, "BLOCK", 8)
+    monkeypatch.setattr(cpu_layouts, "PART", 4)
+    monkeypatch.setattr(cpu_layouts, "FEW", 9)
+    monkeypatch.setattr(cpu_layouts, "MANY", 10)
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -99,12 +99,12 @@ def inputs() -> tuple[jax.Array, jax.Array]:
     )
 
 
-def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[Arrangement, Any]]:
-    """Runs the network as it was and in every arrangement, and gives the latter; neither run nor
-    arrangement changes what it was."""
+def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[WeightLayout, Any]]:
+    """Runs the network as it was and in every layout, and gives the latter; neither run nor
+    layout changes what it was."""
     before, wanted = numpy_weights(network), jax.tree.leaves(jax.jit(run)(network))
-    for name, chosen in ARRANGEMENTS.items():
-        other = arranged(network, chosen)
+    for name, chosen in LAYOUTS.items():
+        other = laid_out(network, chosen)
         found = jax.tree.leaves(jax.jit(run)(other))
         assert len(wanted) == len(found) > 1
         for ours, theirs in zip(found, wanted, strict=True):
@@ -149,8 +149,8 @@ def test_decoders_give_what_they_gave(kind: str) -> None:
         )
 
     for chosen, other in same(run, policy):
-        assert isinstance(other.layers, Layers) != chosen.apart
-        last = other.layers[2] if chosen.apart else other.layers
+        assert isinstance(other.layers, Layers) != chosen.unrolled
+        last = other.layers[2] if chosen.unrolled else other.layers
         assert last.query is None
         weights = {part: getattr(last, part, None) for part in EVERY[:4]} | {"head": other.head}
         missing = (
@@ -196,18 +196,18 @@ def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
     )
     for chosen, other in same(lambda head: read(head, target), head):
         for part in (other.first, *([] if head.layers is None else [other.layers])):
-            assert part.heads is not None
+            assert part.qkv is not None
             assert isinstance(part.down, Transposed) == ("down" in chosen.transposed)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_mtp_layers_give_what_they_gave(kind: str) -> None:
     network = tiny_network(
-        LAYERS[kind], tiny_model(family=FAMILIES.get(kind, FamilyConfig())), 2, 1.5
+        LAYERS[kind], tiny_model(family=FAMILIES.get(kind, FamilySpec())), 2, 1.5
     )
     target = tiny_network(Decoder, tiny_model(), 1)
     for chosen, other in same(lambda network: read(network, target), network):
-        assert other.layers.heads is not None
+        assert other.layers.qkv is not None
         assert isinstance(other.layers.output, Transposed) == ("output" in chosen.transposed)
 
 
@@ -226,46 +226,48 @@ def test_a_head_is_lent_however_it_lies(tied: bool) -> None:
 
 def test_nothing_is_arranged_that_cannot_be_joined() -> None:
     policy = tiny_network(Decoder, tiny_model(), 1)
-    assert arranged(policy, Arrangement(apart=True, transposed=EVERY)) is policy
-    assert arranged(None, ARRANGEMENTS["joined"]) is None
+    assert laid_out(policy, WeightLayout(unrolled=True, transposed=EVERY)) is policy
+    assert laid_out(None, LAYOUTS["fused"]) is None
 
 
 @pytest.mark.parametrize(
     ("tensor", "threads", "embed", "tokens", "wanted"),
     [
-        (1, 0, 512, (8,), Arrangement(joined=True, apart=True)),
-        (2, 0, 512, (8,), Arrangement(joined=True, apart=True)),
-        (4, 0, 512, (8,), Arrangement()),  # two key heads for four devices
-        (1, 1, 128, (8,), Arrangement(joined=True, apart=True)),
-        (1, 1, 256, (1,), Arrangement(joined=True, apart=True, transposed=("down",))),
+        (1, 0, 512, (8,), WeightLayout(fused=True, unrolled=True)),
+        (2, 0, 512, (8,), WeightLayout(fused=True, unrolled=True)),
+        (4, 0, 512, (8,), WeightLayout()),  # two key heads for four devices
+        (1, 1, 128, (8,), WeightLayout(fused=True, unrolled=True)),
+        (1, 1, 256, (1,), WeightLayout(fused=True, unrolled=True, transposed=("down",))),
         (
             1,
             2,
             512,
             (1,),
-            Arrangement(joined=True, apart=True, transposed=("down",), split=(*EVERY[:3], "head")),
+            WeightLayout(
+                fused=True, unrolled=True, transposed=("down",), split=(*EVERY[:3], "head")
+            ),
         ),
-        (1, 2, 256, (4, 1), Arrangement(joined=True, apart=True, transposed=("down",))),
-        (1, 2, 256, (4, 2), Arrangement(joined=True, apart=True, transposed=EVERY)),
-        (1, 1, 256, (2,), Arrangement(joined=True, apart=True, blocked=EVERY)),
-        (1, 1, 256, (15, 1), Arrangement(joined=True, apart=True, blocked=EVERY)),
-        (1, 1, 256, (16, 4), Arrangement(joined=True, apart=True, transposed=EVERY)),
+        (1, 2, 256, (4, 1), WeightLayout(fused=True, unrolled=True, transposed=("down",))),
+        (1, 2, 256, (4, 2), WeightLayout(fused=True, unrolled=True, transposed=EVERY)),
+        (1, 1, 256, (2,), WeightLayout(fused=True, unrolled=True, blocked=EVERY)),
+        (1, 1, 256, (15, 1), WeightLayout(fused=True, unrolled=True, blocked=EVERY)),
+        (1, 1, 256, (16, 4), WeightLayout(fused=True, unrolled=True, transposed=EVERY)),
     ],
 )
-def test_the_arrangement_follows_mesh_and_sizes(
-    tensor: int, threads: int, embed: int, tokens: tuple[int, ...], wanted: Arrangement
+def test_the_layout_follows_mesh_and_sizes(
+    tensor: int, threads: int, embed: int, tokens: tuple[int, ...], wanted: WeightLayout
 ) -> None:
-    assert best(tiny_model(embed=embed), tensor, threads, tokens) == wanted
+    assert fastest(tiny_model(embed=embed), tensor, threads, tokens) == wanted
 
 
 def step_of(rows: int, kind: DraftKind, length: int) -> Step:
-    """Rollouts of a width that is arranged."""
+    """Rollouts of a width that is laid_out."""
     model = tiny_model(embed=256)
     rollout = RolloutConfig(max_new_tokens=4, draft=DraftConfig(kind=kind, draft_length=length))
     config = tiny_config(
         model,
         rollout=rollout,
-        grpo=GrpoConfig(prompts=1, group_size=2),
+        batch=BatchConfig(prompts=1, group_size=2),
         data=DataConfig(max_prompt_length=4),
     )
     step = build_step(config, small_mesh(1), (1,), model.vocab)
@@ -296,12 +298,12 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
     step = step_of(rows, kind, length)
     ready = jax.eval_shape(step.load, jax.eval_shape(step.fresh))
     target, drafter = ready.target, ready.drafter
-    assert type(target.layers[0].heads) is policy
+    assert type(target.layers[0].qkv) is policy
     if draft is None:
         assert drafter.network is None
     else:
         layer = drafter.network.first if kind == "eagle3" else drafter.network.layers[0]
-        assert type(layer.heads) is draft
+        assert type(layer.qkv) is draft
         assert type(layer.down) is (Transposed if draft is nnx.Param else draft)
 
 
@@ -313,5 +315,5 @@ def test_weights_are_turned_where_a_device_has_a_shard_alone(
     generator = dataclasses.replace(
         step_of(3, "eagle3", 2).generator, mesh=meshes.make_mesh(1, tensor)
     )
-    assert [how.transposed for how in generator.arrangements] == [transposed, transposed]
-    assert all(how.apart for how in generator.arrangements)
+    assert [how.transposed for how in generator.weight_layouts] == [transposed, transposed]
+    assert all(how.unrolled for how in generator.weight_layouts)

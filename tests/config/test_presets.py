@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.config.settings import ModelConfig
-from jaxspec.models.presets import QWEN3_0_6B, QWEN3_1_7B, QWEN3_4B, QWEN3_8B
+from jaxspec.config.presets import QWEN3_0_6B, QWEN3_1_7B, QWEN3_4B, QWEN3_8B
+from jaxspec.inputs.spec import ModelSpec
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from jaxspec.models.presets import QWEN3_0_6B, QWEN3_1_7B, QWEN3_4B, QWEN3_8B
         (QWEN3_8B, 8_190_735_360),
     ],
 )
-def test_published_parameter_counts(model: ModelConfig, parameters: int) -> None:
+def test_published_parameter_counts(model: ModelSpec, parameters: int) -> None:
     attention = (
         2 * model.embed * (model.heads + model.kv_heads) * model.head_size + 2 * model.head_size
     )

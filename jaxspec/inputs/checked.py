@@ -7,10 +7,20 @@ import contextlib
 import functools
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 INF = float("inf")
 INT32 = 2**31 - 1
@@ -225,3 +235,15 @@ def _named(wanted: Any) -> str:
 def classes_in(wanted: Any) -> list[Any]:
     """The classes of settings that a field's type names; there are none in most."""
     return [part for part in (wanted, *get_args(wanted)) if is_dataclass(part)]
+
+
+class Unused(NamedTuple):
+    """Settings, and where they do nothing."""
+
+    settings: str
+    """Names; one that ends in a dot stands for all that start with it."""
+    fact: str
+    """What makes them useless, with `c` for the config."""
+    holds: Callable[[Any], bool]
+    said_by_files: bool = False
+    """Files say what is used instead, so that even a value that is the default is in vain."""

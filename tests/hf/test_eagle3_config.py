@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.settings import ConfigError, FamilyConfig, HeadConfig, ModelConfig, RopeConfig
-from jaxspec.hf.draft_config import Form, draft_config_json, head_config
+from jaxspec.config import presets
+from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.eagle3 import llama_head
-from jaxspec.models.presets import QWEN3_8B
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 4096,
@@ -29,11 +30,12 @@ SPECULATORS: dict[str, Any] = {
     },
 }  # fmt: skip
 IDS = "eagle_aux_hidden_state_layer_ids"
+QWEN3_8B = ModelSpec.of(presets.QWEN3_8B)
 
 
 def read(
-    raw: dict[str, Any], convention: Any = "auto", target: ModelConfig = QWEN3_8B
-) -> tuple[ModelConfig, HeadConfig, int, str]:
+    raw: dict[str, Any], convention: Any = "auto", target: ModelSpec = QWEN3_8B
+) -> tuple[ModelSpec, HeadSpec, int, str]:
     told: list[str] = []
     return *head_config(raw, "draft/config.json", convention, target, told.append), "\n".join(told)
 
@@ -86,8 +88,8 @@ def test_a_raw_config() -> None:
         1.0,
         2048,
     )
-    assert config.family == FamilyConfig(model_type="llama", query_key_norm=False)
-    assert (head, vocab) == (HeadConfig(), 32000)
+    assert config.family == FamilySpec(model_type="llama", query_key_norm=False)
+    assert (head, vocab) == (HeadSpec(), 32000)
     assert "after 2, 18, 33 of its 36 layers" in told
     assert (
         read({**RAW, "draft_vocab_size": None})[2]
@@ -121,7 +123,7 @@ def test_a_raw_config() -> None:
     ],
 )
 def test_flags(raw: dict[str, Any], changed: dict[str, Any]) -> None:
-    assert read(raw)[1] == HeadConfig(**changed)
+    assert read(raw)[1] == HeadSpec(**changed)
 
 
 def test_what_is_ambiguous_is_told() -> None:
@@ -169,7 +171,7 @@ def test_positions_are_the_heads_own() -> None:
     }
     config = read({**RAW, "rope_theta": 5e5, "rope_scaling": yarn})[0]
     assert (config.rope_theta, config.rope_factor) == (5e5, 4.0)
-    assert config.rope == RopeConfig(kind="yarn", context=32768, beta_fast=16.0)
+    assert config.rope == RopeSpec(kind="yarn", context=32768, beta_fast=16.0)
     assert (
         read({name: value for name, value in RAW.items() if name != "rope_theta"})[0].rope_theta
         == 1e4
@@ -244,22 +246,22 @@ def test_other_drafts_and_heads_for_other_policies_are_refused(
 @pytest.mark.parametrize(
     ("head", "sizes", "vocab"),
     [
-        (HeadConfig(), {}, 32000),
+        (HeadSpec(), {}, 32000),
         (
-            HeadConfig(taps=(2, 10, 18, 34), fuse_norms=True, norm_output=True),
+            HeadSpec(taps=(2, 10, 18, 34), fuse_norms=True, norm_output=True),
             {"layers": 2, "rope_factor": 4.0},
             0,
         ),
         (
-            HeadConfig(norm_output=True, norm_before_residual=True, logit_scale=0.5),
+            HeadSpec(norm_output=True, norm_before_residual=True, logit_scale=0.5),
             {"embed": 1024, "rope_theta": 1e4},
             7,
         ),
-        (HeadConfig(norm_before_fuse=True), {"family": FamilyConfig(query_key_norm=True)}, 7),
+        (HeadSpec(norm_before_fuse=True), {"family": FamilySpec(query_key_norm=True)}, 7),
         (
-            HeadConfig(use_taps=False),
+            HeadSpec(use_taps=False),
             {
-                "family": FamilyConfig(
+                "family": FamilySpec(
                     model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True
                 )
             },
@@ -268,10 +270,10 @@ def test_other_drafts_and_heads_for_other_policies_are_refused(
     ],
 )
 def test_what_is_written_is_read_back(
-    head: HeadConfig, sizes: dict[str, Any], vocab: int, form: Form
+    head: HeadSpec, sizes: dict[str, Any], vocab: int, form: Form
 ) -> None:
-    config = ModelConfig(
-        **{**vars(llama_head(QWEN3_8B)), "tied": False, "rope": RopeConfig(context=32768), **sizes}
+    config = ModelSpec(
+        **{**vars(llama_head(QWEN3_8B)), "tied": False, "rope": RopeSpec(context=32768), **sizes}
     )
     written = json.loads(json.dumps(draft_config_json(config, head, QWEN3_8B, form, vocab)))
     assert read(written)[:3] == (config, head, vocab)
@@ -290,7 +292,7 @@ def test_what_is_written_is_read_back(
 
 
 def test_a_raw_config_cannot_name_layer_1_first() -> None:
-    head = HeadConfig(taps=(1, 17, 32))
+    head = HeadSpec(taps=(1, 17, 32))
     with pytest.raises(ConfigError, match="write the speculators form"):
         draft_config_json(llama_head(QWEN3_8B), head, QWEN3_8B, "raw", 0)
     assert (
@@ -324,9 +326,9 @@ def test_published_configs(repository: Path, name: str) -> None:
         pytest.skip(f"{file} is not here")
     sizes, vocab, flags = PUBLISHED[name]
     raw = json.loads(file.read_text(encoding="utf-8"))
-    target = ModelConfig(**{**vars(QWEN3_8B), **sizes})
+    target = ModelSpec(**{**vars(QWEN3_8B), **sizes})
     config, head, found, _ = read(raw, target=target)
-    assert (found, head) == (vocab, HeadConfig(**flags))
+    assert (found, head) == (vocab, HeadSpec(**flags))
     assert (config.heads, config.ffn, config.norm_eps) == (
         raw["num_attention_heads"],
         raw["intermediate_size"],

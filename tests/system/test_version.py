@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.config import version as versions
 from jaxspec.config.cli import load_config, take_option
-from jaxspec.config.settings import ConfigError
-from jaxspec.config.version import DISTRIBUTION, refuse_namesake, version
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.system import version as versions
+from jaxspec.system.version import DISTRIBUTION, refuse_namesake, version
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"

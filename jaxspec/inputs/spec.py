@@ -1,11 +1,12 @@
-"""What a checkpoint fixes: the policy's sizes and family, the form of an EAGLE-3 head."""
+"""What networks are built from: the sizes that a user may give, and what a checkpoint says beside
+them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from jaxspec.config.checked import Checked, Range, require
+from jaxspec.inputs.checked import Checked, Range, require
 
 ModelType = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mimo"]
 Natural = Annotated[int, Range(least=0)]
@@ -16,7 +17,7 @@ LayerCount = Annotated[int, Range(least=1, most=1000)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig(Checked, prefix="model.rope."):
+class RopeSpec(Checked, prefix="model.rope."):
     """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but
     the context."""
 
@@ -50,7 +51,7 @@ class RopeConfig(Checked, prefix="model.rope."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyConfig(Checked, prefix="model.family."):
+class FamilySpec(Checked, prefix="model.family."):
     """What the families of decoders differ in; the defaults are Qwen3's."""
 
     model_type: ModelType = "qwen3"
@@ -76,18 +77,18 @@ class FamilyConfig(Checked, prefix="model.family."):
         require(self.experts == 0 or self.experts_per_token <= self.experts, chosen)
 
 
-_QWEN3 = FamilyConfig()
-ARCHITECTURES: dict[str, FamilyConfig] = {
+_QWEN3 = FamilySpec()
+ARCHITECTURES: dict[str, FamilySpec] = {
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": replace(_QWEN3, model_type="qwen3_moe"),
-    "Qwen2ForCausalLM": FamilyConfig(model_type="qwen2", query_key_norm=False, attention_bias=True),
-    "LlamaForCausalLM": FamilyConfig(model_type="llama", query_key_norm=False),
-    "MiMoForCausalLM": FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True),
+    "Qwen2ForCausalLM": FamilySpec(model_type="qwen2", query_key_norm=False, attention_bias=True),
+    "LlamaForCausalLM": FamilySpec(model_type="llama", query_key_norm=False),
+    "MiMoForCausalLM": FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True),
 }
 """Architectures by their name in config.json; what a file may vary in them is said by `implied`."""
 
 
-def implied(family: FamilyConfig) -> FamilyConfig:
+def implied(family: FamilySpec) -> FamilySpec:
     """A family with all that its model_type fixes in place of what it says: what readers of its
     config.json make of it."""
     fixed = next(entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type)
@@ -139,8 +140,8 @@ class ModelConfig(Checked, prefix="model."):
     rope_theta: Annotated[float, Range(above=1)] = 1e4
     """Base of the rotary frequencies."""
     rope_factor: Annotated[float, Range(least=1)] = 1.0
-    """Stretches the positions for contexts so many times as long: as rope.kind says, of a
-    checkpoint by YaRN; 1: as they are."""
+    """Stretches the positions of a checkpoint for contexts so many times as long, by YaRN (arXiv
+    2309.00071); 1: as they are."""
     norm_eps: Positive = 1e-6
     """Added to the mean square in RMSNorm."""
     tied: bool = True
@@ -150,20 +151,8 @@ class ModelConfig(Checked, prefix="model."):
     remat: bool = True
     """Recompute each layer in the backward pass instead of storing what it needs: far less memory
     for a pass more."""
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    family: FamilyConfig = field(default_factory=FamilyConfig)
 
     def check(self) -> None:
-        scaled = (
-            self.rope_factor == 1
-            or self.rope.kind == "linear"
-            or self.rope.context > 0
-            or bool(self.path)
-        )
-        remedy = "set --model.rope.context to the positions that the model was trained on"
-        require(
-            scaled, f"model.rope_factor is {self.rope_factor} and model.rope.context 0; {remedy}"
-        )
         whole = ", ".join(
             str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0
         )
@@ -171,6 +160,28 @@ class ModelConfig(Checked, prefix="model."):
         require(self.heads % self.kv_heads == 0, f"{shared}; give one of {whole}")
         even = f"rotary positions need an even size, such as {self.head_size + 1}"
         require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; {even}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelConfig, prefix="model."):
+    """A decoder as it is built: the sizes, and what only a checkpoint says."""
+
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    family: FamilySpec = field(default_factory=FamilySpec)
+
+    def check(self) -> None:
+        super().check()
+        scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0
+        require(
+            scaled or bool(self.path),
+            f"model.rope_factor is {self.rope_factor}, and how many positions the model was trained"
+            " on is not known; give a checkpoint (model.path) whose config.json says it",
+        )
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelSpec:
+        """The decoder of a model without a checkpoint: of Qwen3's family."""
+        return model if isinstance(model, ModelSpec) else cls(**vars(model))
 
     @property
     def positions(self) -> int:
@@ -196,10 +207,6 @@ class HeadConfig(Checked, prefix="head."):
     """The residual stream starts with the normed hidden state."""
     norm_output: bool = False
     """Deeper steps are fed the final-norm output instead of what precedes it (EAGLE-3.1)."""
-    logit_scale: Positive = 1.0
-    """Factor on the logits."""
-    own_embedding: bool = False
-    """An embedding table of its own, which is not trained; False: the policy's."""
 
     def check(self) -> None:
         require(
@@ -216,3 +223,65 @@ class HeadConfig(Checked, prefix="head."):
             not (self.norm_before_fuse and self.fuse_norms),
             "head.norm_before_fuse and head.fuse_norms would norm the taps twice; choose one",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec(HeadConfig, prefix="head."):
+    """An EAGLE-3 head as it is built: its form, and what only a loaded one has."""
+
+    logit_scale: Positive = 1.0
+    """Factor on the logits."""
+    own_embedding: bool = False
+    """An embedding table of its own, which is not trained; False: the policy's."""
+
+    @classmethod
+    def of(cls, head: HeadConfig) -> HeadSpec:
+        """The head that training starts from without a checkpoint."""
+        return head if isinstance(head, HeadSpec) else cls(**vars(head))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Checked, prefix="lora."):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
+
+    rank: Natural = 0
+    """Train adapters of this rank instead of the policy's weights; 0: train the weights."""
+    alpha: Positive = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention
+    and of a feed-forward layer without experts."""
+    path: str = ""
+    """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec:
+    """A draft as it is built: all of a run that a kind of draft may look at."""
+
+    kind: str
+    max_length: int
+    """The most tokens a round (K)."""
+    policy: ModelSpec
+    own: ModelSpec | None
+    """The decoder of a draft that was loaded; None: it is made for the policy."""
+    head: HeadSpec
+    vocab: int
+    """Tokens of its own vocabulary; 0: the policy's."""
+    ffn: int
+    """Width of its feed-forward layer; 0: the policy's."""
+    layers: int
+    embedding_first: bool
+    path: str
+    """Folder of a trained draft; empty: there is none."""
+    tap_convention: Literal["auto", "boundary", "output_of"]
+    lookup: str
+    """The kind of look-up in use, alone or beside a learned draft, or `none`."""
+    rule: Literal["vllm", "hf", "latest"]
+    min_match: int
+    max_match: int
+    group_size: int
+    row_length: int
+    """Tokens of the longest row, prompt and response."""
+    depths: int
+    """Depths at which it is trained; 0: it is not."""

@@ -13,27 +13,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from jaxspec.config.checked import called, read_from
 from jaxspec.config.settings import (
     Config,
-    ConfigError,
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
     EngineConfig,
-    GrpoConfig,
-    HeadConfig,
     LoraConfig,
     MeshConfig,
-    ModelConfig,
     OfflineConfig,
+    OptimizerConfig,
     RolloutConfig,
-    RopeConfig,
     SftConfig,
 )
+from jaxspec.inputs.checked import ConfigError, called, read_from
+from jaxspec.inputs.spec import HeadConfig, HeadSpec, ModelConfig, RopeSpec
 
 MODULES = (
-    "config.architecture",
+    "inputs.spec",
+    "config.rollout",
     "config.settings",
     "sample",
     "export",
@@ -133,7 +131,7 @@ def test_values_of_no_use_are_refused_by_name_in_one_line(
 
 def test_every_number_states_its_range() -> None:
     """A field that is added later is refused here until it says what numbers it takes."""
-    from jaxspec.config.checked import Checked, Range
+    from jaxspec.inputs.checked import Checked, Range
 
     def bare(wanted: Any) -> bool:
         if get_origin(wanted) is Annotated:
@@ -148,11 +146,23 @@ def test_every_number_states_its_range() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: GrpoConfig(grad_clip=-1.0), "grpo.grad_clip is -1.0; it must be above 0"),
-        (lambda: GrpoConfig(grad_clip=0.0), "grpo.grad_clip is 0.0; it must be above 0"),
-        (lambda: GrpoConfig(weight_decay=-0.1), "grpo.weight_decay is -0.1; it must be at least 0"),
-        (lambda: GrpoConfig(warmup_steps=-1), "grpo.warmup_steps is -1; it must be at least 0"),
-        (lambda: GrpoConfig(learning_rate=0.0), "grpo.learning_rate is 0.0; it must be above 0"),
+        (
+            lambda: OptimizerConfig(grad_clip=-1.0),
+            "optimizer.grad_clip is -1.0; it must be above 0",
+        ),
+        (lambda: OptimizerConfig(grad_clip=0.0), "optimizer.grad_clip is 0.0; it must be above 0"),
+        (
+            lambda: OptimizerConfig(weight_decay=-0.1),
+            "optimizer.weight_decay is -0.1; it must be at least 0",
+        ),
+        (
+            lambda: OptimizerConfig(warmup_steps=-1),
+            "optimizer.warmup_steps is -1; it must be at least 0",
+        ),
+        (
+            lambda: OptimizerConfig(learning_rate=0.0),
+            "optimizer.learning_rate is 0.0; it must be above 0",
+        ),
         (
             lambda: DraftTrainingConfig(learning_rate=-1e-3),
             "draft_training.learning_rate is -0.001; it must be above 0",
@@ -179,8 +189,8 @@ def test_every_number_states_its_range() -> None:
         ),
         (lambda: ModelConfig(norm_eps=0.0), "model.norm_eps is 0.0; it must be above 0"),
         (lambda: ModelConfig(rope_theta=1.0), "model.rope_theta is 1.0; it must be above 1"),
-        (lambda: RopeConfig(beta_slow=-1.0), "model.rope.beta_slow is -1.0; it must be above 0"),
-        (lambda: HeadConfig(logit_scale=0.0), "head.logit_scale is 0.0; it must be above 0"),
+        (lambda: RopeSpec(beta_slow=-1.0), "model.rope.beta_slow is -1.0; it must be above 0"),
+        (lambda: HeadSpec(logit_scale=0.0), "head.logit_scale is 0.0; it must be above 0"),
         (
             lambda: RolloutConfig(temperature=1e-39),
             "rollout.temperature is 1e-39; it must be a number that float32 can hold",
@@ -267,13 +277,14 @@ def test_messages_name_the_setting_the_value_and_what_is_taken(
 
 
 def test_a_subclass_may_leave_out_the_checks_and_is_refused() -> None:
-    class Unchecked(GrpoConfig):
+    class Unchecked(OptimizerConfig):
         def __post_init__(self) -> None: ...
 
     with pytest.raises(
-        ConfigError, match=r"grpo is .*; it must be of type GrpoConfig itself, not of a subclass"
+        ConfigError,
+        match=r"optimizer is .*; it must be of type OptimizerConfig itself, not of a subclass",
     ):
-        Config(grpo=Unchecked(grad_clip=-1))
+        Config(optimizer=Unchecked(grad_clip=-1))
 
 
 def test_what_a_file_says_is_told_with_its_name_and_keys() -> None:

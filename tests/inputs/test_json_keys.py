@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.checked import read_from
-from jaxspec.config.json_keys import Keys, listed, read_json
-from jaxspec.config.settings import ConfigError
+from jaxspec.inputs.checked import ConfigError, read_from
+from jaxspec.inputs.json_keys import Keys, listed, read_json
 
 KEYS = Keys(
     {

@@ -1,5 +1,5 @@
 """Tensors of published drafts: to the names and back in every bit, and what torch makes of them;
-embeddings, heads and sizes that a file leaves out or contradicts."""
+and every trap that published files are known for."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,22 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import ConfigError, FamilyConfig
-from jaxspec.hf.draft_config import Form, draft_config_json, head_config
-from jaxspec.hf.drafts import (
-    draft_tensors,
-    filled,
-    head_arrays,
-    mtp_arrays,
-    mtp_form,
-    normal_names,
-    settle,
-)
+from jaxspec.drafts.mtp import mtp_arrays, mtp_form
+from jaxspec.hf.draft_tensors import filled
+from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config
+from jaxspec.hf.eagle3_tensors import head_arrays, normal_names, settle
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import FamilySpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.mtp import Mtp
 from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
+from tests.hf_checkpoints import draft_tensors
 from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -40,7 +36,7 @@ class Case(NamedTuple):
     vocab: int = 0
 
 
-QWEN = FamilyConfig(query_key_norm=True, attention_bias=True, output_bias=True)
+QWEN = FamilySpec(query_key_norm=True, attention_bias=True, output_bias=True)
 CASES = [
     Case("default"),
     Case(
@@ -315,9 +311,9 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
     """MiMo's names and order, [hidden, embedding], or DeepSeek's, [embedding, hidden], numbered on
     from the policy's layers."""
     family = (
-        FamilyConfig()
+        FamilySpec()
         if embedding_first
-        else FamilyConfig(model_type="mimo", query_key_norm=False, attention_bias=True)
+        else FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
     )
     kind = functools.partial(Mtp, layers=2, embedding_first=embedding_first)
     made = tiny_network(kind, tiny_model(family=family), 4)

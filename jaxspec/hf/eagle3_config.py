@@ -4,10 +4,10 @@ every default, written with none."""
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.config.checked import called, read_from, require
-from jaxspec.config.json_keys import Keys, named, shown
-from jaxspec.config.settings import FamilyConfig, HeadConfig, ModelConfig
 from jaxspec.hf.policy_config import KEYS, architecture_of, head_size_of, rope_json, rope_of
+from jaxspec.inputs.checked import called, read_from, require
+from jaxspec.inputs.json_keys import Keys, named, shown
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
 
@@ -36,14 +36,15 @@ def head_config(
     raw: Mapping[str, Any],
     source: str,
     convention: Convention,
-    target: ModelConfig,
+    target: ModelSpec,
     say: Callable[[str], Any],
-) -> tuple[ModelConfig, HeadConfig, int]:
+) -> tuple[ModelSpec, HeadSpec, int]:
     """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3
     head, from config.json.
 
     What is ambiguous is decided and told to `say`; the tensors have the last word
-    (`hf_drafts.settle`). `tie_word_embeddings` means nothing here: the head's rows are its own.
+    (`eagle3_tensors.settle`). `tie_word_embeddings` means nothing here: the head's rows are its
+    own.
 
     Raises:
       ConfigError: another kind of draft, or a head for another policy; `source` is named.
@@ -83,7 +84,7 @@ def head_config(
         say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
     taps = _taps(flags, convention, target, say) if use_taps else ()
     with read_from(source), called(_KEYS):
-        head = HeadConfig(
+        head = HeadSpec(
             taps=taps,
             use_taps=use_taps,
             norm_before_fuse=flags.flag("norm_before_fc", False),
@@ -124,7 +125,7 @@ def _refuse_others(keys: Keys) -> None:
 
 
 def _taps(
-    flags: Keys, convention: Convention, target: ModelConfig, say: Callable[[str], Any]
+    flags: Keys, convention: Convention, target: ModelSpec, say: Callable[[str], Any]
 ) -> tuple[int, ...]:
     """Boundaries that the head reads; empty: the default ones.
 
@@ -171,7 +172,7 @@ def _taps(
     return () if taps == default else taps
 
 
-def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> ModelConfig:
+def _decoder(inner: Keys, target: ModelSpec, say: Callable[[str], Any]) -> ModelSpec:
     """The head's own layers."""
     source, kind = inner.source, inner.text("model_type", "llama")
     require(
@@ -190,7 +191,7 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
         )
     bias = inner.flag("attention_bias", False)
     theta, factor, rope = rope_of(inner)  # the head's own, not the policy's
-    return ModelConfig(
+    return ModelSpec(
         vocab=target.vocab,
         layers=inner.whole("num_hidden_layers", 1),
         embed=width,
@@ -202,7 +203,7 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
         tied=False,
         dtype=target.dtype,
         remat=target.remat,
-        family=FamilyConfig(
+        family=FamilySpec(
             model_type="qwen3" if kind == "qwen3" else "llama",
             query_key_norm=kind == "qwen3",
             attention_bias=bias,
@@ -215,9 +216,9 @@ def _decoder(inner: Keys, target: ModelConfig, say: Callable[[str], Any]) -> Mod
 
 
 def draft_config_json(
-    config: ModelConfig,
-    head: HeadConfig,
-    target: ModelConfig,
+    config: ModelSpec,
+    head: HeadSpec,
+    target: ModelSpec,
     form: Form,
     vocab: int,
     draft_length: int = 3,

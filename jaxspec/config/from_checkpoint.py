@@ -1,0 +1,113 @@
+"""What the checkpoints that a config names say of it, and the draft that one of them holds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.drafts.kinds import DraftKind, kind_of, learned
+from jaxspec.hf.pretrained import absolute, find_folder, policy_config
+from jaxspec.hf.tensor_files import open_tensors
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.spec import ModelSpec
+from jaxspec.state import PyTree
+from jaxspec.system.files import expanded
+
+Say = Callable[[str], Any]
+_MODEL, _DRAFT = "model.path", "rollout.draft.path"
+
+
+def resolved(config: Config, say: Say) -> ResolvedConfig:
+    """The config with what its checkpoints say in place of what it says of them; without any, as it
+    is.
+
+    A policy with layers of its own that draft (MTP) lends them to a draft of that kind. `say` is
+    told how what is ambiguous was read.
+
+    Raises:
+      ConfigError: a folder, a file or a key is missing, or a checkpoint is of a kind that is not
+        supported.
+    """
+    config = ResolvedConfig.of(_from_home(config))
+    if config.model.path:
+        model = policy_config(config.model)
+        tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
+        config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
+    if config.lora.path:
+        # what is wrong is named before anything else reads it
+        find_folder(config.lora.path, "lora.path")
+        config = replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
+    draft = config.rollout.draft
+    for kind, layers in () if draft.path else _native(config.model):
+        if draft.kind == kind:
+            draft = replace(draft, path=config.model.path)
+        else:
+            say(
+                f"{config.model.path} has {layers} {kind.upper()} layers of its own, which are left"
+                f" out; --rollout.draft.kind {kind} drafts with them"
+            )
+    return _with_draft(config, draft.path, say) if draft.path else config
+
+
+def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
+    """The config with what the folder of its draft says."""
+    draft = config.rollout.draft
+    names = [name for name in get_args(DraftKind) if kind_of(name).learned]
+    require(
+        draft.learned,
+        f"{_DRAFT} {path} is for drafts of kind {', '.join(names[:-1])} and {names[-1]};"
+        f" rollout.draft.kind is {draft.kind}",
+    )
+    folder = find_folder(path, _DRAFT)
+    draft = replace(draft, path=absolute(path))
+    config = replace(config, rollout=replace(config.rollout, draft=draft))
+    spec = learned(draft.kind).resolve(config.draft_spec, folder, say)
+    own, policy = spec.own, config.model
+    if policy.rope_factor != 1 and own is not None:  # a draft's positions follow the policy's
+        own = replace(own, rope_factor=policy.rope_factor, rope=policy.rope)
+    draft = replace(
+        draft,
+        vocab=spec.vocab,
+        ffn=spec.ffn,
+        layers=spec.layers,
+        embedding_first=spec.embedding_first,
+    )
+    rollout = replace(config.rollout, draft=draft)
+    return replace(config, draft_model=own, head=spec.head, rollout=rollout)
+
+
+def _from_home(config: Config) -> Config:
+    """The config with home directories for `~` in the names of its data, whoever reads or digests
+    them."""
+
+    def whole(text: str, name: str) -> str:
+        return str(expanded(text, name)) if text.startswith("~") else text
+
+    paths = {
+        name: whole(getattr(config.data, name), f"data.{name}")
+        for name in ("path", "eval_path", "tokenizer")
+    }
+    offline = replace(config.offline, text=whole(config.offline.text, "offline.text"))
+    return replace(config, data=replace(config.data, **paths), offline=offline)
+
+
+def _native(model: ModelSpec) -> list[tuple[str, int]]:
+    """Kinds of draft of which the policy's own checkpoint has layers, and how many."""
+    if not model.path:
+        return []
+    names = list(open_tensors(find_folder(model.path, _MODEL)))
+    kinds = {name: kind_of(name).learned for name in get_args(DraftKind)}
+    found = {name: own.native(names, model.layers) for name, own in kinds.items() if own}
+    return [(name, layers) for name, layers in found.items() if layers]
+
+
+def read_draft(config: ResolvedConfig, abstract: PyTree) -> PyTree:
+    """The draft's network of `rollout.draft.path`, in the shapes, types and shardings of
+    `abstract`.
+
+    Raises:
+      ConfigError: tensors are missing, foreign, or of another shape.
+    """
+    draft = config.rollout.draft
+    folder = find_folder(draft.path, _DRAFT)
+    return learned(draft.kind).load(config.draft_spec, folder, abstract)

@@ -1,0 +1,196 @@
+"""Settings of generation: what proposes tokens, how they are verified, and in what memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxspec.drafts.kinds import DraftKind, LookupKind, kind_of
+from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.spec import Count, LayerCount, Natural
+
+DraftSampling = Literal["argmax", "sample", "auto"]
+VerifyRule = Literal["block", "token", "coupled"]
+Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
+"""Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
+DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
+AUTO_LENGTHS = (0, 1, 3, 5)
+"""Draft lengths that `auto` compiles; 0 is plain decoding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(Checked, prefix="rollout.draft."):
+    """What proposes tokens, and how they are drawn."""
+
+    kind: DraftKind = "eagle3"
+    """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction
+    layers; `model`: a small decoder; `ngram`, `history`: look-up alone (see rollout.lookup);
+    `none`: plain decoding through the same code."""
+    draft_length: DraftLength | Literal["auto"] = 3
+    """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3
+    or 5, whichever promises most tokens a second by what was accepted so far and by what rounds
+    cost on this machine."""
+    sampling: DraftSampling = "auto"
+    """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the
+    temperature that the run itself measures to be best for each depth."""
+    temperature: Temperature = 1.0
+    """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
+    vocab: Natural = 0
+    """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's
+    samples; 0: the policy's."""
+    ffn: Natural = 0
+    """Width of the draft's SwiGLU layer; 0: the policy's."""
+    layers: LayerCount = 1
+    """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
+    embedding_first: bool = True
+    """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo
+    does."""
+    path: str = ""
+    """Folder (or hub id) of a trained draft, whose config.json sets its sizes and form: an EAGLE-3
+    head, MTP layers, or a small model."""
+    tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
+    """What layer numbers in that folder count: layers applied (vLLM, speculators), or the layer
+    whose output is read (SpecForge)."""
+
+    def check(self) -> None:
+        looked_up = (
+            f"rollout.draft.draft_length auto weighs drafts that every round has, and {self.kind}"
+            " finds them in some only"
+        )
+        require(
+            not self.draft_lengths or self.learned or not self.drafts,
+            f"{looked_up}; give a number, such as 5",
+        )
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Draft lengths among which each round chooses; empty: it is always the same."""
+        return AUTO_LENGTHS if self.draft_length == "auto" else ()
+
+    @property
+    def max_draft_length(self) -> int:
+        """The most tokens that a round drafts."""
+        return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is proposed; False: plain decoding."""
+        return self.kind != "none"
+
+    @property
+    def learned(self) -> bool:
+        """Whether the draft has weights."""
+        return kind_of(self.kind).learned is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupConfig(Checked, prefix="rollout.lookup."):
+    """Drafts found in text that is there already: of the row itself, or of other answers to its
+    prompt."""
+
+    beside: LookupKind = "none"
+    """Look-up beside a learned draft: a row uses it where it offers a whole block, else the learned
+    draft."""
+    rule: Literal["vllm", "hf", "latest"] = "vllm"
+    """N-gram: longest match, earliest occurrence (`vllm`); the same, cut at an end token (`hf`);
+    longest match, latest occurrence."""
+    min_match: Count = 2
+    """Shortest run of tokens, at the end of the text, that is looked for."""
+    max_match: Count = 5
+    """Longest run of tokens that is compared."""
+    past: Natural = 2
+    """History: answers of the last epoch that are kept for each prompt; 0: only its sibling
+    rows."""
+
+    def check(self) -> None:
+        longer = (
+            f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match"
+            f" {self.max_match}"
+        )
+        require(self.min_match <= self.max_match, f"{longer}; lower the first or raise the second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Checked, prefix="rollout.engine."):
+    """Memory and loops of generation; nothing here changes a token's law, and in coupled mode no
+    token."""
+
+    slots: Count | Literal["auto"] = "auto"
+    """Rows that a data shard generates at once; further ones wait until a slot is free. `auto`:
+    256, on an accelerator fewer where its memory holds fewer."""
+    page_size: Natural | Literal["auto"] = "auto"
+    """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the
+    rows of a group share their prompt, at the price of gathering them. `auto`: 64 on an
+    accelerator, 0 on a CPU."""
+    pages: Natural = 0
+    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need, on an
+    accelerator as far as its memory holds them. With fewer, a row may lose its pages for a while,
+    and reads its text again later."""
+    tail: bool = True
+    """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the
+    slots."""
+
+    def check(self) -> None:
+        remedy = "give a page size too, 64 for example, or leave pages 0"
+        given = f"rollout.engine.pages is {self.pages}"
+        require(
+            self.pages == 0 or self.page_size != 0,
+            f"{given}, but page_size 0 makes a page of every row; {remedy}",
+        )
+        require(
+            self.pages == 0 or self.page_size != "auto",
+            f"{given}, and of what size is left to page_size auto; {remedy}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Checked, prefix="rollout."):
+    """How responses are generated; the policy's law is that of `temperature`, `top_k`, `top_p`,
+    `min_new_tokens` and `banned`."""
+
+    max_new_tokens: Count = 28
+    """Longest response, in tokens."""
+    min_new_tokens: Natural = 0
+    """Tokens before an end token may be sampled."""
+    temperature: Temperature = 1.0
+    """Sampling temperature; rollout and learner divide the logits by it alike. 0: the most likely
+    token (not for training)."""
+    top_k: Natural = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
+    from all."""
+    banned: tuple[Natural, ...] = ()
+    """Token ids that are never sampled."""
+    enable_thinking: bool = True
+    """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to
+    answer without thinking first."""
+    verify: VerifyRule = "block"
+    """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled`
+    gives the very tokens of plain decoding."""
+    slice_rounds: Count = 8
+    """With --staged, rounds between two looks at signals."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    lookup: LookupConfig = field(default_factory=LookupConfig)
+
+    def check(self) -> None:
+        longer = (
+            f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
+            f" {self.max_new_tokens}"
+        )
+        require(
+            self.min_new_tokens < self.max_new_tokens,
+            f"{longer}; lower the first or raise the second",
+        )
+
+    @property
+    def lookup_kind(self) -> str:
+        """The look-up in use, alone or beside a learned draft."""
+        alone = kind_of(self.draft.kind).lookup
+        return alone if alone != "none" else self.lookup.beside
+
+    @property
+    def past(self) -> int:
+        """Earlier answers that a prompt brings along."""
+        return self.lookup.past if kind_of(self.lookup_kind).reads_history else 0

@@ -1,0 +1,132 @@
+"""A kind of draft is one file and its name in kinds.py: a toy is added to a copy of the package by
+these two alone, and every program knows it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TOY = '''"""A toy: the row's last token again."""
+
+import jax.numpy as jnp
+
+from jaxspec.drafts.base import Draft, Kind, Proposal
+
+
+def _repeat(spec, stop_ids):
+    length = spec.max_length
+
+    def propose(network, target, state, cache, context, sample, length):
+        last = context.at(context.lengths[:, None] - 1)
+        tokens = jnp.broadcast_to(last, (len(last), length))
+        offered = jnp.full(len(last), length, jnp.int32)
+        return state, cache, Proposal(tokens=tokens, logits=None, offered=offered)
+
+    return Draft(
+        length=length,
+        taps=(),
+        draws=False,
+        empty_cache=lambda network, rows, positions: None,
+        prefill=lambda network, target, prompts, features, cache: ((), cache),
+        catch_up=lambda network, target, state, cache, context: (state, cache),
+        propose=propose,
+        commit=lambda state, kept: state,
+    )
+
+
+REPEAT = Kind(build=_repeat)
+'''
+NAMES = (
+    'Literal["eagle3", "mtp", "model", "ngram", "history", "none"]',
+    'Literal["eagle3", "mtp", "model", "ngram", "history", "repeat", "none"]',
+)
+CHOICE = (
+    '        case "mtp":\n',
+    '        case "repeat":\n'
+    "            from jaxspec.drafts.repeat import REPEAT as found\n"
+    '        case "mtp":\n',
+)
+SMALL = (
+    "--model.layers 1 --model.embed 8 --model.heads 2 --model.kv_heads 1 --model.head_size 4"
+    " --model.ffn 8 --sft.steps 0 --steps 2 --rollout.max_new_tokens 6 --eval_every 10"
+)
+
+
+@pytest.fixture(scope="module")
+def package(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with one file more and one changed."""
+    copy = tmp_path_factory.mktemp("toy")
+    for folder in ("jaxspec", "configs"):
+        shutil.copytree(repository / folder, copy / folder)
+    (copy / "jaxspec/drafts/repeat.py").write_text(TOY)
+    kinds = copy / "jaxspec/drafts/kinds.py"
+    text = kinds.read_text()
+    for old, new in (NAMES, CHOICE):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    kinds.write_text(text)
+    return copy
+
+
+def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=package,
+        env={**os.environ, "PYTHONPATH": str(package), "JAXSPEC_CACHE": str(package / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_new_kind_is_two_files(package: Path) -> None:
+    """It trains, and its rounds draft: the very tokens of plain decoding, by coupled noise."""
+    answers = {}
+    for kind in ("repeat", "none"):
+        words = f"jaxspec.train --config rl_zero.py --workdir {kind} --rollout.draft.kind {kind}"
+        more = " --rollout.verify coupled --offline.steps 0 --draft_training.no_online"
+        done = run(package, *f"{words} {SMALL}{more}".split())
+        assert done.returncode == 0, done.stderr
+        answers[kind] = [
+            json.loads(line) for line in (package / kind / "metrics.jsonl").read_text().splitlines()
+        ]
+    assert [each["rollout/tokens"] for each in answers["repeat"]] == [
+        each["rollout/tokens"] for each in answers["none"]
+    ]
+    assert [each["reward/mean"] for each in answers["repeat"]] == [
+        each["reward/mean"] for each in answers["none"]
+    ]
+    rounds = [sum(each["rollout/rounds"] for each in answers[kind]) for kind in ("repeat", "none")]
+    assert rounds[0] < rounds[1]
+
+
+def test_every_program_knows_it(package: Path) -> None:
+    told = run(package, *["jaxspec.train", "--config", "rl_zero.py", "--help"])
+    assert "history,repeat,none" in told.stdout.replace(" ", "")
+    vain = run(
+        package,
+        *["jaxspec.train", "--config", "rl_zero.py", "--rollout.draft.kind", "repeat"],
+        *["--rollout.draft.layers", "2", "--offline.rows", "8"],
+    )
+    assert vain.returncode == 2
+    assert "with rollout.draft.kind repeat there is no use for" in vain.stderr
+    assert "--rollout.draft.layers" in vain.stderr
+    sampled = run(
+        package,
+        *["jaxspec.sample", "--checkpoint", "repeat", "--prompt", "1+1=", "--max_new_tokens", "4"],
+    )
+    assert sampled.returncode == 0, sampled.stderr
+    assert "repeat draft, K=3" in sampled.stdout
+    other = run(
+        package,
+        *["jaxspec.sample", "--checkpoint", "none", "--prompt", "1+1=", "--draft.kind", "mtp"],
+    )
+    assert "possible are none, ngram, history and repeat" in other.stderr
+    exported = run(package, *["jaxspec.export", "--checkpoint", "repeat", "--out", "exported"])
+    assert exported.returncode == 0, exported.stderr

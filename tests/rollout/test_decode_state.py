@@ -1,0 +1,54 @@
+"""The state of a rollout has one shape, whatever the settings: every part is always there."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.rollout.decode_state import DecodeState, may_run_out, rows_may_wait
+from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.round import Settings
+from tests.rollout.harness import (
+    GROUP,
+    NEW,
+    SPREAD,
+    coupled_prompts,
+    draft_of,
+    drafter,
+    network_of,
+    plain,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+BASE = Settings(GROUP, NEW, SPREAD, None)
+SETTINGS = {
+    "a slot for each row": BASE,
+    "rows wait": BASE._replace(slots=5),
+    "pages for all": BASE._replace(slots=5, page_size=2),
+    "pages that run out": BASE._replace(slots=5, page_size=2, pages=34),
+    "chosen lengths": BASE._replace(lengths=(0, 1, 3)),
+}
+
+
+def begun(settings: Settings) -> DecodeState:
+    target = plain()[0]
+    draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
+    given = drafter(network, draft, lengths=settings.lengths)
+    return jax.eval_shape(
+        lambda prompts: begin(
+            target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings
+        ),
+        coupled_prompts(),
+    )
+
+
+def test_every_part_is_always_there() -> None:
+    states = {name: begun(settings) for name, settings in SETTINGS.items()}
+    parts = {
+        name: [(jax.tree_util.keystr(path), leaf.ndim, leaf.dtype) for path, leaf in leaves]
+        for name, state in states.items()
+        for leaves in [jax.tree_util.tree_leaves_with_path(state)]
+    }
+    assert len({str(part) for part in parts.values()}) == 1
+    assert [rows_may_wait(state) for state in states.values()] == [False, True, True, True, False]
+    assert [may_run_out(state, NEW) for state in states.values()] == [*[False] * 3, True, False]
