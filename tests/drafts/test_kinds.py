@@ -85,17 +85,23 @@ def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_new_kind_is_two_files(package: Path) -> None:
-    """It trains, and its rounds draft: the very tokens of plain decoding, by coupled noise."""
-    answers = {}
+@pytest.fixture(scope="module")
+def answers(package: Path) -> dict[str, list[dict[str, float]]]:
+    """The metrics of a run with the toy, and of one without a draft."""
+    found = {}
     for kind in ("repeat", "none"):
         words = f"jaxspec.train --config rl_zero.py --workdir {kind} --rollout.draft.kind {kind}"
         more = " --rollout.verify coupled --offline.steps 0 --draft_training.no_online"
         done = run(package, *f"{words} {SMALL}{more}".split())
         assert done.returncode == 0, done.stderr
-        answers[kind] = [
+        found[kind] = [
             json.loads(line) for line in (package / kind / "metrics.jsonl").read_text().splitlines()
         ]
+    return found
+
+
+def test_a_new_kind_is_two_files(answers: dict[str, list[dict[str, float]]]) -> None:
+    """It trains, and its rounds draft: the very tokens of plain decoding, by coupled noise."""
     assert [each["rollout/tokens"] for each in answers["repeat"]] == [
         each["rollout/tokens"] for each in answers["none"]
     ]
@@ -106,6 +112,7 @@ def test_a_new_kind_is_two_files(package: Path) -> None:
     assert rounds[0] < rounds[1]
 
 
+@pytest.mark.usefixtures("answers")
 def test_every_program_knows_it(package: Path) -> None:
     told = run(package, *["jaxspec.train", "--config", "rl_zero.py", "--help"])
     assert "history,repeat,none" in told.stdout.replace(" ", "")
