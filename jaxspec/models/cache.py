@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.kernels.key_chunks import split
 from jaxspec.state import Tree, pytree
 
 LayerIndex = int | Int[Array, ""]
@@ -117,6 +118,31 @@ def extend(
     finite = jnp.isfinite(values)
     keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
     return cache.layout.write(cache, layer, positions, keys, jnp.where(finite, values, 0))
+
+
+def write_at(
+    cache: KVCache,
+    layer: LayerIndex,
+    pages: Int[Array, "B T"] | None,
+    inside: Int[Array, "B T"],
+    keys: Float[Array, "B T M H"],
+    values: Float[Array, "B T M H"],
+) -> KVCache:
+    """Writes a block `inside` the pages of each position; `pages` None: row b has page b."""
+    width = cache.keys[0].shape[-1]
+
+    def write_keys(pool: Array, layer: LayerIndex) -> Array:
+        places = {3: inside // width, 5: inside % width}
+        by_head = split(pool, cache.kv_heads)
+        return scattered(by_head, layer, pages, places, keys).reshape(pool.shape)
+
+    def write_values(pool: Array, layer: LayerIndex) -> Array:
+        return scattered(pool, layer, pages, {3: inside}, values)
+
+    return cache.replace(
+        keys=of_layer(cache.keys, layer, write_keys),
+        values=of_layer(cache.values, layer, write_values),
+    )
 
 
 def scattered(

@@ -19,8 +19,7 @@ from jaxspec.models.cache import (
     map_both,
     map_layers,
     no_table,
-    of_layer,
-    scattered,
+    write_at,
     zeros_like,
 )
 
@@ -98,19 +97,7 @@ def write(
     values: Float[Array, "B T M H"],
 ) -> KVCache:
     """See `Layout`."""
-    width = cache.keys[0].shape[-1]
-
-    def write_keys(pool: Array, layer: LayerIndex) -> Array:
-        places = {3: positions // width, 5: positions % width}
-        return scattered(split(pool, cache.kv_heads), layer, None, places, keys).reshape(pool.shape)
-
-    def write_values(pool: Array, layer: LayerIndex) -> Array:
-        return scattered(pool, layer, None, {3: positions}, values)
-
-    return cache.replace(
-        keys=of_layer(cache.keys, layer, write_keys),
-        values=of_layer(cache.values, layer, write_values),
-    )
+    return write_at(cache, layer, None, positions, keys, values)
 
 
 def read(

@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.key_chunks import split
 from jaxspec.kernels.visible import Visible
 from jaxspec.models.attention import Part, in_blocks
 from jaxspec.models.cache import (
@@ -21,8 +20,7 @@ from jaxspec.models.cache import (
     consecutive,
     map_both,
     map_layers,
-    of_layer,
-    scattered,
+    write_at,
     zeros_like,
 )
 
@@ -45,20 +43,7 @@ def write(
         cache.table, positions // size, axis=1, mode="fill", fill_value=cache.pages
     )
     inside = positions % size
-
-    def write_keys(pool: Array, layer: LayerIndex) -> Array:
-        places = {3: inside // size, 5: inside}
-        return scattered(split(pool, cache.kv_heads), layer, pages, places, keys).reshape(
-            pool.shape
-        )
-
-    def write_values(pool: Array, layer: LayerIndex) -> Array:
-        return scattered(pool, layer, pages, {3: inside}, values)
-
-    return cache.replace(
-        keys=of_layer(cache.keys, layer, write_keys),
-        values=of_layer(cache.values, layer, write_values),
-    )
+    return write_at(cache, layer, pages, inside, keys, values)
 
 
 def read(
