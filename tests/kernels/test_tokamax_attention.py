@@ -250,7 +250,8 @@ def test_elsewhere_it_is_the_blocked_twin(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_gpu_without_tokamax_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokamax._src.ops.attention.api", None)
+    # The package, not a module of it, which an earlier test may have left there as an attribute.
+    monkeypatch.setitem(sys.modules, "tokamax._src.ops.attention", None)
     tokamax_attention._tokamax.cache_clear()
     with pytest.warns(UserWarning, match="the learner's attention runs in plain JAX"):
         assert tokamax_attention._tokamax() is None
