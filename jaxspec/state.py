@@ -22,7 +22,7 @@ shardings)."""
 
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
 """Status of a row: still generating, ended by an end token, cut at the length limit, stopped by
-logits or a law that is not finite, never started."""
+logits or a distribution that is not finite, never started."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -198,9 +198,9 @@ class AcceptanceEstimate(Tree):
     """How much of a draft was accepted, by depth."""
 
     offered_in_turn: Float[Array, "*n K"]
-    """Drafts offered after all before them were kept; earlier calls count less."""
-    kept: Float[Array, "*n K"]
-    """Those of them that were kept."""
+    """Drafts offered after all before them were accepted; earlier calls count less."""
+    accepted: Float[Array, "*n K"]
+    """Those of them that were accepted."""
     seconds_to_lose: Float[Array, "*n"]
     """Seconds, by the cost table, that may be lost on trying a longer draft."""
 

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec import mesh as meshes
+from jaxspec.build import automatic
 from jaxspec.config.settings import numbers_of
 from jaxspec.data.problems import load_problems, remarks
 from jaxspec.host import memory
@@ -33,7 +34,7 @@ from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.state import TrainState
-from jaxspec.step import Step, automatic
+from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import metrics as measures
 from jaxspec.system.closing_table import closing_table, missing, without_result

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -25,7 +26,6 @@ from jaxspec.host.runner import abstract
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
 from jaxspec.state import Finished, TrainState
-from jaxspec.step import build_step
 from tests import cuda
 from tests.conftest import tiny_config, tiny_model
 

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import step
+from jaxspec import build
+from jaxspec.build import build_step
 from jaxspec.host import memory
 from jaxspec.host.runner import abstract
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import rows_sharding
 from jaxspec.rl import optimizers
-from jaxspec.step import HOST, Step, build_step
+from jaxspec.step import HOST, Step
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import small_mesh
 from tests.whole_step import (
@@ -107,7 +108,7 @@ def test_no_device_has_them_and_they_are_looked_at_there() -> None:
 
 
 def test_a_backend_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "HOST", "moon")
+    monkeypatch.setattr(build, "HOST", "moon")
     with pytest.raises(
         ConfigError, match=r"optimizer.offload .* of kind moon, .* only device.*; leave it out"
     ):

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> None:
     made = program(**options)
     step = made.step
-    learn, load = jax.jit(step.learn), jax.jit(step.load)
+    learn, sync = jax.jit(step.learn), jax.jit(step.sync)
     begin, advance = jax.jit(step.generator.begin), jax.jit(step.generator.advance)
     whole = drive(made, 3)
     state, finished = start(step), None
@@ -64,7 +64,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
                 assert float(value) == pytest.approx(
                     whole.learnt[batch][name], rel=1e-11, abs=1e-12
                 ), name
-        ready = load(state)
+        ready = sync(state)
         running = begin(ready, prompts_of(step, batch))
         for _ in range(NEW):
             running = advance(ready, running, jnp.int32(1))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.host.runner import abstract, put, staged_step
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import draft_loss
@@ -17,7 +18,7 @@ from jaxspec.rl.logprobs import label_logprobs, response_mask
 from jaxspec.rl.losses import LossInputs, clipped_ratio
 from jaxspec.rl.train_batch import whole_rows
 from jaxspec.state import Finished, Rollout, TrainState
-from jaxspec.step import Step, build_step
+from jaxspec.step import Step
 from tests.conftest import small_mesh
 from tests.whole_step import (
     FAILED_ROW,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec import step
+from jaxspec import build
 from jaxspec.config.settings import LoraConfig
 from jaxspec.host.runner import whole_step
 from jaxspec.kernels import key_chunks
@@ -169,7 +169,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
 
 
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "CHUNK", 4)
+    monkeypatch.setattr(build, "CHUNK", 4)
     monkeypatch.setattr(key_chunks, "CHUNKED", 0)
     assert_stays(
         compiled(8, 1).reached_from(is_loop),
@@ -201,7 +201,7 @@ def test_no_loop_that_talks_runs_beside_another_that_talks(
     """A CPU's devices would then do both in different orders, and wait for each other until XLA
     ends the process."""
     config = dataclasses.replace(config_of(kind=kind, shard_above=0), lora=LoraConfig(rank=rank))
-    made = step.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
+    made = build.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
     hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
     assert any(map(hlo.talks, hlo.lines))
     assert not hlo.side_by_side()

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.drafts.kinds import build_network
 from jaxspec.host import round_cost
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts
-from jaxspec.step import build_step
 from jaxspec.streams import Stream, stream_key, stream_rng
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 

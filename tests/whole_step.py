@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -23,7 +24,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.train_batch import plan_layout, planned
 from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
-from jaxspec.step import Step, build_step
+from jaxspec.step import Step
 from tests.conftest import (
     eagle3,
     small_mesh,

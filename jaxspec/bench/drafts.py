@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
+from jaxspec.build import build_step
 from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
 from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
@@ -35,7 +36,6 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
-from jaxspec.step import build_step
 from jaxspec.storage.cache import load_tree
 from jaxspec.streams import Stream
 from jaxspec.system.interrupt import Interrupt
@@ -223,7 +223,7 @@ def prepare(
     state = with_chooser(
         step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
     )
-    ready = jax.jit(step.load)(state)
+    ready = jax.jit(step.sync)(state)
     call = TimedGeneration(step.generator, ready, prompts)
     return Bench(
         variant=variant, job=job, ready=ready, call=call, measured=state.generator.overlap_by_factor
@@ -289,12 +289,12 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
                 f"{share:.0%} drafted {length}" for length, share in row["lengths"].items()
             )
             job.say(f"of the rounds that chose their length with {row['draft']}, {shares}")
-    law = (
+    sampled = (
         f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     )
     job.say(
-        f"{answers} answers a row, {law}; a plain decode step takes {1e3 * plain:.2f} ms; draft T"
-        " is a factor on the temperature"
+        f"{answers} answers a row, {sampled}; a plain decode step takes {1e3 * plain:.2f} ms;"
+        " draft T is a factor on the temperature"
     )
     about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
     print(json.dumps({**about, "answers": answers, "rows": table}), flush=True)

@@ -33,7 +33,7 @@ two calls to warm up; calls that others on the machine disturbed do not count. W
 of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length
 over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on
 average whatever the draft says, to see what a good draft would be worth before there is one; such
-tokens follow no law. The last line of the output is one JSON object."""
+tokens follow no distribution. The last line of the output is one JSON object."""
 
 
 def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollout, float]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import mesh as meshes
 from jaxspec.bench.roofline import work_of
 from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
+from jaxspec.build import build_step
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
@@ -30,7 +31,6 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.sampling import Noise, categorical
 from jaxspec.state import Prompts, Ready
-from jaxspec.step import build_step
 from jaxspec.streams import Stream, stream_key
 
 CACHE = 2**25
@@ -110,7 +110,7 @@ class Loaded(NamedTuple):
         network = None if generator.draft is None else self.network
 
         def load_all(policy: Decoder, network: Any) -> Ready:
-            return generator.load(policy, network, generator.start())
+            return generator.sync(policy, network, generator.start())
 
         ready = jax.jit(load_all)(self.policy, network)
         if ready.drafter.chooser is None:

@@ -202,10 +202,10 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         whole = found.offered == length
 
         def certain(logits: Float[Array, "*B V"], tokens: Int[Array, "*B"]) -> Float[Array, "*B V"]:
-            """A law that gives only what was found, where a whole block was."""
+            """Logits that allow only what was found, where a whole block was."""
             one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
-            law = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
-            return jnp.where(whole.reshape(-1, *[1] * (logits.ndim - 1)), law, logits)
+            certainly = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
+            return jnp.where(whole.reshape(-1, *[1] * (logits.ndim - 1)), certainly, logits)
 
         def sample_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
             return sample(certain(logits, found.tokens[:, offset]), offset)

@@ -100,18 +100,18 @@ def external(max_draft_length: int) -> Draft:
         forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
-        drafted, laws = [], []
+        drafted, drawn_from = [], []
         for offset in range(length):
             logits = network.logits(hidden)[:, 0]
             token = sample(logits, offset)
             drafted.append(token)
-            laws.append(logits)
+            drawn_from.append(logits)
             if offset + 1 < length:
                 forward = network(token[:, None], last + 1 + offset, forward.cache)
                 hidden = forward.hidden
         count = jnp.full_like(context.lengths, length)
         proposal = Proposal(
-            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count
+            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(drawn_from, axis=1), offered=count
         )
         return ModelState(read=context.lengths), _cache_of(forward.cache), proposal
 

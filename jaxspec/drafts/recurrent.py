@@ -121,12 +121,12 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             state.ends,
         )
         hidden, last_position = at_last[0], (state.first + last)[:, None]
-        drafted, laws = [], []
+        drafted, drawn_from = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
             token = sample(logits, offset)
             drafted.append(token)
-            laws.append(logits)
+            drawn_from.append(logits)
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
@@ -142,7 +142,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
                 )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
         proposal = Proposal(
-            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(laws, axis=1), offered=count
+            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(drawn_from, axis=1), offered=count
         )
         return state.replace(ends=ends), cache, proposal
 

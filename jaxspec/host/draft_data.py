@@ -70,7 +70,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 
     @jax.jit
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
-        rollout = alone.generate(alone.load(policy, None, alone.start()), prompts)
+        rollout = alone.generate(alone.sync(policy, None, alone.start()), prompts)
         ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
         return rollout.tokens, rollout.prompt_lengths, ends
 

@@ -55,7 +55,7 @@ CODE = (
         "data/chat_template.py",
         "data/template_process.py",
     ),
-    *("step.py", "streams.py", "sampling.py"),
+    *("build.py", "step.py", "streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""
@@ -323,8 +323,8 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
 
 
 def _key(job: Job, text: Rows | None) -> str:
-    """Names the draft by all that shapes it: policy, prompts, law of the samples, text, network,
-    training, code."""
+    """Names the draft by all that shapes it: policy, prompts, how responses are sampled, text,
+    network, training, code."""
     config: ResolvedConfig = job.config
     tokenizer = (
         [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
@@ -351,12 +351,12 @@ def _key(job: Job, text: Rows | None) -> str:
     )
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources(*CODE)
-    law = config.seed, config.rollout.max_new_tokens, processing
+    sampling = config.seed, config.rollout.max_new_tokens, processing
     weights = [
         fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path
     ]
     return content_key(
-        "draft", policy_key(job), weights, law, data, offline, network, objective, code
+        "draft", policy_key(job), weights, sampling, data, offline, network, objective, code
     )
 
 

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
+from jaxspec.build import build_step
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolved
@@ -25,7 +26,7 @@ from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.step import Step, build_step
+from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.processes import first_line, initialize_processes

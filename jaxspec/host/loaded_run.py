@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec import mesh as meshes
+from jaxspec.build import build_step
 from jaxspec.config.as_json import from_json
 from jaxspec.config.check import check
 from jaxspec.config.settings import MeshConfig, ResolvedConfig
@@ -27,7 +28,7 @@ from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState
-from jaxspec.step import Metrics, Step, build_step
+from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.streams import Stream
 from jaxspec.system.files import expanded
@@ -122,7 +123,7 @@ def restore(run: Run, job: Job, samples: int) -> Ready:
         bare.generator.overlap_by_factor, generator, trained.generator.settings.grid
     )
     state = bare.replace(generator=bare.generator.replace(overlap_by_factor=measured))
-    return jax.jit(replace(job.step, generator=generator).load)(state)
+    return jax.jit(replace(job.step, generator=generator).sync)(state)
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:

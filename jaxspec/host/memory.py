@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxspec.build import Automatic
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import DATA, TENSOR, accelerated
 from jaxspec.rollout.pages import smallest_pool, whole_pool
 from jaxspec.state import PyTree
-from jaxspec.step import HOST, Automatic, Sizes, Step
+from jaxspec.step import HOST, Sizes, Step
 
 GIB = 2**30
 
@@ -51,7 +52,7 @@ class _Bytes(NamedTuple):
 
 def _bytes_of(step: Step, prompts: int) -> _Bytes:
     state, _, asked = abstract(step, prompts)
-    ready = jax.eval_shape(step.load, state)
+    ready = jax.eval_shape(step.sync, state)
     running = jax.eval_shape(step.generator.begin, ready, asked)
     read = running.queue.prompts.caches
     learner, mesh = state.learner, step.mesh.shape

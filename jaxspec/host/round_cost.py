@@ -38,7 +38,7 @@ def with_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
     draft alike."""
     if state.generator.chooser is None:
         return state
-    chooser = measured_chooser(step.generator, jax.jit(step.load)(state), prompts)
+    chooser = measured_chooser(step.generator, jax.jit(step.sync)(state), prompts)
     chooser = put(chooser, jax.tree.map(placed, chooser, step.state_shardings().generator.chooser))
     return state.replace(generator=state.generator.replace(chooser=chooser))
 
@@ -52,7 +52,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     reads more after rounds of other lengths is in no cost: a wide pass now and then.
     """
     # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens
-    # would follow another law.
+    # would follow another distribution.
     prompts = prompts.replace(
         stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh)))
     )
@@ -78,7 +78,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     total = jax.jit(
         lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32), out_shardings=replicated(mesh)
     )
-    offered_in_turn, kept = (
+    offered_in_turn, accepted = (
         np.asarray(total(leaf)) for leaf in (made.offered_in_turn, made.accepted)
     )
     file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
@@ -99,7 +99,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
             _keep(file, cost)
     estimate = AcceptanceEstimate(
         offered_in_turn=jnp.asarray(offered_in_turn),
-        kept=jnp.asarray(kept),
+        accepted=jnp.asarray(accepted),
         seconds_to_lose=jnp.zeros((), jnp.float32),
     )
     return LengthChooser(acceptance=estimate, round_cost=jnp.asarray(cost))

@@ -139,7 +139,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     learn, (_, learn_metrics) = ahead(
         step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole)
     )
-    load, ready = ahead(step.load, state)
+    sync, ready = ahead(step.sync, state)
     generating = (
         _in_slices(step, ready, wanted, finished.rollout, slice_rounds)
         if slice_rounds
@@ -163,7 +163,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
                         else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
                     )
                 case "prepare":
-                    result = load(*arguments)
+                    result = sync(*arguments)
                 case "generate":
                     result = generate(*arguments, stop)
                 case _:
@@ -181,7 +181,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
             state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own
         )
 
-    return Runner(call, {"train": learn, "prepare": load, **slices, "measure": measure})
+    return Runner(call, {"train": learn, "prepare": sync, **slices, "measure": measure})
 
 
 def _until(result: Any, began: float) -> float:
@@ -236,7 +236,7 @@ def _in_slices(
 def generation_alone(step: Step, prompts: int) -> Any:
     """The program of generation by itself, for what it takes of memory."""
     state, _, wanted = abstract(step, prompts)
-    _, ready = ahead(step.load, state)
+    _, ready = ahead(step.sync, state)
     return _in_one_piece(step, ready, wanted)[1]["generate"]
 
 
@@ -300,7 +300,7 @@ def compare(
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
-    ready = jax.jit(step.load)(state)
+    ready = jax.jit(step.sync)(state)
     nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
     made = (step.generator.plain(), ready.replace(drafter=nothing)), (step.generator, ready)
     calls = [(TimedGeneration(generator, weights, prompts), weights) for generator, weights in made]

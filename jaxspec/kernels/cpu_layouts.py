@@ -82,9 +82,9 @@ def _tensordot_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tup
 
 
 def _tensordot_backward(
-    inputs: int, kept: tuple[Array, Array], gradient: Array
+    inputs: int, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    x, kernel = kept
+    x, kernel = residuals
     rows, outputs = tuple(range(x.ndim - inputs)), tuple(range(inputs, kernel.ndim))
     of_x = jnp.tensordot(gradient, kernel, axes=(tuple(range(len(rows), gradient.ndim)), outputs))
     return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))

@@ -130,10 +130,10 @@ def _forward(
             scores = _masked_scores(tiles, _block(keys, index), index)
             raised = jnp.maximum(largest, jnp.max(scores, axis=1))
             base = jnp.where(raised == -jnp.inf, 0, raised)  # -inf less -inf is NaN
-            weights, kept = jnp.exp(scores - base[:, None]), jnp.exp(largest - base)
+            weights, rescale = jnp.exp(scores - base[:, None]), jnp.exp(largest - base)
             added = _dot("MsH,Msq->MHq", _block(values, index), weights.astype(query.dtype))
-            total = total * kept + jnp.sum(weights, axis=1)
-            return raised, total, weighted * kept[:, None] + added
+            total = total * rescale + jnp.sum(weights, axis=1)
+            return raised, total, weighted * rescale[:, None] + added
 
         columns = tiles.query.shape[-1]
         unseen = jnp.full((kv_heads, columns), -jnp.inf, wide)

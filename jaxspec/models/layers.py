@@ -101,9 +101,11 @@ def _norm_forward(x: Array, weight: Array, eps: float) -> tuple[Array, tuple[Arr
     return _norm(x, weight, eps), (x, weight)
 
 
-def _norm_backward(eps: float, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _norm_backward(
+    eps: float, residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
     # Axes stay apart: one that is split over devices would be gathered to be merged with another.
-    x, weight = kept
+    x, weight = residuals
     rows = x.astype(np.promote_types(x.dtype, np.float32))
     rate = jax.lax.rsqrt(_row_means(rows * rows) + eps)
     unit = rows * rate

@@ -91,8 +91,8 @@ class Objective(NamedTuple):
     """Weight of depth i is decay**i."""
     temperature: float
     """Of the rollouts; both distributions are taken at it, whole: bans, ids without a token, top-k
-    and top-p are left out, since verification sees to them. 0 counts as 1, since a law of one token
-    teaches nothing."""
+    and top-p are left out, since verification sees to them. 0 counts as 1, since a distribution
+    of one token teaches nothing."""
     unroll: Unroll
     """How the draft's kind is run over texts."""
 

@@ -147,7 +147,7 @@ class Generator:
     # ---- generation
 
     @jax.named_scope("sync")
-    def load(
+    def sync(
         self,
         policy: Decoder | Adapted,
         draft: PyTree,

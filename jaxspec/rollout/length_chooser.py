@@ -1,5 +1,5 @@
 """How many tokens the next round drafts: the length of most expected tokens a second, by what was
-kept so far and a measured cost table.
+accepted so far and a measured cost table.
 
 Chosen before anything is drafted, from earlier rounds only, by the same arithmetic on every
 process: sampling stays exact, and `tensor` peers agree. Now and then the next longer draft is
@@ -37,7 +37,7 @@ def unmeasured(lengths: tuple[int, ...], longest: int) -> LengthChooser:
     """Nothing known of rows of up to `longest` tokens: no cost, and no draft ever offered."""
     none = jnp.zeros((lengths[-1],), jnp.float32)
     estimate = AcceptanceEstimate(
-        offered_in_turn=none, kept=none, seconds_to_lose=jnp.zeros((), jnp.float32)
+        offered_in_turn=none, accepted=none, seconds_to_lose=jnp.zeros((), jnp.float32)
     )
     return LengthChooser(
         acceptance=estimate,
@@ -48,7 +48,7 @@ def unmeasured(lengths: tuple[int, ...], longest: int) -> LengthChooser:
 def update(chooser: LengthChooser, statistics: Statistics) -> LengthChooser:
     """Adds a call, over all rows of the mesh."""
     before = chooser.acceptance
-    offered_in_turn, kept = (
+    offered_in_turn, accepted = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)
         for leaf in (statistics.offered_in_turn, statistics.accepted)
     )
@@ -60,7 +60,7 @@ def update(chooser: LengthChooser, statistics: Statistics) -> LengthChooser:
         offered_in_turn=jnp.where(
             drafted, KEEP * before.offered_in_turn + offered_in_turn, before.offered_in_turn
         ),
-        kept=jnp.where(drafted, KEEP * before.kept + kept, before.kept),
+        accepted=jnp.where(drafted, KEEP * before.accepted + accepted, before.accepted),
         seconds_to_lose=jnp.where(
             drafted, 0, before.seconds_to_lose + SHARE * chooser.round_cost[0, 0, 0] * plain
         ),
@@ -75,8 +75,8 @@ def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> F
     would make it pay.
     """
     rates, before = [], jnp.float32(HOPE)
-    for depth in range(estimate.kept.shape[0]):
-        before = (estimate.kept[depth] + WEIGHT * before) / (
+    for depth in range(estimate.accepted.shape[0]):
+        before = (estimate.accepted[depth] + WEIGHT * before) / (
             estimate.offered_in_turn[depth] + WEIGHT
         )
         rates.append(before)

@@ -173,7 +173,7 @@ def _estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEs
     if not settings.lengths:
         nothing = jnp.zeros((1, length), jnp.float32)
         return AcceptanceEstimate(
-            offered_in_turn=nothing, kept=nothing, seconds_to_lose=jnp.zeros((1,), jnp.float32)
+            offered_in_turn=nothing, accepted=nothing, seconds_to_lose=jnp.zeros((1,), jnp.float32)
         )
     assert drafter.chooser is not None, "lengths are chosen by an estimate"
     return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)

@@ -129,7 +129,8 @@ def one_round(
             settings.grid,
             measured.slots,
         )
-        # A law without a possible token, or with a logit that overflows, is NaN at every token.
+        # A distribution without a possible token, or with a logit that overflows, is NaN at every
+        # token.
         finite = jnp.isfinite(logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0])
         # where the target fails, nothing can be verified
         offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))
@@ -327,14 +328,15 @@ def _counted(
 
 
 def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstimate:
-    """The estimate after a round: by drafts up to the cut only, where they were drawn under the
-    law."""
-    offered_in_turn, kept = (
+    """The estimate after a round: in which drafts beyond the end of a text do not count: they
+    follow nothing that the target accepted."""
+    offered_in_turn, accepted = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
         for leaf in (change.offered_in_turn, change.accepted)
     )
     return estimate.replace(
-        offered_in_turn=estimate.offered_in_turn + offered_in_turn, kept=estimate.kept + kept
+        offered_in_turn=estimate.offered_in_turn + offered_in_turn,
+        accepted=estimate.accepted + accepted,
     )
 
 
@@ -370,8 +372,8 @@ def _commit(
     )
     room = now.prompt_lengths + settings.max_new_tokens - now.lengths
     count = jnp.where(now.running, jnp.minimum(until_end, room), 0)
-    kept = offsets < count[:, None]
-    at_end = jnp.any(ends & kept, axis=1)
+    committed = offsets < count[:, None]
+    at_end = jnp.any(ends & committed, axis=1)
     ended = jnp.where(
         at_end,
         EOS,
@@ -380,12 +382,12 @@ def _commit(
     change = jnp.where(now.running, ended - RUNNING, 0).astype(jnp.int32)
     block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
-    where = jnp.where(kept, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
+    where = jnp.where(committed, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
     number = state.row[:, None]
-    committed = rollout.replace(
+    written = rollout.replace(
         tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
         logprobs=rollout.logprobs.at[number, where].set(block_logprobs, mode="drop"),
         lengths=added(rollout.lengths, rows, count),
         status=added(rollout.status, rows, change),
     )
-    return committed, block, count
+    return written, block, count

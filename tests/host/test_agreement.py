@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
 from jaxspec.drafts.kinds import learned
 from jaxspec.drafts.unroll import UNROLL
@@ -24,7 +25,6 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Objective, cross_entropy, draft_loss
 from jaxspec.rl.train_batch import whole_rows
 from jaxspec.rollout.generator import Generator
-from jaxspec.step import build_step
 from tests.conftest import (
     eagle3,
     small_mesh,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import mesh as meshes
+from jaxspec.build import Automatic, automatic, build_step
 from jaxspec.config.settings import (
     DataConfig,
     DraftConfig,
@@ -23,7 +24,7 @@ from jaxspec.config.settings import (
 from jaxspec.host import memory
 from jaxspec.host.runner import Runner, abstract, ahead, put, whole_step
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.step import Automatic, Sizes, Step, automatic, build_step
+from jaxspec.step import Sizes, Step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 MODEL = tiny_model(vocab=12, dtype="float32")
@@ -57,7 +58,7 @@ def test_parts_are_what_then_lies_on_a_device(data: int, tensor: int) -> None:
     assert found["policy weights"] == on_one_device(state.learner.policy.network)
     assert found["the policy's optimizer"] == on_one_device(state.learner.policy.optimizer)
     assert found["the draft and its optimizer"] == on_one_device(state.learner.draft)
-    ready = jax.jit(step.load)(state)
+    ready = jax.jit(step.sync)(state)
     asked = abstract(step, PROMPTS)[2]
     nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), asked), asked)
     begin, _ = ahead(step.generator.begin, ready, asked)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -21,7 +22,6 @@ from jaxspec.host.round_cost import _keep, _kept, measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
-from jaxspec.step import build_step
 from jaxspec.storage.cache import content_key
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
 
@@ -46,8 +46,8 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     network = (
         tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
     )
-    load = jax.jit(lambda policy, network: generator.load(policy, network, generator.start()))
-    ready = load(tiny_network(Decoder, MODEL, 1), network)
+    sync = jax.jit(lambda policy, network: generator.sync(policy, network, generator.start()))
+    ready = sync(tiny_network(Decoder, MODEL, 1), network)
     return jax.tree.map(
         np.asarray, measured_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
     )
@@ -142,8 +142,8 @@ def test_acceptance_is_that_of_the_draft_on_some_prompts(folder: Path) -> None:
     same = chooser_of(DraftConfig(kind="model", draft_length="auto")).acceptance
     drafted = 2 * 16 * 3  # three rounds of both shards' slots
     assert random.offered_in_turn[0] == drafted
-    np.testing.assert_array_equal(random.offered_in_turn[1:], random.kept[:-1])
-    assert 0 < random.kept[0] < drafted
+    np.testing.assert_array_equal(random.offered_in_turn[1:], random.accepted[:-1])
+    assert 0 < random.accepted[0] < drafted
     np.testing.assert_array_equal(same.offered_in_turn, drafted)
-    np.testing.assert_array_equal(same.kept, drafted)
+    np.testing.assert_array_equal(same.accepted, drafted)
     assert random.seconds_to_lose == 0

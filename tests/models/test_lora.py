@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import LoraConfig
 from jaxspec.hf.peft import adapter_config
 from jaxspec.host.runner import abstract
@@ -20,7 +21,6 @@ from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, applied, merged
 from jaxspec.rl import optimizers
 from jaxspec.state import TrainState
-from jaxspec.step import build_step
 from tests.conftest import (
     small_mesh,
     tiny_config,
@@ -164,7 +164,7 @@ def test_every_phase_of_a_step_takes_adapters() -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(after)] == [
         leaf.shape for leaf in jax.tree.leaves(state)
     ]
-    assert isinstance(jax.eval_shape(step.load, state).target, Decoder)
+    assert isinstance(jax.eval_shape(step.sync, state).target, Decoder)
 
 
 def test_targets_that_the_policy_lacks_are_refused_by_name() -> None:

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxspec import mesh as meshes
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -26,7 +27,7 @@ from jaxspec.kernels.cpu_layouts import Blocked, Split, Transposed
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.weight_layout import WeightLayout, fastest, laid_out
-from jaxspec.step import Step, build_step
+from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
 from tests.twins import numpy_weights
@@ -296,7 +297,7 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
 ) -> None:
     monkeypatch.setenv("NPROC", str(threads))
     step = step_of(rows, kind, length)
-    ready = jax.eval_shape(step.load, jax.eval_shape(step.fresh))
+    ready = jax.eval_shape(step.sync, jax.eval_shape(step.fresh))
     target, drafter = ready.target, ready.drafter
     assert type(target.layers[0].qkv) is policy
     if draft is None:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -35,7 +36,7 @@ from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
 from jaxspec.state import LearnerState
-from jaxspec.step import Step, build_step
+from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 
 pytestmark = pytest.mark.usefixtures("x64")

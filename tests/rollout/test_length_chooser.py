@@ -25,7 +25,7 @@ def estimate(
 ) -> AcceptanceEstimate:
     return AcceptanceEstimate(
         offered_in_turn=jnp.asarray(offered_in_turn, jnp.float32),
-        kept=jnp.asarray(kept, jnp.float32),
+        accepted=jnp.asarray(kept, jnp.float32),
         seconds_to_lose=jnp.float32(seconds_to_lose),
     )
 
@@ -103,7 +103,7 @@ def spent(
         change = np.zeros((2, 5), np.float32)
         change[:, :length] = offered_in_turn.sum(0), kept.sum(0)
         now = now.replace(
-            offered_in_turn=now.offered_in_turn + change[0], kept=now.kept + change[1]
+            offered_in_turn=now.offered_in_turn + change[0], accepted=now.accepted + change[1]
         )
         counts[int(place)] += number >= 0
         tokens += (1 + kept.sum() / rows) * (number >= 0)
@@ -154,7 +154,7 @@ def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
     )
     after = update(before, fresh).acceptance
     np.testing.assert_allclose(after.offered_in_turn, [13, 3, 0, 0, 0])
-    np.testing.assert_allclose(after.kept, [6, 1, 0, 0, 0])
+    np.testing.assert_allclose(after.accepted, [6, 1, 0, 0, 0])
     assert after.seconds_to_lose == 0
     # nothing was drafted: it earns
     idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).acceptance

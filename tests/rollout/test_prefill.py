@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -22,7 +23,6 @@ from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
-from jaxspec.step import build_step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 from tests.rollout.harness import GROUP, SPREAD, draft_of, drafter, network_of, plain
 
@@ -78,7 +78,7 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any 
     config = dataclasses.replace(config, rollout=rollout, data=DataConfig(max_prompt_length=width))
     step = build_step(config, small_mesh(data, tensor), (1,), 11)
     state, _, asked = abstract(step, prompts)
-    _, ready = ahead(step.load, state)
+    _, ready = ahead(step.sync, state)
     return ahead(step.generator.begin, ready, asked)[0]
 
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.build import build_step
 from jaxspec.config.settings import MeshConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.rollout.generator import to_rollout
-from jaxspec.step import build_step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
 MODEL = tiny_model(vocab=16, kv_heads=4, dtype="float32")
