@@ -11,5 +11,6 @@ if [[ ${1-} == --slow ]]; then
 fi
 workers=0
 if (($(getconf _NPROCESSORS_ONLN) > 1)); then workers=2; fi
-# Fixtures compile programs, so the tests of one file share a worker.
-exec .venv/bin/python -m pytest -m "$marks" -n "$workers" --dist loadfile "$@"
+# Fixtures compile programs, so the tests of one file share a worker. The files come in the order that conftest.py gives them,
+# the longest first, and not by how many tests they have.
+exec .venv/bin/python -m pytest -m "$marks" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

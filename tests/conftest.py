@@ -101,18 +101,22 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
+    "test_mutants.py",
     "test_train.py",
     "test_train_far.py",
-    "test_mutants.py",
-    "test_step.py",
+    "test_documents.py",
     "test_lossless.py",
+    "test_sampled_rounds.py",
+    "test_memory.py",
+    "test_step.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first: a worker takes a file at a time, and at the end none should
     wait for the other."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,11 @@ def matched(
     return drafts, match_rule(target, drafts, offered, noise)
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "size", "tokens", "draws"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("rule", "size", "tokens", "draws"),
+    compiler_options=FOR_LONG_RUNS,
+)
 def decoded(
     rule: str,
     target: jax.Array,
