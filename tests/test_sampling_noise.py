@@ -1,5 +1,6 @@
 """Noise with exact laws, that depends on nothing but its keys, and tokens drawn by it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,13 +11,20 @@ from jax.extend.random import threefry_2x32
 
 from jaxspec import sampling
 from jaxspec.sampling import BRANCHES, Uniforms
-from tests.conftest import chi_square
+from tests.conftest import FOR_LONG_RUNS, chi_square
 
 STREAMS = (sampling.TARGET, sampling.ROUND)
 
+# One program each, where calling it would compile one for every operation.
+row_keys = jax.jit(sampling.row_keys, static_argnums=2)
+position_keys = jax.jit(sampling.position_keys, static_argnums=2)
+uniforms = jax.jit(sampling.uniforms, static_argnums=(2, 3))
+gumbel = jax.jit(sampling.gumbel, static_argnums=(1, 2), compiler_options=FOR_LONG_RUNS)
+categorical = jax.jit(sampling.categorical)
+
 
 def keys_of(rows: list[int], seed: int = 0, stream: int = sampling.TARGET) -> jax.Array:
-    return sampling.row_keys(jax.random.key(seed), jnp.array(rows, jnp.int32), stream)
+    return row_keys(jax.random.key(seed), jnp.array(rows, jnp.int32), stream)
 
 
 def at(positions: list[int]) -> jax.Array:
@@ -27,9 +35,7 @@ def uniforms_of_rounds(rows: int, length: int, count: int) -> np.ndarray:
     """The numbers that so many rows draw with in rounds that start at this committed length."""
     keys = keys_of(list(range(rows)), stream=sampling.ROUND)
     return np.asarray(
-        sampling.uniforms(
-            keys, jnp.full((rows, 1), length, jnp.int32), count, jnp.dtype("float32")
-        )[:, 0]
+        uniforms(keys, jnp.full((rows, 1), length, jnp.int32), count, jnp.dtype("float32"))[:, 0]
     )
 
 
@@ -57,12 +63,11 @@ def pair(stretch: Any, token: Any) -> Uniforms:
     return Uniforms(jnp.stack([jnp.asarray(token), jnp.asarray(stretch)], axis=-1))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
 def draw(logprobs: jax.Array, noise: Uniforms) -> jax.Array:
     """One token of the same law for each draw's numbers."""
-    return sampling.categorical(
-        jnp.broadcast_to(logprobs, (*noise.levels.shape[:-1], len(logprobs))), noise
-    )
+    wide = jnp.broadcast_to(logprobs, (*noise.levels.shape[:-1], len(logprobs)))
+    return sampling.categorical(wide, noise)
 
 
 VOCABULARIES = [5, 100, BRANCHES, BRANCHES + 1, 300, 2 * BRANCHES, 1000]
@@ -81,10 +86,12 @@ def test_categorical_has_the_law_it_is_given(uniform: bool) -> None:
         jnp.zeros((rows,), jnp.int32),
         jnp.dtype("float32"),
     )
-    gumbel = sampling.gumbel(sampling.position_keys(keys, start, 1), 5, dtype)[:, 0]
-    noise = Uniforms(sampling.uniforms(keys, start[:, None], 1, dtype)[:, 0]) if uniform else gumbel
+    if uniform:
+        noise = Uniforms(uniforms(keys, start[:, None], 1, dtype)[:, 0])
+    else:
+        noise = gumbel(position_keys(keys, start, 1), 5, dtype)[:, 0]
     logprobs = jnp.broadcast_to(jnp.asarray(log(law), jnp.float32), (rows, 5))
-    tokens = np.asarray(sampling.categorical(logprobs, noise))
+    tokens = np.asarray(categorical(logprobs, noise))
     assert tokens.dtype == np.int32
     assert chi_square(np.bincount(tokens, minlength=5), rows * law) > 1e-3
 
@@ -167,7 +174,7 @@ def test_extreme_uniform_numbers_draw_the_first_and_the_last_possible_token(
         for stretch in (0.0, BELOW_ONE[dtype]):
             for token in (0.0, BELOW_ONE[dtype]):
                 noise = pair(np.full(rows, stretch, dtype), np.full(rows, token, dtype))
-                tokens = np.asarray(sampling.categorical(logprobs, noise))
+                tokens = np.asarray(categorical(logprobs, noise))
                 assert possible[np.arange(rows), tokens].all()
                 if stretch == token == 0:
                     likely = np.exp(np.asarray(logprobs)) > 0
@@ -185,7 +192,7 @@ def test_extreme_uniform_numbers_draw_the_first_and_the_last_possible_token(
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     noise = jnp.array([[1e30, 0.0, 1.0]])
-    assert sampling.categorical(jnp.array([[-jnp.inf, -1.0, -3.0]]), noise).tolist() == [1]
+    assert categorical(jnp.array([[-jnp.inf, -1.0, -3.0]]), noise).tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -198,7 +205,7 @@ def test_a_law_gone_nan_still_draws_some_token(vocab: int) -> None:
     ):
         for number in (0.0, 0.5, float(BELOW_ONE["float32"])):
             noise = pair(np.array([number], np.float32), np.array([number], np.float32))
-            (token,) = sampling.categorical(jnp.asarray(law, jnp.float32)[None], noise).tolist()
+            (token,) = categorical(jnp.asarray(law, jnp.float32)[None], noise).tolist()
             assert 0 <= token < vocab
 
 
@@ -260,10 +267,8 @@ def test_no_bits_give_0_or_1_nor_draw_what_is_rarer_than_a_bin(
 def test_large_gumbel_noise_is_as_fine_as_float32() -> None:
     """Of 23 bits there would be 51 numbers above 12, and none above 16; rare tokens are drawn by
     these alone."""
-    keys = sampling.position_keys(keys_of([0, 1, 2, 3]), at([0, 0, 0, 0]), 16)
-    noise = np.asarray(
-        jax.jit(lambda keys: sampling.gumbel(keys, 151_936, jnp.dtype("float32")))(keys)
-    )
+    keys = position_keys(keys_of([0, 1, 2, 3]), at([0, 0, 0, 0]), 16)
+    noise = np.asarray(gumbel(keys, 151_936, jnp.dtype("float32")))
     assert noise.dtype == np.float32
     assert np.isfinite(noise).all()
     large = noise[noise > 12]
@@ -282,19 +287,14 @@ def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
     law[:rare] = 1e-7
     logprobs = jnp.asarray(np.log(law), jnp.float32)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
     def drawn(first: jax.Array) -> jax.Array:
-        keys = sampling.row_keys(
-            jax.random.key(3), first + jnp.arange(rows, dtype=jnp.int32), sampling.TARGET
-        )
-        noise = sampling.gumbel(
-            sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1),
-            vocab,
-            jnp.dtype("float32"),
-        )
-        return jnp.sum(
-            sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise[:, 0]) < rare
-        )
+        numbers = first + jnp.arange(rows, dtype=jnp.int32)
+        keys = sampling.row_keys(jax.random.key(3), numbers, sampling.TARGET)
+        here = sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1)
+        noise = sampling.gumbel(here, vocab, jnp.dtype("float32"))[:, 0]
+        tokens = sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise)
+        return jnp.sum(tokens < rare)
 
     found = sum(int(drawn(jnp.int32(rows * call))) for call in range(calls))
     expected = rows * calls * rare * 1e-7
@@ -320,15 +320,15 @@ def test_rows_keep_their_noise_wherever_they_stand() -> None:
         for stream, make in (
             (
                 sampling.TARGET,
-                lambda k, p, n=count: sampling.gumbel(sampling.position_keys(k, p, n), 6, dtype),
+                lambda k, p, n=count: gumbel(position_keys(k, p, n), 6, dtype),
             ),
             (
                 sampling.TARGET,
-                lambda k, p, n=count: sampling.uniforms(
+                lambda k, p, n=count: uniforms(
                     k, p[:, None] + jnp.arange(n, dtype=jnp.int32), 2, dtype
                 ),
             ),
-            (sampling.ROUND, lambda k, p, n=count: sampling.uniforms(k, p[:, None], n, dtype)),
+            (sampling.ROUND, lambda k, p, n=count: uniforms(k, p[:, None], n, dtype)),
         ):
             straight = make(keys_of(rows, stream=stream), at(positions))
             mixed = make(
@@ -341,10 +341,10 @@ def test_target_noise_belongs_to_the_absolute_position() -> None:
     """However a round is cut, a position gets the same noise: that is what makes the coupled rule
     plain decoding."""
     keys = keys_of([4, 8])
-    long = jax.random.key_data(sampling.position_keys(keys, at([10, 20]), 6))
+    long = jax.random.key_data(position_keys(keys, at([10, 20]), 6))
     for shift in range(5):
         np.testing.assert_array_equal(
-            jax.random.key_data(sampling.position_keys(keys, at([10 + shift, 20 + shift]), 2)),
+            jax.random.key_data(position_keys(keys, at([10 + shift, 20 + shift]), 2)),
             long[:, shift : shift + 2],
         )
 
@@ -358,15 +358,13 @@ def test_no_two_draws_share_a_key() -> None:
             for length in range(6):
                 keys = keys_of(rows, seed, sampling.ROUND)
                 seen.append(
-                    sampling.uniforms(
-                        keys, at([length] * 4)[:, None], 3 * 5, jnp.dtype("float64")
-                    ).reshape(-1)
+                    uniforms(keys, at([length] * 4)[:, None], 3 * 5, jnp.dtype("float64")).reshape(
+                        -1
+                    )
                 )
             positions = jnp.broadcast_to(jnp.arange(11, dtype=jnp.int32), (4, 11))
             seen.append(
-                sampling.uniforms(keys_of(rows, seed), positions, 2, jnp.dtype("float64")).reshape(
-                    -1
-                )
+                uniforms(keys_of(rows, seed), positions, 2, jnp.dtype("float64")).reshape(-1)
             )
         drawn = np.concatenate([np.asarray(part) for part in seen])
     assert len(np.unique(drawn)) == len(drawn) == 2 * (4 * 6 * 3 * 5 + 4 * 11 * 2)

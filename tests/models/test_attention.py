@@ -92,15 +92,42 @@ def cache_of(
             patched.setattr(key_chunks, "CHUNKED", 0)
             cache = contiguous.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
         assert contiguous.unit(cache) == SLOTS // -page
-    cache = cache.replace(
-        keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys),
-        values=jax.tree.map(lambda leaf: leaf + junk, cache.values),
-    )
     if page > 0:
         order = np.random.default_rng(1).permutation(pages)[: ROWS * -(-SLOTS // page)]
         cache = cache.replace(table=jnp.asarray(order.reshape(ROWS, -1), jnp.int32))
-    slots = jnp.broadcast_to(jnp.arange(written, dtype=jnp.int32), (ROWS, written))
-    return extend(cache, 1, slots, jnp.asarray(keys[:, :written]), jnp.asarray(values[:, :written]))
+    return filled(cache, keys[:, :written], values[:, :written], junk)
+
+
+@jax.jit
+def filled(cache: KVCache, keys: jax.Array, values: jax.Array, junk: float) -> KVCache:
+    """Keys and values in layer 1 from the first slot on, after NaN and junk everywhere."""
+    cache = cache.replace(
+        keys=jax.tree.map(lambda leaf: leaf + jnp.nan, cache.keys),
+        values=jax.tree.map(lambda leaf: leaf + jnp.asarray(junk, leaf.dtype), cache.values),
+    )
+    slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape[:2])
+    return extend(cache, 1, slots, keys, values)
+
+
+class Attention:
+    """Attention to caches of one shape, compiled once: what a query sees at each of some sights."""
+
+    def __init__(self, *sights: Visible) -> None:
+        def run(query: jax.Array, cache: KVCache, layer: jax.Array) -> list[jax.Array]:
+            # only stacked layers have a number that is known late
+            at = 1 if isinstance(cache.keys, tuple) else layer
+            return [attend_cache(query, cache, at, visible) for visible in sights]
+
+        self.run = jax.jit(run)
+
+    def __call__(self, query: np.ndarray, cache: KVCache) -> list[jax.Array]:
+        return self.run(query, cache, jnp.int32(1))
+
+
+@jax.jit
+def dense(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """What attention is, all scores at once."""
+    return attend(query, keys, values, mask)
 
 
 def made(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,18 +156,11 @@ def test_a_cache_is_attended_to_like_a_text(
     query, keys, values = made()
     cache = cache_of(keys, values, page, stacked)
 
-    @jax.jit
-    def run(query: jax.Array, cache: KVCache, layer: jax.Array) -> list[jax.Array]:
-        return [
-            attend_cache(query, cache, layer if stacked else 1, seen.visible) for seen in SIGHTS
-        ]
-
-    for seen, found in zip(SIGHTS, run(jnp.asarray(query), cache, jnp.int32(1)), strict=True):
+    attention_by_sight = Attention(*(seen.visible for seen in SIGHTS))
+    for seen, found in zip(SIGHTS, attention_by_sight(query, cache), strict=True):
         mask = seen.mask()
         assert mask.any(axis=-1).all()
-        wanted = attend(
-            jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(mask)
-        )
+        wanted = dense(query, keys, values, mask)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
 
 
@@ -163,9 +183,9 @@ def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(
     spoilt, spoilt_values = keys.copy(), values.copy()
     spoilt[1, 4], spoilt_values[3, 22] = np.nan, np.inf
     spoilt[2, 14:], spoilt_values[2, 14:] = np.nan, np.nan  # beyond the block
-    visible = causal(jnp.asarray(POSITIONS))
+    attend_causally = Attention(causal(jnp.asarray(POSITIONS)))
     clean, found = (
-        np.asarray(attend_cache(jnp.asarray(query), cache_of(*pair, page, False), 1, visible))
+        np.asarray(attend_causally(query, cache_of(*pair, page, False))[0])
         for pair in ((keys, values), (spoilt, spoilt_values))
     )
     harmed = np.zeros((ROWS, BLOCK), bool)
@@ -185,10 +205,8 @@ def test_stretches_beyond_the_longest_row_are_not_read(
     positions = jnp.minimum(jnp.asarray(POSITIONS), 11)
     cache = cache_of(keys, values, page, True, 12, np.nan)
     assert all(jnp.isnan(leaf[1]).any() for leaf in (cache.keys, cache.values))
-    found = attend_cache(jnp.asarray(query), cache, jnp.int32(1), causal(positions))
-    wanted = attend(
-        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), up_to_position(positions, SLOTS)
-    )
+    (found,) = Attention(causal(positions))(query, cache)
+    wanted = dense(query, keys, values, up_to_position(positions, SLOTS))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
 
 
@@ -199,12 +217,10 @@ def test_narrow_types_are_summed_in_float32(
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", together)
     query, keys, values = (np.asarray(jnp.asarray(part, dtype)) for part in made())
-    found = attend_cache(
-        jnp.asarray(query), cache_of(keys, values, 0, False), 1, causal(jnp.asarray(POSITIONS))
-    )
+    (found,) = Attention(causal(jnp.asarray(POSITIONS)))(query, cache_of(keys, values, 0, False))
     assert found.dtype == dtype
-    query, keys, values = (jnp.asarray(part.astype(np.float64)) for part in (query, keys, values))
-    wanted = attend(query, keys, values, jnp.asarray(SIGHTS[0].mask()))
+    query, keys, values = (part.astype(np.float64) for part in (query, keys, values))
+    wanted = dense(query, keys, values, SIGHTS[0].mask())
     np.testing.assert_allclose(
         np.asarray(found.astype(jnp.float32)), wanted, rtol=0, atol=tolerance
     )
@@ -221,17 +237,14 @@ def test_a_long_block_is_attended_to_in_pieces(
     for name, size in (("BLOCK", together), ("TOGETHER", 1), ("FEWEST", queries)):
         monkeypatch.setattr(attention, name, size)
     query, keys, values = made()
-    cache = cache_of(keys, values, page, False)
-    for seen in SIGHTS:
-        found = attend_cache(jnp.asarray(query), cache, 1, seen.visible)
-        wanted = attend(
-            jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(seen.mask())
-        )
+    attention_by_sight = Attention(*(seen.visible for seen in SIGHTS))
+    results = attention_by_sight(query, cache_of(keys, values, page, False))
+    for seen, found in zip(SIGHTS, results, strict=True):
+        wanted = dense(query, keys, values, seen.mask())
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13, err_msg=str(seen))
+    assert SIGHTS[0].name == "causal"
     keys[1, 4] = np.nan
-    found = attend_cache(
-        jnp.asarray(query), cache_of(keys, values, page, False), 1, causal(jnp.asarray(POSITIONS))
-    )
+    found, *_ = attention_by_sight(query, cache_of(keys, values, page, False))
     harmed = np.zeros((ROWS, BLOCK), bool)
     harmed[1, 1:] = True
     np.testing.assert_array_equal(np.isnan(found).any(axis=(2, 3)), harmed)
