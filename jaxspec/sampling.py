@@ -82,7 +82,7 @@ def processed_logits(
 
 
 def _among(chosen: tuple[int, ...], vocab: int) -> Bool[Array, " V"]:
-    """Which ids are among the chosen."""
+    """Whether each id of the vocabulary is among the chosen."""
     return jnp.isin(jnp.arange(vocab, dtype=jnp.int32), jnp.asarray(chosen, jnp.int32))
 
 
@@ -169,7 +169,7 @@ def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array
 def uniforms(
     keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype
 ) -> Float[Array, "B T count"]:
-    """So many independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of
+    """`count` independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of
     (place, number) under the row's key.
 
     They are the middles of 2^23 equal bins in float32, of 2^52 in float64: a 0 would draw the first

@@ -104,8 +104,8 @@ class Statistics(Tree):
     overlap: Float[AnyArray, "B K"]
     """Expected acceptance sum_v min(target, draft), over the rounds of `offered_in_turn`."""
     overlap_by_factor: Float[AnyArray, "n K F"]
-    """The same at each draft temperature factor of the grid, in the first row of each of the n
-    groups."""
+    """Expected acceptance at each draft temperature factor of the grid, in the first row of each
+    of the n groups."""
     draft_entropy: Float[AnyArray, "B K"]
     """Over the rounds of `offered_in_turn`, in nats; 0 for drafts that draw nothing."""
     began: Int[AnyArray, " B"]

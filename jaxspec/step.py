@@ -81,7 +81,7 @@ class Step:
         return Sizes(self.learner.tokens, self.generator.slots, settings.page_size, settings.pages)
 
     def resized(self, prompts: int, sizes: "Sizes") -> "Step":
-        """The same for so many prompts a call with other sizes."""
+        """This step for another number of prompts a call, with other sizes."""
         generator = dataclasses.replace(self.generator, slots=sizes.slots)
         generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
         return dataclasses.replace(

@@ -40,5 +40,5 @@ def stream_key(
 
 
 def stream_rng(seed: int, stream: Stream, number: int = 0) -> np.random.Generator:
-    """The same for what is drawn on the host."""
+    """The generator of use `number` of a stream, for what is drawn on the host."""
     return np.random.default_rng([seed, stream, number])

@@ -117,7 +117,7 @@ class Bench:
     measured: Float[Array, "K F"]
     """Of the draft temperatures; see `rollout/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Those that are measured, on the host."""
+    """Rollouts that are measured, on the host."""
     round_seconds: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     """Tokens a second."""

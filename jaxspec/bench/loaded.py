@@ -142,7 +142,7 @@ class Loaded(NamedTuple):
         return self.shapes[rows]
 
     def on(self, shards: int) -> "Loaded":
-        """The same on fewer devices."""
+        """The loaded model on fewer devices."""
         mesh = meshes.make_mesh(shards, 1)
         step = self.job.step
         generator, learner = (replace(side, mesh=mesh) for side in (step.generator, step.learner))

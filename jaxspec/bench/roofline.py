@@ -57,7 +57,7 @@ class Work(NamedTuple):
     weights: int
     """Bytes that every step reads."""
     bytes: float
-    """The same with keys and values."""
+    """Bytes that every step reads, keys and values included."""
     flops: float
 
 

@@ -67,14 +67,14 @@ class Stepper:
         self.read: list[np.ndarray] = []
         """Positions of each row that its learning reads, by call."""
         self.tokens: list[int] = []
-        """New ones, by call."""
+        """New tokens, by call."""
         self.generated: list[dict[str, float]] = []
         """What each rollout was like."""
         self.learnt: dict[str, float] = {}
         """What the last learning was like."""
 
     def prompts(self, number: int) -> Prompts:
-        """Those of a call."""
+        """The prompts of a call."""
         return self._loaded.prompts(self._loaded.texts(self._count, number), number)
 
     def __call__(self, number: int) -> None:

@@ -167,12 +167,12 @@ _FORM_OF_DRAFT = " ".join(
     for item in fields(DraftConfig)
     if item.name not in ("sampling", "temperature")
 )
-_LAW = (
+_SAMPLING = (
     "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p"
     " rollout.enable_thinking rollout.engine."
 )
-OF_DRAFT = f"{OF_POLICY} {_LAW} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
-"""Those of `train_draft`."""
+OF_DRAFT = f"{OF_POLICY} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
+"""Settings that `train_draft` reads."""
 
 
 def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True) -> None:

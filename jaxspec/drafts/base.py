@@ -139,7 +139,7 @@ class Unroll(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """The same weights, wired in another way: a likely mistake of a loader, undone."""
+    """A draft's weights wired in another way: a likely mistake of a loader, undone."""
 
     says: str
     mend: str
@@ -216,9 +216,9 @@ class Kind(NamedTuple):
     """Settings that it has a use for, by name, of those that not every kind has; one that ends in a
     dot stands for all that start with it."""
     from_files: frozenset[str] = frozenset()
-    """Those that a trained draft's own files say."""
+    """Settings that a trained draft's own files say."""
     unused: tuple[Unused, ...] = ()
-    """Where those do nothing, beside what follows from `settings` and `from_files`."""
+    """Where settings do nothing, beside what follows from `settings` and `from_files`."""
     learned: Learned | None = None
     """None: it has no weights."""
     lookup: str = "none"

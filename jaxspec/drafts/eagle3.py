@@ -164,7 +164,7 @@ def _ids(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:
 
 
 def _with(network: Any, **settings: Any) -> Any:
-    """The same weights in a network with other settings."""
+    """A network of the same weights with other settings."""
     other = jax.tree.map(lambda leaf: leaf, network)
     for name, value in settings.items():
         setattr(other, name, value)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 LookupKind = Literal["none", "ngram", "history"]
-"""Those that find drafts in text that is there already, and may stand beside a learned one."""
+"""Kinds that find drafts in text that is there already, and may stand beside a learned one."""
 
 
 def kind_of(name: str) -> Kind:

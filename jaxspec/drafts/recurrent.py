@@ -34,7 +34,7 @@ class RecurrentState(Tree):
     """Outputs of all turns but the last at the position before `first`; zeros where there is
     none."""
     ends: Float[Array, "B N1 D"]
-    """The same at the last position that was read: `before` of the next block."""
+    """Outputs of the same turns at the last position that was read: `before` of the next block."""
 
 
 def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:

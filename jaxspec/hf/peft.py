@@ -44,7 +44,8 @@ WITHOUT_EFFECT = {
         "qalora_group_size",
     ),
 }
-"""Those that change nothing in what finished adapters add; any other must be off."""
+"""Keys of an adapter's config that change nothing in what a finished adapter adds; any other must
+be off."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the checkpoint's own weights as they are."""
 _KEY = re.compile(

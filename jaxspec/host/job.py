@@ -52,7 +52,7 @@ class Job:
     step: Step
 
     def with_sizes(self, **sizes: int) -> "Job":
-        """The same with some of `step.Sizes` set, in the config too."""
+        """This job with some of `step.Sizes` set, in the config too."""
         config, step = (
             self.config,
             self.step.resized(self.config.batch.prompts, self.step.sizes._replace(**sizes)),
@@ -247,7 +247,7 @@ def _check_bans(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
 
 
 def on_this_process(job: Job) -> Job:
-    """The same job on a mesh of this process's devices only, for work that one process does for
+    """This job on a mesh of this process's devices only, for work that one process does for
     all; a lone process keeps its mesh."""
     if jax.process_count() == 1:
         return job
@@ -260,7 +260,7 @@ def on_this_process(job: Job) -> Job:
 
 
 def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:
-    """The same with all pages that can be needed: those that a config has are for the prompts of
+    """This job with all pages that can be needed: those that a config has are for the prompts of
     its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))

@@ -132,7 +132,7 @@ def whole_step(step: Step, prompts: int) -> Runner:
 
 
 def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
-    """The same phases compiled one by one: honest seconds for each, and generation in slices of so
+    """A step's phases compiled one by one: honest seconds for each, and generation in slices of so
     many rounds (0: in one piece)."""
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)

@@ -15,7 +15,7 @@ class Visible(NamedTuple):
     period: int = 1
 
     def sees(self, positions: Int[Array, " C"]) -> Bool[Array, "B T C"]:
-        """Which of the numbered positions."""
+        """Whether each query sees each of the numbered positions."""
         own, last = self.own[:, :, None], self.last[:, :, None]
         beyond = (positions > last) & (positions <= own)
         if self.period > 1:

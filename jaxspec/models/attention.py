@@ -69,7 +69,7 @@ def attend_cache(
 def _attended(
     query: Float[Array, "B T N H"], cache: KVCache, layer: LayerIndex, visible: Visible
 ) -> Float[Array, "B T N H"]:
-    """The same, all at once."""
+    """Attention of a block that is short enough to be one piece."""
     rows, length, heads, size = query.shape
     grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
     done = cache.layout.attend(grouped, cache, layer, visible)

@@ -184,7 +184,7 @@ def scattered(
 
 
 def consecutive(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
-    """So many positions from the first on."""
+    """`count` positions from the first on."""
     return first + jnp.arange(count, dtype=jnp.int32)
 
 

@@ -122,7 +122,7 @@ def _project_fused(
     table: RotaryTable,
     eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
-    """The same by one product."""
+    """Query, key and value by one product with the fused weights."""
     heads = _biased(product(normed, weight), layer.qkv_bias)
     turned, value = heads[:, :, :, :-1], heads[:, :, :, -1]
     if layer.qk_norm is not None:

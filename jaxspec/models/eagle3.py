@@ -193,7 +193,7 @@ class Eagle3(nnx.Module):
         return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The same over the target's vocabulary, -inf outside the draft's."""
+        """Logits over the target's vocabulary, -inf outside the draft's."""
         logits = self.draft_logits(target, hidden)
         if self.vocabulary is None:
             return logits

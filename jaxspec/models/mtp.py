@@ -88,5 +88,5 @@ class Mtp(nnx.Module):
         return target.logits(hidden)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The same: the draft has the target's vocabulary."""
+        """Logits over the target's vocabulary, which is also the draft's."""
         return self.draft_logits(target, hidden)

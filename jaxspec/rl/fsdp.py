@@ -38,7 +38,7 @@ class Shards:
     """Whether this mesh needs an order among collectives (`order.needed_on`)."""
 
     def of(self, part: Callable[[Pair], Pair]) -> "Shards":
-        """The same for a part of the pair."""
+        """The shards of a part of the pair, such as a policy's layers."""
         return dataclasses.replace(self, splits=part(self.splits))
 
     # ---- forward: gathering
@@ -139,7 +139,7 @@ class Shards:
         )
 
     def tied(self, pair: Pair, signs: list[Sign]) -> Pair:
-        """The same, of which what goes between shards outside the policy's layers comes after all
+        """The pair, of which what goes between shards outside the policy's layers comes after all
         of what `signs` are of."""
         if not signs:
             return pair

@@ -173,8 +173,8 @@ class Learner:
         } | counted
 
     def _kept_split(self, trained: Trained) -> Trained:
-        """The same: old and new weights are chosen between where they are, before they go anywhere
-        else."""
+        """Weights pinned to the train layout: old and new ones are chosen between where they are,
+        before they go anywhere else."""
         layout = self.layout(trained.network)
         return trained.replace(network=lax.with_sharding_constraint(trained.network, layout))
 

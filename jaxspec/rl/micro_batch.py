@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     tokens: Float[Array, ""]
     """Labels to learn."""
     by_depth: Float[Array, " A"]
-    """Those that each depth of the draft predicts."""
+    """Labels that each depth of the draft predicts."""
     read: Float[Array, ""]
     """Positions that hold a text."""
 

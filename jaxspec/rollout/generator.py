@@ -70,8 +70,8 @@ class Generator:
     def with_(
         self, *, prompts: int = 0, group_size: int = 0, draft: Draft | None = None, **settings: Any
     ) -> "Generator":
-        """The same for another number of `prompts` a call, each answered `group_size` times, with
-        another draft, or with other settings.
+        """This generator for another number of `prompts` a call, each answered `group_size`
+        times, with another draft, or with other settings.
 
         A variant is one more program to compile.
 
@@ -96,7 +96,7 @@ class Generator:
         return dataclasses.replace(self, settings=changed, draft=draft or self.draft)
 
     def plain(self) -> "Generator":
-        """The same by plain decoding."""
+        """This generator without a draft: plain decoding."""
         return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
 
     # ---- what it knows

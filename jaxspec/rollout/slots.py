@@ -211,6 +211,7 @@ def scatter(
 
 
 def _holders(state: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
-    """Those slots, and the prompts behind all slots."""
+    """Rows of the page table: of the slots in `order`, and of the prompts, which stand behind all
+    slots."""
     prompts = jnp.arange(slot_count(state), len(state.pages.held), dtype=jnp.int32)
     return jnp.concatenate([order, prompts])
