@@ -147,10 +147,8 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
     if isinstance(policy, Adapted):
         _fill_adapter(folder, out, job, policy, dtype)
         policy = jax.jit(merged)(policy)
-    content, tensors = (
-        config_json(model, dtype.name, _special_ids(job.tokenizer)),
-        list(tensors_of(policy_rows(model), policy, dtype)),
-    )
+    content = config_json(model, dtype.name, _special_ids(job.tokenizer))
+    tensors = list(tensors_of(policy_rows(model), policy, dtype))
     draft = None if network is None else _draft_files(network, out, job, options, dtype)
     if draft is not None and draft.with_policy:
         content, tensors = content | draft.content, [*tensors, *draft.tensors]

@@ -313,10 +313,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     only = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, began = Console(), time.perf_counter()
-    loaded, rollout = (
-        LoadedRun(job, restore(run, job, options.samples), options.samples),
-        config.rollout,
-    )
+    loaded = LoadedRun(job, restore(run, job, options.samples), options.samples)
+    rollout = config.rollout
     kind = rollout.draft.kind
     kind = (
         "no draft"

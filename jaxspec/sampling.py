@@ -203,10 +203,8 @@ def threefry(
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             first = first + second
             second = first ^ (second << turn | second >> (32 - turn))
-        first, second = (
-            first + keys[(group + 1) % 3],
-            second + keys[(group + 2) % 3] + jnp.uint32(group + 1),
-        )
+        first = first + keys[(group + 1) % 3]
+        second = second + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return first, second
 
 

@@ -166,10 +166,8 @@ def test_the_plain_case_costs_nothing() -> None:
 
 
 def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
-    logits, produced = (
-        jnp.array([[2.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]]),
-        jnp.zeros((2,), jnp.int32),
-    )
+    logits = jnp.array([[2.0, 2.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
+    produced = jnp.zeros((2,), jnp.int32)
 
     def kept(**settings: Any) -> list[list[int]]:
         processed = sampling.processed_logits(logits, Processing(**settings), produced)

@@ -81,11 +81,9 @@ BELOW_ONE = {
 def test_categorical_has_the_law_it_is_given(uniform: bool) -> None:
     law = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     rows = 100_000
-    keys, start, dtype = (
-        keys_of(list(range(rows))),
-        jnp.zeros((rows,), jnp.int32),
-        jnp.dtype("float32"),
-    )
+    keys = keys_of(list(range(rows)))
+    start = jnp.zeros((rows,), jnp.int32)
+    dtype = jnp.dtype("float32")
     if uniform:
         noise = Uniforms(uniforms(keys, start[:, None], 1, dtype)[:, 0])
     else:
@@ -210,10 +208,8 @@ def test_a_law_gone_nan_still_draws_some_token(vocab: int) -> None:
 
 
 def test_threefry_is_that_of_jax() -> None:
-    keys, counters = (
-        np.array([123, 4_000_000_000], np.uint32),
-        np.arange(10, dtype=np.uint32) * 400_000_000,
-    )
+    keys = np.array([123, 4_000_000_000], np.uint32)
+    counters = np.arange(10, dtype=np.uint32) * 400_000_000
     wanted = threefry_2x32(jnp.asarray(keys), jnp.asarray(counters))
     found = sampling.threefry(
         *(jnp.uint32(word) for word in keys), *jnp.split(jnp.asarray(counters), 2)

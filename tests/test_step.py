@@ -332,11 +332,9 @@ def test_metrics_are_those_of_the_rollout() -> None:
     rows = host(rollout)
     assert_bitwise(rows.tokens, run.rollouts[0].tokens)
     counts = rows.statistics
-    tokens, rounds, drafted = (
-        (rows.lengths - rows.prompt_lengths).sum(),
-        counts.rounds.sum(),
-        counts.drafted[:, 0].sum(),
-    )
+    tokens = (rows.lengths - rows.prompt_lengths).sum()
+    rounds = counts.rounds.sum()
+    drafted = counts.drafted[:, 0].sum()
     assert drafted == rounds, "EAGLE-3 always has a draft"
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,

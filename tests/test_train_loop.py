@@ -77,11 +77,9 @@ class Asked(Interrupt):
 def loop_of(
     job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None
 ) -> Loop:
-    writer, progress, runner = (
-        MetricsWriter(folder, 0),
-        Progress("rl", job.config.steps),
-        Runner(call, {}),
-    )
+    writer = MetricsWriter(folder, 0)
+    progress = Progress("rl", job.config.steps)
+    runner = Runner(call, {})
     profiler = Profiler(range(0), folder / "trace", (), print)
     batches = batches or Batches(job, *load_problems(job.config.data, job.tokenizer))
     return Loop(

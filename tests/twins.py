@@ -184,13 +184,10 @@ def numpy_mtp_slot(
     Returns the post-norm output, which is the next depth's hidden state and what the target's head
     reads.
     """
-    config, weights = (
-        network.config,
-        {
-            name.removeprefix("layers."): value[layer]
-            for name, value in numpy_weights(network).items()
-        },
-    )
+    config = network.config
+    weights = {
+        name.removeprefix("layers."): value[layer] for name, value in numpy_weights(network).items()
+    }
     eps = config.norm_eps
     pair = (
         numpy_rms_norm(embedded, weights["embedding_norm"], eps),
@@ -203,10 +200,8 @@ def numpy_mtp_slot(
         for name in ("query", "key", "value")
     )
     if "query_norm" in weights:
-        query, key = (
-            numpy_rms_norm(query, weights["query_norm"], eps),
-            numpy_rms_norm(key, weights["key_norm"], eps),
-        )
+        query = numpy_rms_norm(query, weights["query_norm"], eps)
+        key = numpy_rms_norm(key, weights["key_norm"], eps)
     seen.append(
         (np.array([numpy_rotate(head, position, config.rope_theta) for head in key]), value)
     )

@@ -50,10 +50,8 @@ def config_of(
     temperature: float = 1.0,
     sampling: Any = "sample",
 ) -> Any:
-    draft, engine = (
-        DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling),
-        EngineConfig(tail=False),
-    )
+    draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
+    engine = EngineConfig(tail=False)
     return tiny_config(
         MODEL,
         batch=BatchConfig(micro_tokens=TOKENS, prompts=PROMPTS, group_size=GROUP),

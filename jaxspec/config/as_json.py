@@ -50,10 +50,8 @@ def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], lis
     if not isinstance(saved, Mapping):
         return [], []  # the class that it belongs to says what is wrong with it
     names = types_of(cls)
-    missing, unknown = (
-        [f"{prefix}{name}" for name in names if name not in saved],
-        [f"{prefix}{key}" for key in saved if key not in names],
-    )
+    missing = [f"{prefix}{name}" for name in names if name not in saved]
+    unknown = [f"{prefix}{key}" for key in saved if key not in names]
     for name, wanted in _nested(cls).items():
         inner = _differences(wanted, saved.get(name), f"{prefix}{name}.")
         missing, unknown = missing + inner[0], unknown + inner[1]

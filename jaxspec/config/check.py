@@ -102,12 +102,10 @@ def require_countable(what: str, rows: int, positions: int) -> None:
 def _check_positions(config: ResolvedConfig) -> None:
     """Whether what is generated or trained on at once can be counted, and its longest row fits the
     positions of the policy."""
-    model, prompt, response, batch = (
-        config.model,
-        config.data.max_prompt_length,
-        config.rollout.max_new_tokens,
-        config.batch,
-    )
+    model = config.model
+    prompt = config.data.max_prompt_length
+    response = config.rollout.max_new_tokens
+    batch = config.batch
     rows = {
         f"batch.prompts {batch.prompts} x batch.group_size {batch.group_size}": (
             batch.prompts * batch.group_size
@@ -137,10 +135,8 @@ def _check_positions(config: ResolvedConfig) -> None:
 
 def _check_pool(config: ResolvedConfig, prompts: int) -> None:
     """Whether the pages of a data shard with so many prompts are enough for one row."""
-    engine, length = (
-        config.rollout.engine,
-        config.rollout.draft.max_draft_length if config.rollout.draft.drafts else 0,
-    )
+    engine = config.rollout.engine
+    length = config.rollout.draft.max_draft_length if config.rollout.draft.drafts else 0
     if not engine.pages or not isinstance(engine.page_size, int):
         return
     prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
@@ -239,10 +235,8 @@ def _check_loops(config: ResolvedConfig) -> None:
 
 def _rows(config: ResolvedConfig) -> dict[str, int]:
     """What every batch of the run divides over the data shards; 0 where nothing is trained."""
-    sft, offline = (
-        config.sft.steps and config.sft.rows,
-        config.offline.rows if _trained_offline(config) else 0,
-    )
+    sft = config.sft.steps and config.sft.rows
+    offline = config.offline.rows if _trained_offline(config) else 0
     return {"batch.prompts": config.batch.prompts, "sft.rows": sft, "offline.rows": offline}
 
 

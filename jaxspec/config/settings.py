@@ -264,12 +264,10 @@ class ResolvedConfig(Config):
     @property
     def draft_spec(self) -> DraftSpec:
         """What the run's kind of draft may look at."""
-        rollout, draft, lookup, own = (
-            self.rollout,
-            self.rollout.draft,
-            self.rollout.lookup,
-            self.draft_model,
-        )
+        rollout = self.rollout
+        draft = self.rollout.draft
+        lookup = self.rollout.lookup
+        own = self.draft_model
         if own is not None:
             own = replace(own, dtype=self.model.dtype, remat=self.model.remat)
         trained = self.draft_training.online or self.offline.steps > 0

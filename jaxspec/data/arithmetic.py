@@ -171,15 +171,11 @@ def sample_sft_batch(
     for row in range(rows):
         if data.format == "worked":
             exercise = _draw(data.task, data.digits, rng)
-            prompt, response = (
-                tokenizer.chat(exercise.question),
-                worked_solution(exercise, rng, wrong_steps),
-            )
+            prompt = tokenizer.chat(exercise.question)
+            response = worked_solution(exercise, rng, wrong_steps)
         else:
-            prompt, response = (
-                [*tokenizer.bos_ids],
-                corpus_text(data.task, data.digits, rng, wrong_steps),
-            )
+            prompt = [*tokenizer.bos_ids]
+            response = corpus_text(data.task, data.digits, rng, wrong_steps)
         ids = [*prompt, *tokenizer.encode(response), tokenizer.stop_ids[0]]
         tokens[row, : len(ids)] = ids
         prompt_lengths[row], lengths[row] = len(prompt), len(ids)

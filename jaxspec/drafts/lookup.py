@@ -214,10 +214,8 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
             network, target, state.learned, cache, context, sample_found, length
         )
         assert proposal.logits is not None, "a draft that draws says from what"
-        logits, offered = (
-            certain(proposal.logits, found.tokens),
-            jnp.where(whole, found.offered, proposal.offered),
-        )
+        logits = certain(proposal.logits, found.tokens)
+        offered = jnp.where(whole, found.offered, proposal.offered)
         states = PreferringState(lookup=lookup_state, learned=learned_state)
         return states, cache, Proposal(tokens=proposal.tokens, logits=logits, offered=offered)
 

@@ -106,10 +106,8 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         if length < max_draft_length:
             state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
-        embedded, block = (
-            network.embed(target, context.at(positions + 1)),
-            state.features[:, : length + 1],
-        )
+        embedded = network.embed(target, context.at(positions + 1))
+        block = state.features[:, : length + 1]
         cache, outputs = _read(network, cache, state.before, block, embedded, positions, depth)
         # none in a row of one token: it has nothing to draft from
         pending = _pending(state, context)

@@ -70,10 +70,8 @@ def collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> di
     for row in rows:
         check_count(row, shapes[row.ours], len(tensors), source)
     wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
-    missing, unknown = (
-        [name for name in wanted if name not in tensors],
-        sorted(tensors.keys() - wanted.keys()),
-    )
+    missing = [name for name in wanted if name not in tensors]
+    unknown = sorted(tensors.keys() - wanted.keys())
     require(
         not missing,
         f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another"

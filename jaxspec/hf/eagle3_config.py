@@ -57,10 +57,8 @@ def head_config(
         {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
         source,
     )
-    vocab, width = (
-        inner.whole("vocab_size", target.vocab),
-        flags.whole("target_hidden_size", inner.whole("hidden_size")),
-    )
+    vocab = inner.whole("vocab_size", target.vocab)
+    width = flags.whole("target_hidden_size", inner.whole("hidden_size"))
     require(
         vocab == target.vocab,
         f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}",

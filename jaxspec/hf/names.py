@@ -58,10 +58,8 @@ class Place(NamedTuple):
 def policy_rows(config: ModelSpec) -> list[Row]:
     """The table of a policy's weights."""
     head = [] if config.tied else [Row("head", "lm_head.weight", "V D -> D V")]
-    embedding, norm = (
-        Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
-        Row("norm", "model.norm.weight", "D -> D"),
-    )
+    embedding = Row("embedding", "model.embed_tokens.weight", "V D -> V D")
+    norm = Row("norm", "model.norm.weight", "D -> D")
     return [embedding, *layer_rows("layers.", "model.layers.{layer}.", config), norm, *head]
 
 

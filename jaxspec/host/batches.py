@@ -121,15 +121,11 @@ class Batches:
 
     def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
         width = self._job.config.data.max_prompt_length
-        tokens, lengths = (
-            np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32),
-            np.ones(self._prompts, np.int32),
-        )
+        tokens = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32)
+        lengths = np.ones(self._prompts, np.int32)
         live, places, past = np.zeros(self._prompts, bool), list(problems), self.history.past
-        history, history_lengths = (
-            np.zeros(self._like.history.shape, np.int32),
-            np.zeros((self._prompts, past), np.int32),
-        )
+        history = np.zeros(self._like.history.shape, np.int32)
+        history_lengths = np.zeros((self._prompts, past), np.int32)
         if places:
             tokens[places], lengths[places] = pad_prompts(
                 list(problems.values()), width, self._job.tokenizer.pad_id

@@ -107,10 +107,8 @@ def training_text(
     """
     length = config.data.max_prompt_length + config.rollout.max_new_tokens
     if config.offline.text == "generic":
-        corpus, rng = (
-            dataclasses.replace(config.data, format="text"),
-            stream_rng(config.seed, Stream.CORPUS),
-        )
+        corpus = dataclasses.replace(config.data, format="text")
+        rng = stream_rng(config.seed, Stream.CORPUS)
         return answered(
             arithmetic.sample_sft_batch(
                 corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length
@@ -177,10 +175,8 @@ def _read(
             f"offline.text {path}: {what}; give one JSON object a line, with a column 'text' or"
             " 'messages'"
         )
-    tokens, masks = (
-        np.full((len(rows), length), tokenizer.pad_id, np.int32),
-        np.zeros((len(rows), length), bool),
-    )
+    tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
+    masks = np.zeros((len(rows), length), bool)
     for place, (ids, mask) in enumerate(rows):
         tokens[place, : len(ids)], masks[place, : len(ids)] = ids, mask
     return Rows(tokens, masks)

@@ -156,10 +156,8 @@ def train(
             loss=float(metrics["loss/draft"]),
             expected_acceptance_length=expected_length(metrics),
         )
-        skipped, look = (
-            float(metrics["skipped_in_row/draft"]),
-            "Lower --offline.learning_rate; what was kept of this draft is useless.",
-        )
+        skipped = float(metrics["skipped_in_row/draft"])
+        look = "Lower --offline.learning_rate; what was kept of this draft is useless."
         optimizers.require_progress(
             skipped, "draft", f"step {number + 1} of its offline training", look
         )
@@ -250,14 +248,10 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         interrupt.nothing_unsaved("sampling", progress.stop, then=then),
     ):
         batches = collect(job, policy, numbers, partial, progress)
-    rows, measured = (
-        text or draft_data.in_use([batches[number] for number in ours]),
-        draft_data.in_use([batches[n] for n in held_out]),
-    )
-    used, asked = (
-        len(measured.tokens) + (0 if text else len(rows.tokens)),
-        len(numbers) * offline.rows,
-    )
+    rows = text or draft_data.in_use([batches[number] for number in ours])
+    measured = draft_data.in_use([batches[n] for n in held_out])
+    used = len(measured.tokens) + (0 if text else len(rows.tokens))
+    asked = len(numbers) * offline.rows
     if used < asked:
         job.say(
             f"{asked - used} of {asked} responses failed (logits that are not finite) and are"
@@ -335,11 +329,9 @@ def _key(job: Job, text: Rows | None) -> str:
         config.offline,
         text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else "",
     )
-    draft, training, processing = (
-        config.rollout.draft,
-        config.draft_training,
-        job.step.learner.processing,
-    )
+    draft = config.rollout.draft
+    training = config.draft_training
+    processing = job.step.learner.processing
     network = (
         draft.kind,
         draft.vocab,

@@ -53,10 +53,8 @@ class Job:
 
     def with_sizes(self, **sizes: int) -> "Job":
         """This job with some of `step.Sizes` set, in the config too."""
-        config, step = (
-            self.config,
-            self.step.resized(self.config.batch.prompts, self.step.sizes._replace(**sizes)),
-        )
+        config = self.config
+        step = self.step.resized(self.config.batch.prompts, self.step.sizes._replace(**sizes))
         batch = dataclasses.replace(
             config.batch, micro_tokens=sizes.pop("tokens", config.batch.micro_tokens)
         )

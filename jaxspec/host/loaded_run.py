@@ -202,11 +202,9 @@ class LoadedRun:
             running = self._advance(self._ready, running)
             rollout = jax.device_get(running.rollout)
             starts, before = np.broadcast_to(ends, rollout.lengths.shape), accepted
-            ends, accepted, status = (
-                rollout.lengths,
-                rollout.statistics.accepted.sum(axis=1),
-                rollout.status,
-            )
+            ends = rollout.lengths
+            accepted = rollout.statistics.accepted.sum(axis=1)
+            status = rollout.status
             seconds += time.perf_counter() - began
             rows = zip(
                 rollout.tokens,

@@ -123,10 +123,8 @@ def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     table, damage = [], ""
     try:
         saved = parse_json(file.read_text(encoding="utf-8"))
-        table, damage = (
-            saved["cost"],
-            "" if saved["digest"] == content_key(saved["cost"]) else "is damaged",
-        )
+        table = saved["cost"]
+        damage = "" if saved["digest"] == content_key(saved["cost"]) else "is damaged"
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as reason:

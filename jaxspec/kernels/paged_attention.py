@@ -174,10 +174,8 @@ def _kernel(  # noqa: C901 - a kernel is one piece
             )
             new = jnp.maximum(largest, scores.max(axis=1))
             base = jnp.where(new == -jnp.inf, 0.0, new)
-            old, fresh = (
-                jnp.exp(largest - base),
-                jnp.exp(scores - lax.broadcast_in_dim(base, scores.shape, (0,))),
-            )
+            old = jnp.exp(largest - base)
+            fresh = jnp.exp(scores - lax.broadcast_in_dim(base, scores.shape, (0,)))
             weights[...] = fresh.astype(weights.dtype)
             plgpu.commit_smem()
             plgpu.barrier_wait(values_ready.at[place])

@@ -238,11 +238,9 @@ class Decoder(nnx.Module):
             x, cache, tapped = _scanned(layer, self.layers, x, cache, taps, config)
         else:
             one = jax.jit(layer, static_argnums=3)  # traced once for all layers
-            tapped, before, after = (
-                {},
-                [None] * config.layers if cache is None else by_layer(cache),
-                [],
-            )
+            tapped = {}
+            before = [None] * config.layers if cache is None else by_layer(cache)
+            after = []
             for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
                 tapped[index] = x
                 x, own = one(x, own, weights, 0)

@@ -156,10 +156,8 @@ class Losses:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
 
         following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
-        sampled, old = (
-            batch.sampled_logprobs[row, following].astype(wide),
-            lax.stop_gradient(logprobs),
-        )
+        sampled = batch.sampled_logprobs[row, following].astype(wide)
+        old = lax.stop_gradient(logprobs)
         loss, gap = jnp.zeros((), wide), jnp.abs(old - sampled)
         if self.policy is not None:
             advantages = batch.advantages[row].astype(wide)

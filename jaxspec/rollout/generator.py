@@ -232,10 +232,8 @@ class Generator:
 
     def no_prompts(self, prompts: int) -> Prompts:
         """Zeros in the shape of a call's prompts."""
-        tokens, lengths = (
-            jnp.zeros((prompts, self.prompt_length), jnp.int32),
-            jnp.zeros((prompts,), jnp.int32),
-        )
+        tokens = jnp.zeros((prompts, self.prompt_length), jnp.int32)
+        lengths = jnp.zeros((prompts,), jnp.int32)
         number = jnp.zeros((), jnp.int32)
         return Prompts(
             tokens=tokens,

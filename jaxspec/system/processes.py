@@ -133,11 +133,9 @@ def _told() -> Place:
         f"{', '.join(given)} set but not {', '.join(sorted(missing))}: set all three, or none for a"
         " single process",
     )
-    coordinator, processes, process = (
-        _given(NAMES[0]),
-        environment_number(NAMES[1], 1),
-        environment_number(NAMES[2], 0),
-    )
+    coordinator = _given(NAMES[0])
+    processes = environment_number(NAMES[1], 1)
+    process = environment_number(NAMES[2], 0)
     assert processes is not None, "it is set"
     assert process is not None, "it is set"
     require(
@@ -257,10 +255,8 @@ def _listen(place: Place, port: int) -> socket.socket:
     )
     try:
         if bind:
-            where, remedy = (
-                f"{_BIND} {bind}",
-                "set it to an address of this machine with a free port, or unset it",
-            )
+            where = f"{_BIND} {bind}"
+            remedy = "set it to an address of this machine with a free port, or unset it"
             host, port = _address(bind, _BIND)
             return socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -347,10 +347,8 @@ def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path
         lambda config, key: eagle3(config, key, sizes={"rope_theta": 77.0}), MODEL, 2
     )
     folder = save_head(tmp_path / "draft", made)
-    plain, stretched = (
-        resolved(config_for(policy, folder), print),
-        resolved(config_for(policy, folder, rope_factor=4.0), print),
-    )
+    plain = resolved(config_for(policy, folder), print)
+    stretched = resolved(config_for(policy, folder, rope_factor=4.0), print)
     assert plain.draft_model is not None
     assert stretched.draft_model is not None
     assert (plain.draft_model.rope_factor, plain.draft_model.rope_theta) == (1, 77)

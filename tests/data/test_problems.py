@@ -82,10 +82,8 @@ def test_held_out_file(write):
 
 def test_long_repeated_and_unanswered_problems_are_counted(write):
     """Each by its reason, like empty problems and blank lines."""
-    long, unanswered = (
-        {"question": "1" * 40 + "+1=", "answer": "2"},
-        {"question": "1+1=", "answer": "$"},
-    )
+    long = {"question": "1" * 40 + "+1=", "answer": "2"}
+    unanswered = {"question": "1+1=", "answer": "$"}
     nothing = [{"question": " \n", "answer": "2"}, {"question": "", "answer": "3"}]
     lines = [
         long,

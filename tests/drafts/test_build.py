@@ -136,10 +136,8 @@ def texts() -> Prompts:
     """Prompts of 3 to 9 tokens out of three, end tokens among them, with two earlier answers
     each."""
     random = np.random.default_rng(0)
-    tokens, lengths = (
-        random.choice([1, 3, 4], (8, 3, WIDTH)),
-        random.integers(3, WIDTH + 1, (8, 3)),
-    )
+    tokens = random.choice([1, 3, 4], (8, 3, WIDTH))
+    lengths = random.integers(3, WIDTH + 1, (8, 3))
     return Prompts(
         tokens=jnp.asarray(tokens[:, 0], jnp.int32),
         lengths=jnp.asarray(lengths[:, 0], jnp.int32),
@@ -182,10 +180,8 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     config = tiny_config(
         rollout=rollout, batch=BatchConfig(prompts=8, group_size=GROUP), **case.loaded
     )
-    draft, network = (
-        build_draft(config.draft_spec, ENDS),
-        tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2),
-    )
+    draft = build_draft(config.draft_spec, ENDS)
+    network = tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2)
     assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
     assert draft.length == case.draft.draft_length

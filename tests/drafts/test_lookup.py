@@ -346,14 +346,10 @@ def test_preferring_hands_everything_on_to_both() -> None:
     learned = recurrent(2, (1, 2, 3))
     both = preferring(ngram(2, "vllm", 1, 2), learned)
     assert both.taps == (1, 2, 3)
-    target, network = (
-        tiny_network(Decoder, tiny_model(dtype="float32")),
-        tiny_network(eagle3, tiny_model(dtype="float32"), 1),
-    )
-    prompts, taps = (
-        tiny_prompts(2),
-        jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32),
-    )
+    target = tiny_network(Decoder, tiny_model(dtype="float32"))
+    network = tiny_network(eagle3, tiny_model(dtype="float32"), 1)
+    prompts = tiny_prompts(2)
+    taps = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
     caches = [draft.empty_cache(network, 2, 12) for draft in (both, learned)]
     state, cache = both.prefill(network, target, prompts, taps, caches[0])
     wanted, wanted_cache = learned.prefill(network, target, prompts, taps, caches[1])

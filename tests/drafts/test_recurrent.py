@@ -239,10 +239,8 @@ def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
                 for layer in range(case.depth * case.network.stack):
                     # The text's slots, and those that this round drafted in the layer.
                     turn = layer // case.network.stack
-                    true, steps = (
-                        lengths[row] - 1,
-                        np.arange(turn or case.depth, drafts, case.depth),
-                    )
+                    true = lengths[row] - 1
+                    steps = np.arange(turn or case.depth, drafts, case.depth)
                     used = np.concatenate(
                         [np.arange(true), true - 1 + steps if true else steps[:0]]
                     )

@@ -130,10 +130,8 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
     lora, config = tmp_path / "lora", policy_config(ModelSpec(path=str(folder)))
     lora.mkdir()
     random = np.random.default_rng(0)
-    a, b = (
-        random.normal(size=(2, 16)).astype(np.float32),
-        random.normal(size=(16, 2)).astype(np.float32),
-    )
+    a = random.normal(size=(2, 16)).astype(np.float32)
+    b = random.normal(size=(16, 2)).astype(np.float32)
     name = "base_model.model.model.layers.1.self_attn.q_proj"
     settings = {
         "peft_type": "LORA",

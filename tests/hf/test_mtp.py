@@ -33,27 +33,21 @@ MIMO = FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
 def said(mtp: Mtp, target: Decoder, features: jax.Array) -> jax.Array:
     """Logits of our first layer at all true slots, then of recurrent steps on `DRAFTED`."""
     hidden, true = mtp.read(features), features.shape[1]
-    positions, tokens = (
-        jnp.arange(true, dtype=jnp.int32)[None],
-        jnp.asarray([TOKENS[1:]], jnp.int32),
-    )
+    positions = jnp.arange(true, dtype=jnp.int32)[None]
+    tokens = jnp.asarray([TOKENS[1:]], jnp.int32)
     mask = up_to_position(positions, true)
     keys = values = jnp.zeros((1, 0, mtp.config.kv_heads, mtp.config.head_size), features.dtype)
     laws = []
     for step in range(1 + len(DRAFTED)):
         heads = mtp.heads(0, hidden, mtp.embed(target, tokens), positions)
-        keys, values = (
-            jnp.concatenate([keys, heads.key], axis=1),
-            jnp.concatenate([values, heads.value], axis=1),
-        )
+        keys = jnp.concatenate([keys, heads.key], axis=1)
+        values = jnp.concatenate([values, heads.value], axis=1)
         hidden = mtp.finish(0, heads.residual, attend(heads.query, keys, values, mask))
         laws.append(mtp.draft_logits(target, hidden)[0])
         if step < len(DRAFTED):
-            hidden, positions, tokens = (
-                hidden[:, -1:],
-                positions[:, -1:] + 1,
-                jnp.asarray([[DRAFTED[step]]], jnp.int32),
-            )
+            hidden = hidden[:, -1:]
+            positions = positions[:, -1:] + 1
+            tokens = jnp.asarray([[DRAFTED[step]]], jnp.int32)
             mask = jnp.ones((1, 1, true + step + 1), bool)
     return jnp.concatenate(laws)
 

@@ -26,10 +26,8 @@ WEIGHTS = [target.weight for target in TARGETS.values()]
 def test_exported_adapters_merge_to_the_same_bits() -> None:
     """Into the base that they were trained beside; a layer that PEFT left out stays as it is."""
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
-    tensors, config = (
-        adapter_tensors(network),
-        adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
-    )
+    tensors = adapter_tensors(network)
+    config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
     assert tensors["base_model.model.model.layers.3.self_attn.k_proj.lora_B.weight"].shape == (
         12,
         3,
@@ -119,10 +117,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 def test_missing_matrices_are_named() -> None:
-    tensors, config = (
-        adapter_tensors(adapted()),
-        adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
-    )
+    tensors = adapter_tensors(adapted())
+    config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
     half = {name: tensor for name, tensor in tensors.items() if name != Q}
     with pytest.raises(
         ConfigError, match=r"model.layers.1.self_attn.q_proj: lora_A and lora_B must both be there"
@@ -155,10 +151,8 @@ def torch_state(network: Decoder) -> dict[str, np.ndarray]:
             for name, value in weights.items()
             if name.startswith("layers.")
         }
-        attention, prefix = (
-            {"q_proj": "query", "k_proj": "key", "v_proj": "value"},
-            f"model.layers.{layer}",
-        )
+        attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+        prefix = f"model.layers.{layer}"
         state |= {
             f"{prefix}.self_attn.{name}.weight": part[ours].reshape(config.embed, -1).T
             for name, ours in attention.items()

@@ -243,10 +243,8 @@ def test_positions_are_stretched_on_request(stretched: bool) -> None:
             }
         }
     preset = RopeSpec(context=16, kind="linear")
-    plain, wanted = (
-        read(ModelSpec(rope=preset), **own),
-        read(ModelSpec(rope_factor=4.0, rope=preset), **own),
-    )
+    plain = read(ModelSpec(rope=preset), **own)
+    wanted = read(ModelSpec(rope_factor=4.0, rope=preset), **own)
     context, factor = (32, 2) if stretched else (64, 1)
     assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (
         factor,

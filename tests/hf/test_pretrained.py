@@ -184,10 +184,8 @@ def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
 ) -> None:
     """One number of the last device's part, in one of several files, is enough, and of 64 bits one
     that float32 cannot hold; the largest and smallest numbers of a type are none."""
-    name, limits = (
-        "model.layers.3.mlp.gate_proj.weight",
-        ml_dtypes.finfo(np.float32 if kind is np.float64 else kind),
-    )
+    name = "model.layers.3.mlp.gate_proj.weight"
+    limits = ml_dtypes.finfo(np.float32 if kind is np.float64 else kind)
     tensors = {name: tensor.astype(kind) for name, tensor in load_file(folder / WEIGHTS).items()}
     tensors[name][:2, :4] = [
         [limits.max, limits.min, limits.tiny, -0.0],

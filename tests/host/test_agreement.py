@@ -56,10 +56,8 @@ def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     """The network after some updates on the very texts that it is probed on."""
     texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
     forward = jax.jit(lambda target: target(texts.tokens, texts.positions, taps=taps))(policy())
-    objective, optimizer = (
-        Objective(cross_entropy, 2, 1.0, 1.0, UNROLL),
-        optimizers.adamw(8e-3, 1.0),
-    )
+    objective = Objective(cross_entropy, 2, 1.0, 1.0, UNROLL)
+    optimizer = optimizers.adamw(8e-3, 1.0)
 
     def update(_: Any, learner: Any) -> Any:
         loss, slope = value_and_grad(

@@ -46,11 +46,9 @@ def answered(job: Job, batches: Batches, responses: list[str], status: list[int]
     """A rollout of the first training batch in which row i says `responses[i]`."""
     prompts = batches.train(0)
     like = job.step.nothing_finished(PROMPTS * GROUP).rollout
-    tokens, starts, ends = (
-        np.zeros(like.tokens.shape, np.int32),
-        np.repeat(np.asarray(prompts.lengths), GROUP),
-        [],
-    )
+    tokens = np.zeros(like.tokens.shape, np.int32)
+    starts = np.repeat(np.asarray(prompts.lengths), GROUP)
+    ends = []
     for row, response in enumerate(responses):
         ids = [
             *np.asarray(prompts.tokens)[row // GROUP, : starts[row]],

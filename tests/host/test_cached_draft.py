@@ -158,10 +158,8 @@ class TestCachedDraft:
         assert all(
             np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index"
         )
-        reached, stream = (
-            json.loads(weights.with_name(ACCEPTANCE).read_text()),
-            PromptStream(load_problems(job.config.data, job.tokenizer)[0], 0),
-        )
+        reached = json.loads(weights.with_name(ACCEPTANCE).read_text())
+        stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], 0)
         good = (
             np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
         )

@@ -46,10 +46,8 @@ def random_rows(count: int, seed: int = 0) -> Rows:
     """Prompts of 2 to 6 tokens and responses of 0 to 6."""
     random = np.random.default_rng(seed)
     starts = random.integers(2, 7, count).astype(np.int32)
-    tokens, lengths = (
-        random.integers(0, VOCAB, (count, 12)).astype(np.int32),
-        (starts + random.integers(0, 7, count)).astype(np.int32),
-    )
+    tokens = random.integers(0, VOCAB, (count, 12)).astype(np.int32)
+    lengths = (starts + random.integers(0, 7, count)).astype(np.int32)
     return answered(SftBatch(tokens, starts, lengths))
 
 
@@ -185,10 +183,8 @@ class TestMeasure:
 
     def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self) -> None:
         job = a_job("mtp")
-        policy, network = (
-            tiny_network(Decoder, job.config.model),
-            tiny_network(Mtp, job.config.model),
-        )
+        policy = tiny_network(Decoder, job.config.model)
+        network = tiny_network(Mtp, job.config.model)
         acceptance = measure(job, policy, network, [random_rows(4)])
         assert len(acceptance) == draft_training.DEPTHS
         assert all(0 < share < 1 for share in acceptance)

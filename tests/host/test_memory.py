@@ -276,10 +276,8 @@ class TestFittingTheEngine:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 1000)
-        whole, pool = (
-            machine.total(config),
-            sizes_of_engine(engine_step(config), {})["the pool of keys and values"],
-        )
+        whole = machine.total(config)
+        pool = sizes_of_engine(engine_step(config), {})["the pool of keys and values"]
         limit = whole - pool // 4
         machine.compiled.clear()
         fit = machine.fit(monkeypatch, config, limit)

@@ -27,10 +27,8 @@ def adapted(
 ) -> Adapted:
     """A random decoder with adapters that already change it, unless `noise` is 0."""
     base = tiny_network(Decoder, model, 1)
-    network, random = (
-        Adapted(base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0)),
-        np.random.default_rng(5),
-    )
+    network = Adapted(base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0))
+    random = np.random.default_rng(5)
     for name in network.names if noise else ():
         old = getattr(network.adapters, f"{name}_b")
         setattr(

@@ -283,10 +283,8 @@ def test_rows_of_keeps_groups_together(
 @STACKED
 def test_an_empty_cache_has_the_shape_and_type_asked_for(stacked: bool) -> None:
     cache = empty_cache(LAYERS, ROWS, SLOTS, HEADS, SIZE, jnp.dtype("bfloat16"), stacked)
-    pool, rows = (
-        paged.empty_pages(random_cache(stacked), 9, 7),
-        contiguous.empty_rows(random_cache(stacked), 9, 13, 4),
-    )
+    pool = paged.empty_pages(random_cache(stacked), 9, 7)
+    rows = contiguous.empty_rows(random_cache(stacked), 9, 13, 4)
     for made, pages, size, dtype in (
         (cache, ROWS, SLOTS, jnp.bfloat16),
         (pool, 9, 7, jnp.float32),
@@ -313,10 +311,8 @@ def test_a_seat_in_contiguous_rows_copies_a_prompt_to_the_beginning_of_a_row(
 ) -> None:
     """What stands behind it in the row is left, but for keys in its last chunk, and so are the
     other rows."""
-    cache, prompts = (
-        (in_chunks if chunks else random_cache)(stacked),
-        random_cache(stacked, 3, slots, seed=1),
-    )
+    cache = (in_chunks if chunks else random_cache)(stacked)
+    prompts = random_cache(stacked, 3, slots, seed=1)
 
     def put(row: int, prompt: int, ours: np.ndarray, theirs: np.ndarray) -> None:
         ours[:, row, :slots] = theirs[:, prompt]
@@ -353,18 +349,14 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
 def test_put_texts_fills_the_pages_of_each(stacked: bool) -> None:
     """The last page of a prompt is filled with zeros, and where a prompt has no page its entries
     are dropped."""
-    cache, prompts = (
-        paged_cache(stacked),
-        random_cache(stacked, 3, 2 * PAGE + 1, seed=1),
-    )
+    cache = paged_cache(stacked)
+    prompts = random_cache(stacked, 3, 2 * PAGE + 1, seed=1)
     pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
 
     def put(ours: np.ndarray, theirs: np.ndarray) -> None:
         for prompt, page_index in np.ndindex(pages.shape):
-            page, slots = (
-                pages[prompt, page_index],
-                range(page_index * PAGE, (page_index + 1) * PAGE),
-            )
+            page = pages[prompt, page_index]
+            slots = range(page_index * PAGE, (page_index + 1) * PAGE)
             for place, slot in enumerate(slots if page < PAGES else ()):
                 ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
 

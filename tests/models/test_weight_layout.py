@@ -191,10 +191,8 @@ def read(network: Any, target: Decoder) -> list[jax.Array]:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
-    target, head = (
-        tiny_network(Decoder, tiny_model(), 1),
-        tiny_network(HEADS[kind], tiny_model(), 2, 1.5),
-    )
+    target = tiny_network(Decoder, tiny_model(), 1)
+    head = tiny_network(HEADS[kind], tiny_model(), 2, 1.5)
     for chosen, other in same(lambda head: read(head, target), head):
         for part in (other.first, *([] if head.layers is None else [other.layers])):
             assert part.qkv is not None
@@ -214,10 +212,8 @@ def test_mtp_layers_give_what_they_gave(kind: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_lent_however_it_lies(tied: bool) -> None:
-    target, network = (
-        tiny_network(Decoder, tiny_model(tied=tied), 1),
-        tiny_network(Mtp, tiny_model(), 2),
-    )
+    target = tiny_network(Decoder, tiny_model(tied=tied), 1)
+    network = tiny_network(Mtp, tiny_model(), 2)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH, 16)))
     for _, other in same(
         lambda target: [target.logits(hidden), network.logits(target, hidden)], target

@@ -143,9 +143,7 @@ def test_whole_rows_are_texts_of_their_own() -> None:
 
 def test_labels_before_are_counted_within_each_text() -> None:
     """Two texts side by side and a position beyond them."""
-    chosen, first = (
-        jnp.array([[False, True, True, False, True, True, False]]),
-        jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32),
-    )
+    chosen = jnp.array([[False, True, True, False, True, True, False]])
+    first = jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32)
     pack = Pack(tokens=first, labels=first, chosen=chosen, positions=first, first=first)
     assert np.asarray(learnt_before(pack)).tolist() == [[0, 0, 1, 2, 0, 1, 0]]

@@ -48,10 +48,8 @@ def poisoned(target: Decoder, token: int = POISON) -> Decoder:
 def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
     """Coupled: rows fail where plain decoding fails, with the tokens up to there, and a poisoned
     token that is drafted and rejected, or stands in the padding of a prompt, does nothing."""
-    target, processing = (
-        poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8)),
-        Processing(stop_ids=(1, 3)),
-    )
+    target = poisoned(tiny_network(Decoder, tiny_model(), 1, 0.8))
+    processing = Processing(stop_ids=(1, 3))
     made = tiny_prompts(8)
     width = made.tokens.shape[1]
     made = made.replace(

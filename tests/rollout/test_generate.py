@@ -146,10 +146,8 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
         state = step(state, jnp.int32(1))
         now = jax.tree.map(np.asarray, collect(state))
         was_running = seen.status == RUNNING
-        count, accepted = (
-            now.lengths - seen.lengths,
-            (now.statistics.accepted - seen.statistics.accepted).sum(1),
-        )
+        count = now.lengths - seen.lengths
+        accepted = (now.statistics.accepted - seen.statistics.accepted).sum(1)
         np.testing.assert_array_equal(now.statistics.rounds - seen.statistics.rounds, was_running)
         # each statistic too
         for before, after in zip(jax.tree.leaves(seen), jax.tree.leaves(now), strict=True):

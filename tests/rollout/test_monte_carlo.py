@@ -95,10 +95,8 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
         counts += [
             np.bincount(part, minlength=vocab**NEW) for part in index.reshape(len(STARTS), GROUP)
         ]
-        rounds, accepted = (
-            rounds + rollout.statistics.rounds.mean() / CALLS,
-            accepted + rollout.statistics.accepted.sum(),
-        )
+        rounds = rounds + rollout.statistics.rounds.mean() / CALLS
+        accepted = accepted + rollout.statistics.accepted.sum()
     if trial.tables is disjoint:
         assert (rounds, accepted) == (NEW, 0)
     elif trial.tables is equal:
@@ -123,10 +121,8 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
     target, table = bigram_target(
         1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)), "float32"
     )
-    draft, settings = (
-        bigram_draft(1, np.zeros((vocab, vocab), np.float32)),
-        Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1)),
-    )
+    draft = bigram_draft(1, np.zeros((vocab, vocab), np.float32))
+    settings = Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1))
     chooser = length_chooser.unmeasured(settings.lengths, 4)
     plain = drafter(None, draft).replace(
         chooser=chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e6).at[0].set(1e-6))
@@ -153,10 +149,8 @@ def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
     kept, and nowhere else."""
     logits = 1.2 * np.random.default_rng(3).normal(size=(3, 3))
     target, _ = bigram_target(logits, "float32")
-    draft, settings = (
-        bigram_draft(LENGTH, (-logits).astype(np.float32)),
-        Settings(500, 20, Processing(), rule),
-    )
+    draft = bigram_draft(LENGTH, (-logits).astype(np.float32))
+    settings = Settings(500, 20, Processing(), rule)
     given = drafter(None, draft)
 
     @jax.jit

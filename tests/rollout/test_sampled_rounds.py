@@ -56,10 +56,8 @@ def matched(
         )
         drafts = sampling.categorical(draft, noise[:, :LENGTH])
     else:
-        positions, levels = (
-            lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32),
-            sampling.level_count(target.shape[-1]),
-        )
+        positions = lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32)
+        levels = sampling.level_count(target.shape[-1])
         noise = Uniforms(sampling.uniforms(rows, positions, levels, FLOAT))
         drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
     return drafts, match_rule(target, drafts, offered, noise)
@@ -255,10 +253,8 @@ def test_a_wide_vocabulary_passes_a_chi_square(size: int, cases: list[str]) -> N
         ]
         draws, tokens = by_round(by_stream[1], start, sampling.level_count(vocab)), []
         for target, draft in pairs:
-            wide, narrow = (
-                jnp.broadcast_to(target, (chunk, LENGTH + 1, vocab)),
-                jnp.broadcast_to(draft, (chunk, LENGTH, vocab)),
-            )
+            wide = jnp.broadcast_to(target, (chunk, LENGTH + 1, vocab))
+            narrow = jnp.broadcast_to(draft, (chunk, LENGTH, vocab))
             drafts = sampling.categorical(narrow, draws.drafts)
             rounds = [
                 (drafts, rule(wide, narrow, drafts, offered, draws.coins, draws.next))

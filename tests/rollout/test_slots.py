@@ -120,10 +120,8 @@ def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.Monk
     monkeypatch.setattr(key_chunks, "CHUNKED", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
-    settings, given = (
-        layout.settings._replace(chunk=2),
-        drafter(network, draft, lengths=layout.lengths),
-    )
+    settings = layout.settings._replace(chunk=2)
+    given = drafter(network, draft, lengths=layout.lengths)
     begun = jax.eval_shape(
         lambda prompts: begin(
             target, given, draft, prompts, jnp.int32(0), jax.random.key(5), settings
@@ -286,10 +284,8 @@ def test_lengths_are_chosen_alike_in_slices(
     for _ in range(0, int(whole.round[0]), slices):
         state = step(state, jnp.int32(slices))
         assert_is_whole(state)
-        left, waiting = (
-            np.asarray(state.rollout.status) == RUNNING,
-            np.asarray(state.queue.waiting),
-        )
+        left = np.asarray(state.rollout.status) == RUNNING
+        waiting = np.asarray(state.queue.waiting)
         evicted += bool(left.sum() <= tail[0] and waiting.any())
     jax.tree.map(
         np.testing.assert_array_equal,

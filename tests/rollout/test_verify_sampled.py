@@ -107,10 +107,8 @@ def test_a_residual_that_rounding_emptied_falls_back_to_the_target(rule: str) ->
 def test_without_drafts_every_rule_is_plain_sampling() -> None:
     target, _, _, _ = random_rows(50, 0, 4)
     noise = np.random.default_rng(0).gumbel(size=(50, 1, 4))
-    empty, none = (
-        (np.zeros((50, 0, 4)), np.zeros((50, 0), np.int32), np.zeros(50, np.int32)),
-        np.zeros((50, 0)),
-    )
+    empty = (np.zeros((50, 0, 4)), np.zeros((50, 0), np.int32), np.zeros(50, np.int32))
+    none = np.zeros((50, 0))
     for verdict in [
         *(rule(target, *empty, none, noise[:, 0]) for rule in RULES.values()),
         match(target, *empty[1:], noise),

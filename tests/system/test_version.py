@@ -103,10 +103,8 @@ def test_a_namesake_is_named_before_its_modules_are_imported(
     (tmp_path / "jaxspec-0.3.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.3\n"
     )
-    command, environment = (
-        [sys.executable, "-m", "jaxspec.train"],
-        os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
+    command = [sys.executable, "-m", "jaxspec.train"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
