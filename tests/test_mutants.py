@@ -31,15 +31,16 @@ def mutated(mutant: Mutant, text: str) -> str:
     return changed
 
 
-@pytest.fixture
-def copied(repository: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def copied(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree, to be changed."""
+    tree = tmp_path_factory.mktemp("tree")
     for folder in ("jaxspec", "tests", "configs"):
         shutil.copytree(
-            repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+            repository / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__")
         )
-    shutil.copy(repository / "pyproject.toml", tmp_path)
-    return tmp_path
+    shutil.copy(repository / "pyproject.toml", tree)
+    return tree
 
 
 @pytest.fixture
@@ -56,6 +57,8 @@ def run(copied: Path) -> Run:
             *(f"tests/{test}" for test in tests),
         ]
         environment = os.environ | {"PYTHONPATH": str(copied)}
+        # Modules that no bug is put into are translated once: shape checks make that slow.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.run(
             command,
             cwd=copied,
@@ -80,8 +83,12 @@ def test_every_bug_has_one_place(repository: Path) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.row}: {mutant.bug}")
 def test_the_suite_fails_on_every_mutant(mutant: Mutant, copied: Path, run: Run) -> None:
     file = copied / "jaxspec" / mutant.file
-    file.write_text(mutated(mutant, file.read_text()))
-    done = run(mutant.killer)
+    text = file.read_text()
+    file.write_text(mutated(mutant, text))
+    try:
+        done = run(mutant.killer)
+    finally:
+        file.write_text(text)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     # By what it checks, not because the bug broke the program.
     assert re.search(r"^E +(assert |AssertionError)", done.stdout, re.MULTILINE), done.stdout[

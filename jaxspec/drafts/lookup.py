@@ -235,7 +235,14 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         )
 
     return Draft(
-        learned.length, learned.taps, True, learned.empty_cache, prefill, catch_up, propose, commit
+        length=learned.length,
+        taps=learned.taps,
+        draws=True,
+        empty_cache=learned.empty_cache,
+        prefill=prefill,
+        catch_up=catch_up,
+        propose=propose,
+        commit=commit,
     )
 
 
@@ -261,14 +268,14 @@ def _without_weights(
         return state, None
 
     return Draft(
-        max_draft_length,
-        (),
-        False,
-        lambda network, rows, positions: None,
-        prefill,
-        catch_up,
-        propose,
-        lambda state, kept: state,
+        length=max_draft_length,
+        taps=(),
+        draws=False,
+        empty_cache=lambda network, rows, positions: None,
+        prefill=prefill,
+        catch_up=catch_up,
+        propose=propose,
+        commit=lambda state, kept: state,
     )
 
 

@@ -121,7 +121,16 @@ def external(max_draft_length: int) -> Draft:
         drafts = kept.positions.shape[1] - 1
         return state.replace(read=state.read + jnp.clip(kept.length - 1, 0, max(drafts - 1, 0)))
 
-    return Draft(max_draft_length, (), True, empty_cache, prefill, catch_up, propose, commit)
+    return Draft(
+        length=max_draft_length,
+        taps=(),
+        draws=True,
+        empty_cache=empty_cache,
+        prefill=prefill,
+        catch_up=catch_up,
+        propose=propose,
+        commit=commit,
+    )
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

@@ -160,7 +160,16 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             before=jnp.where(went_on[:, None, None], state.ends, state.before),
         )
 
-    return Draft(max_draft_length, taps, True, empty, prefill, catch_up, propose, commit)
+    return Draft(
+        length=max_draft_length,
+        taps=taps,
+        draws=True,
+        empty_cache=empty,
+        prefill=prefill,
+        catch_up=catch_up,
+        propose=propose,
+        commit=commit,
+    )
 
 
 def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:

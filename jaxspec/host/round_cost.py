@@ -82,7 +82,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
         np.asarray(total(leaf)) for leaf in (made.offered_in_turn, made.accepted)
     )
     file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
-    cost = _from_process_0(_kept(file, empty.round_cost.shape))
+    cost = _from_process_0(_saved(file, empty.round_cost.shape))
     if not cost.any():
         shards, room = mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
@@ -96,7 +96,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
                     )
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
-            _keep(file, cost)
+            _save(file, cost)
     estimate = AcceptanceEstimate(
         offered_in_turn=jnp.asarray(offered_in_turn),
         accepted=jnp.asarray(accepted),
@@ -105,7 +105,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     return LengthChooser(acceptance=estimate, round_cost=jnp.asarray(cost))
 
 
-def _keep(file: Path, cost: np.ndarray) -> None:
+def _save(file: Path, cost: np.ndarray) -> None:
     """Writes the table for the next run; where that cannot be done, a run goes on without."""
     try:
         with replacing(file, "the next run times its rounds anew", shared=True) as fresh:
@@ -117,7 +117,7 @@ def _keep(file: Path, cost: np.ndarray) -> None:
         say(f"warning: {reason}")
 
 
-def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+def _saved(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     """The table in a file, or zeros where there is none of this shape, or one that does not hold
     any more what was written."""
     table, damage = [], ""

@@ -268,7 +268,14 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         return state
 
     return Draft(
-        length, (), True, lambda network, rows, slots: None, prefill, catch_up, propose, commit
+        length=length,
+        taps=(),
+        draws=True,
+        empty_cache=lambda network, rows, slots: None,
+        prefill=prefill,
+        catch_up=catch_up,
+        propose=propose,
+        commit=commit,
     )
 
 
