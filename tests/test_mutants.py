@@ -97,8 +97,10 @@ def test_the_suite_fails_on_every_mutant(mutant: Mutant, copied: Path, run: Run)
 
 
 @pytest.mark.slow
-def test_without_a_bug_all_of_these_tests_pass(run: Run) -> None:
-    done = run(*sorted({mutant.killer for mutant in MUTANTS}))
+def test_without_a_bug_such_tests_pass(run: Run) -> None:
+    """One of every killing test's cases, in the copied tree; in this one they all run anyway."""
+    one_of_each = {mutant.killer.partition("[")[0]: mutant.killer for mutant in MUTANTS}
+    done = run(*sorted(one_of_each.values()))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout[-2000:]
 

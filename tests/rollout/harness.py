@@ -153,13 +153,15 @@ def compiled(
     data: int = 1,
     tensor: int = 1,
     choice: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Prompts in, numpy rollout out."""
+    """Prompts in, numpy rollout out; `options` are the compiler's."""
     mesh = small_mesh(data, tensor)
     run = jax.jit(
         lambda target, drafter, prompts, key: generate(
             target, drafter, draft, prompts, key, chosen, mesh
-        )
+        ),
+        compiler_options=options,
     )
 
     def call(pair: tuple[Decoder, Any], prompts: Prompts, seed: int = 5) -> Any:

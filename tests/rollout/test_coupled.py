@@ -17,7 +17,7 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout
-from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import FOR_LONG_RUNS, eagle3, tiny_model, tiny_network, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -142,7 +142,7 @@ def test_float32_flips_are_near_ties_and_rare() -> None:
     target, network = tiny_network(Decoder, model, 1, 0.8), tiny_network(eagle3, model, 2, 0.8)
     processing = Processing(stop_ids=(1,))
     runs = [
-        compiled(draft, Settings(64, 64, processing, None))
+        compiled(draft, Settings(64, 64, processing, None), options=FOR_LONG_RUNS)
         for draft in (None, recurrent(3, (1, 2, 3)))
     ]
     tokens = flips = 0

@@ -1,6 +1,7 @@
 """200,000 short answers of the engine itself, in float32, against their exact law: drafts that are
 opposite, disjoint, one-hot or equal."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from tests.conftest import chi_square
+from tests.conftest import FOR_LONG_RUNS, chi_square
 from tests.rollout.harness import (
     bigram_draft,
     bigram_target,
@@ -86,6 +87,7 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
     run = compiled(
         bigram_draft(LENGTH, drafted.astype(np.float32)),
         Settings(GROUP, NEW, Processing(), trial.rule),
+        options=FOR_LONG_RUNS,
     )
     counts, rounds, accepted = np.zeros((len(STARTS), vocab**NEW)), 0, 0
     for seed in range(CALLS):
@@ -128,7 +130,7 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
         chooser=chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e6).at[0].set(1e-6))
     )
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
     def run(key: jax.Array) -> Any:
         state = begin(target, plain, draft, last_token_prompts(STARTS), jnp.int32(0), key, settings)
         return collect(advance(target, plain, draft, state, 1000, settings))
