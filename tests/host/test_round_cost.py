@@ -18,7 +18,7 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
-from jaxspec.host.round_cost import _keep, _kept, measured_chooser
+from jaxspec.host.round_cost import _save, _saved, measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
@@ -58,10 +58,10 @@ COST = np.asarray([[1.25, 2.5], [3.0, 4.75]], np.float32)
 
 def test_a_table_is_kept_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "key.json"
-    assert not _kept(file, COST.shape).any()
-    _keep(file, COST)
-    np.testing.assert_array_equal(_kept(file, COST.shape), COST)
-    assert not _kept(file, (3, 3)).any()  # of another shape
+    assert not _saved(file, COST.shape).any()
+    _save(file, COST)
+    np.testing.assert_array_equal(_saved(file, COST.shape), COST)
+    assert not _saved(file, (3, 3)).any()  # of another shape
     assert [each.name for each in folder.iterdir()] == ["key.json"]
     assert capsys.readouterr().out == ""
 
@@ -92,9 +92,9 @@ def test_a_table_that_is_not_what_was_written_is_told_and_measured_anew(
     folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], said: str
 ) -> None:
     file = folder / "key.json"
-    _keep(file, COST)
+    _save(file, COST)
     damage(file)
-    assert not _kept(file, COST.shape).any()
+    assert not _saved(file, COST.shape).any()
     assert capsys.readouterr().out == f"warning: {file} {said}: rounds are timed anew\n"
 
 
@@ -107,7 +107,7 @@ def test_a_table_that_cannot_be_written_is_no_reason_to_stop(
         folder.write_text("no folder")
     else:
         file.mkdir(parents=True)
-    _keep(file, COST)
+    _save(file, COST)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: {file} cannot be written: ")
     assert line.endswith("; the next run times its rounds anew")

@@ -23,7 +23,7 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout
-from tests.conftest import chi_square, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import FOR_LONG_RUNS, chi_square, tiny_model, tiny_network, tiny_prompts
 from tests.dense import positions_of
 from tests.rollout.harness import (
     GROUP,
@@ -152,7 +152,8 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     settings = Settings(
         GROUP, new, case.processing, case.rule, case.grid, tail=tail, lengths=case.lengths
     )
-    rollout = compiled(draft, settings, choice=case.choice)(pair, made)
+    run = compiled(draft, settings, choice=case.choice, options=FOR_LONG_RUNS)
+    rollout = run(pair, made)
     if draft is not None:
         total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
         assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, (
