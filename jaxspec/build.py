@@ -118,7 +118,7 @@ accelerator as many as keep it busy; on a CPU so few that activations stay in a 
 def tokens_of(config: ResolvedConfig, mesh: Mesh) -> int:
     """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
     has."""
-    longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
+    longest = config.row_length - 1
     rows = config.batch.prompts * config.batch.group_size // mesh.shape[meshes.DATA]
     wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
     return longest * min(max(1, round(wanted / longest)), max(rows, 1))
@@ -163,6 +163,7 @@ def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing)
         group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
+        # coupled: drafts are compared with what the target samples, which no rule decides
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
         page_size=_page_size(config, mesh),
@@ -179,6 +180,7 @@ def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing)
         if own is None:
             return policy, WeightLayout()
         read = own.reads(length) * slots
+        # with one draft a round, reading gives it, and no pass of one token a slot follows
         passes = (read, slots) if length > 1 else (read,)
         return policy, fastest(own.decoder(config.draft_spec), *shard, passes)
 
@@ -201,6 +203,7 @@ def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing)
 def _grid(config: ResolvedConfig) -> tuple[float, ...]:
     """Factors on the temperature among which the draft's is chosen."""
     draft = config.rollout.draft
+    # The draft's most likely token is what it draws at temperature 0.
     if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.learned:
         return (0.0,)
     return draft_temperature.GRID if draft.sampling == "auto" else (float(draft.temperature),)

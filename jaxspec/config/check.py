@@ -79,7 +79,7 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
 
 def _check_micro_batch(config: ResolvedConfig) -> None:
     """Whether the longest row fits a micro-batch."""
-    longest = config.data.max_prompt_length + config.rollout.max_new_tokens - 1
+    longest = config.row_length - 1
     tokens = config.batch.micro_tokens
     row = (
         f"batch.micro_tokens {tokens} is less than the longest row reads: data.max_prompt_length +"
@@ -217,7 +217,7 @@ def _check_drafts(config: ResolvedConfig) -> None:
 def _check_loops(config: ResolvedConfig) -> None:
     """Whether runs that are compared, and depths that are trained, end within the longest row."""
     rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
-    longest = config.data.max_prompt_length + rollout.max_new_tokens
+    longest = config.row_length
     row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
     shorter = rollout.lookup_kind == "none" or lookup.max_match <= longest
     match = (

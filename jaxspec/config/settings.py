@@ -262,6 +262,11 @@ class ResolvedConfig(Config):
         return cls(**{**vars(config), **specs})
 
     @property
+    def row_length(self) -> int:
+        """Tokens of the longest row: prompt and response."""
+        return self.data.max_prompt_length + self.rollout.max_new_tokens
+
+    @property
     def draft_spec(self) -> DraftSpec:
         """What the run's kind of draft may look at."""
         rollout = self.rollout
@@ -288,7 +293,7 @@ class ResolvedConfig(Config):
             min_match=lookup.min_match,
             max_match=lookup.max_match,
             group_size=self.batch.group_size,
-            row_length=self.data.max_prompt_length + rollout.max_new_tokens,
+            row_length=self.row_length,
             depths=self.draft_training.ttt_steps if trained else 0,
         )
 

@@ -105,7 +105,7 @@ def training_text(
     Raises:
       ConfigError: names file, line and column of what cannot be used, and a remedy.
     """
-    length = config.data.max_prompt_length + config.rollout.max_new_tokens
+    length = config.row_length
     if config.offline.text == "generic":
         corpus = dataclasses.replace(config.data, format="text")
         rng = stream_rng(config.seed, Stream.CORPUS)

@@ -73,7 +73,7 @@ def collect(
     """
     respond = draft_data.responder(job, policy)
     rows, whole = job.config.offline.rows, meshes.replicated(job.mesh)
-    size = job.config.data.max_prompt_length + job.config.rollout.max_new_tokens
+    size = job.config.row_length
     shapes: list[Any] = [
         jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
         for shape in ((rows, size), (rows,), (rows,))

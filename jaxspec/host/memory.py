@@ -73,6 +73,7 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     ]
     return _Bytes(
         kept=kept,
+        # in rollout layout, weights are whole on every data shard
         weights=_size((ready.target, ready.drafter.network)) // mesh[TENSOR],
         pool=_size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR]),
         # what rounds of each length cost is measured on a pool that stays as it is
@@ -232,6 +233,8 @@ def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: in
     generating = generating or {"generate": generation_alone(step, prompts)}
     taken = _most(generating, found.total)
     learns = _most(learning, found.total)
+    # Whoever takes most gives way. Both together take a little more than either, which is no reason
+    # to shrink a micro-batch.
     if learns > taken + taken // MORE:
         sizes = fewer if found.total + learns > limit else step.sizes
     else:

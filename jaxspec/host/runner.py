@@ -157,6 +157,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
             began = time.perf_counter()
             match phase:
                 case "train":
+                    # An evaluation has nothing to learn, and its seconds are not training's.
                     result = (
                         learn(*arguments)
                         if learning
@@ -176,6 +177,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
         taken = time.perf_counter() - began
         learnt, train = numbers(learnt), {"time/train": seconds.pop("time/train")}
         seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
+        # The batch that is learnt from is the previous one: its seconds go on its own line.
         own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
         return StepResult(
             state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own
@@ -309,6 +311,7 @@ def compare(
         return [call(weights, prompts) for call, weights in calls]
 
     began = time.perf_counter()
+    # The same prompts in both, so that lengths differ by chance alone.
     passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
     once = np.float32(time.perf_counter() - began)
     if jax.process_count() > 1:  # all must make the same number of calls

@@ -37,7 +37,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     config = job.config
     sft, mesh = config.sft, job.mesh
     rng = stream_rng(config.seed, Stream.DOCUMENTS)
-    length = config.data.max_prompt_length + config.rollout.max_new_tokens
+    length = config.row_length
     learner = dataclasses.replace(
         job.step.learner,
         tokens=max(

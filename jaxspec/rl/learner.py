@@ -260,9 +260,11 @@ class Learner:
             return jax.tree.map(jnp.add, before[0], gradients), before[1].plus(sums)
 
         nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
+        # The plan says at run time how many micro-batches there are: one program for every batch.
         gradients, sums = lax.fori_loop(
             0, batch.plan.used[0], read, (nothing, losses.nothing(counts))
         )
+        # once a batch, and not for every micro-batch
         largest = lax.pmax(sums.largest_gap, DATA)
         sums = lax.psum(sums, DATA)._replace(largest_gap=largest)
         return trained.summed(gradients) if learning else gradients, sums, counts

@@ -76,6 +76,7 @@ class Losses:
         """Counts over all shards, from one of them."""
         wide = self.wide
         is_read = batch.plan.micro[0] >= 0
+        # nothing predicts a row's first token
         here = batch.chosen[:, 1:] & is_read[:, None]
         by_depth = jnp.zeros((0,), wide)
         if self.draft is not None:
@@ -144,6 +145,7 @@ class Losses:
             if self.ordered:
                 (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
             run = partial(compared, network, lax.stop_gradient(target), objective=self.draft)
+            # The draft's loss reads the policy's logits and must have no gradient in its weights.
             logits = lax.stop_gradient(logits)
             return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, logits, hidden)
 
@@ -155,8 +157,11 @@ class Losses:
         def over_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
 
+        # A position predicts the next one's token, and what was sampled stands with the token.
         following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
         sampled = batch.sampled_logprobs[row, following].astype(wide)
+        # There is one update a batch, so the policy before it is the one that this pass reads: no
+        # second pass is needed for its log-probabilities.
         old = lax.stop_gradient(logprobs)
         loss, gap = jnp.zeros((), wide), jnp.abs(old - sampled)
         if self.policy is not None:

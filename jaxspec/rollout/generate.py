@@ -46,7 +46,9 @@ def advance(
 ) -> DecodeState:
     """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as
     one long call."""
+    # Without a limit, `max_rounds` is the largest number: the sum must not pass it.
     limit = state.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - state.round[0])
+    # A shard of few rows begins with fewer slots than its tail's first loop has.
     tail = tuple(size for size in settings.tail if size < slot_count(state))
     evicts = may_run_out(state, settings.max_new_tokens)
 
@@ -158,12 +160,14 @@ def _choice(
     """The length of the next round."""
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
     lengths = taken(state.rollout.lengths, rows_of_slots(state))
+    # Attention reads the caches of all slots as far as the longest row has come.
     longest = jnp.max(jnp.where(active(state), lengths, 0))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
         jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest),
         drafter.chooser.round_cost.shape[2] - 1,
     )
+    # Costs are measured for so many loops of the tail; what comes after is as the last of them.
     cost = drafter.chooser.round_cost[
         :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context
     ]
@@ -235,6 +239,7 @@ def begin_sharded(
             else leaf
         )
 
+    # How each part is split depends on its shape, which what runs on one shard says.
     state = jax.eval_shape(
         shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
     )
@@ -267,6 +272,8 @@ def advance_sharded(
 
 def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
     by_row = jax.tree.map(lambda leaf: P(DATA) if leaf.ndim else P(), prompts)
+    # Of the prompts' numbers, split like them, a shard gets its own first: a row's key holds its
+    # number in the whole batch, so that tokens do not depend on the mesh.
     return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
 
 

@@ -99,6 +99,7 @@ def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
     pages = share(state.pages, slot, count + prompt, common)
     wanted = _pages_for(state, rollout.lengths[row], block)
     pages = grow(pages, pages.held.at[slot].set(wanted))
+    # The pages that it shares are its prompt's own; only those that it writes to are copies.
     seat = Seat(slot, prompt, *_copied(pages, slot, count + prompt, common, last))
     return state.replace(
         rollout=rollout.replace(
@@ -143,6 +144,7 @@ def _make_room(state: DecodeState, block: int, evicts: bool) -> DecodeState:
 
     def wanted(state: DecodeState) -> Int[Array, " A"]:
         lengths = taken(state.rollout.lengths, rows_of_slots(state))
+        # a row that has pages keeps them: they are freed all at once when it ends or is evicted
         needed = jnp.where(active(state), _pages_for(state, lengths, block), 0)
         return state.pages.held.at[:count].max(needed)
 
