@@ -151,6 +151,7 @@ def test_names_of_config_files(
     assert len(printed.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interruption_of_a_config_files_own_is_its_error_and_ctrl_c_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

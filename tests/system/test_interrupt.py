@@ -95,7 +95,9 @@ def test_flag_is_seen_between_steps(number: int) -> None:
         sys.exit(interrupt.status)
     """
     status, text, _ = _run(body, number)
-    assert (status, text.splitlines()[-1]) == (128 + number, "saved")
+    assert status == 128 + number
+    # the line that says what is waited for is another thread's, and may come after it
+    assert "saved" in text.splitlines()
 
 
 def test_the_first_signal_is_the_status() -> None:
@@ -229,6 +231,7 @@ def test_a_signal_is_obeyed_where_standard_output_is_closed(
         assert interrupt._watcher.is_alive()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Interrupt(announce=lambda _: None) as interrupt:
