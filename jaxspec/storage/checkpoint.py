@@ -383,8 +383,9 @@ def _not_abandoned(record: logging.LogRecord) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's words, which tensorstore puts last in a long message."""
-    found = re.search(r"([^:\[\]]+) \[os_error_code", str(error))
+    """The operating system's words, which tensorstore puts last in a long message; it may add what
+    it was writing."""
+    found = re.search(r"([^:\[\]]+) \[(?:os_error_code|tensorstore_spec)=", str(error))
     if found:
         return found[1].strip()
     return (
