@@ -27,7 +27,6 @@ from tests.rollout.harness import (
     coupled_prompts,
     draft_of,
     drafter,
-    marked,
     network_of,
     plain,
 )
@@ -44,7 +43,6 @@ class Case(NamedTuple):
     paged: bool = True
     """With pages that run out, so that rows are evicted and are recomputed; else a row of
     cache for each slot."""
-    slow: bool = True
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -67,7 +65,7 @@ class Case(NamedTuple):
 ALL_PAIRS = 0, 1, 3, 1, 2, 3
 """Turns in which 0 is followed by 1, 1 by 2 and 3, 2 by 3, and 3 by 0 and 1."""
 CASES = [
-    Case("eagle3", ALL_PAIRS, slow=False),
+    Case("eagle3", ALL_PAIRS),
     Case("mtp 2", ALL_PAIRS),
     Case("model", ALL_PAIRS),
     Case("eagle3", (0, 0, 0, 0, 0, 0, 1, 3)),
@@ -125,7 +123,8 @@ def said(
     return ours, theirs, lengths
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) -> None:
     """Drafts of all depths, with pages, evictions and a tail, within 1e-9 of a prefill of the same
     text, before every round."""
