@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import json
 import os
 import signal
@@ -95,9 +94,6 @@ optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax pro
 def pytest_configure() -> None:
     """Keeps compiled programs in the user's cache folder, for the next run and for other clones: a
     program's text is its key."""
-    # Tracing leaves many objects that live on; looking through them again and again for garbage
-    # took an eighth of the time.
-    gc.set_threshold(100_000, 50, 100)
     folder = cache_folder() / "tests" / f"jax-{jax.__version__}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

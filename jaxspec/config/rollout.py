@@ -112,8 +112,8 @@ class LookupConfig(Checked, prefix="rollout.lookup."):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Checked, prefix="rollout.engine."):
-    """Memory and loops of generation; nothing here changes a token's
-    distribution, and in coupled mode no token."""
+    """Memory and loops of generation; nothing here changes a token's distribution, and in coupled
+    mode no token."""
 
     slots: Count | Literal["auto"] = "auto"
     """Rows that a data shard generates at once; further ones wait until a slot is free. `auto`:
@@ -145,8 +145,8 @@ class EngineConfig(Checked, prefix="rollout.engine."):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Checked, prefix="rollout."):
-    """How responses are generated; the policy's distribution is what `temperature`,
-    `top_k`, `top_p`, `min_new_tokens` and `banned` leave of it."""
+    """How responses are generated; the policy's distribution is what `temperature`, `top_k`,
+    `top_p`, `min_new_tokens` and `banned` leave of it."""
 
     max_new_tokens: Count = 28
     """Longest response, in tokens."""

@@ -328,8 +328,8 @@ def _counted(
 
 
 def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstimate:
-    """The estimate after a round: in which drafts beyond the end of a text do not count: they
-    follow nothing that the target accepted."""
+    """The estimate after a round. Drafts beyond the end of a text do not count: they follow
+    nothing that the target accepted."""
     offered_in_turn, accepted = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
         for leaf in (change.offered_in_turn, change.accepted)
