@@ -3,6 +3,7 @@
 The config is opened once, here; what is made knows only its own parts.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import optax
@@ -16,16 +17,15 @@ from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.models.weight_layout import WeightLayout, fastest
-from jaxspec.rl import optimizers
+from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, Objective
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.losses import clipped_ratio
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.step import HOST, Step
+from jaxspec.step import HOST, Advantages, Step
 from jaxspec.streams import Stream, stream_key
 
 
@@ -61,7 +61,64 @@ def build_step(
             else (lambda policy: policy)
         ),
         online=config.draft_training.online,
+        advantages=_build_advantages(config),
+        kl_in_reward=_kl_penalty(config, "reward"),
+        mini_batches=config.batch.mini_batches,
     )
+
+
+def _build_advantages(config: ResolvedConfig) -> Advantages:
+    wanted = config.advantage
+    baseline = {
+        "none": advantages.no_baseline,
+        "group": advantages.group_mean,
+        "leave_one_out": advantages.others_mean,
+    }[wanted.baseline]
+    scale = {
+        "none": advantages.unscaled,
+        "population": advantages.over_population,
+        "sample": advantages.over_sample,
+        "leave_one_out": advantages.over_others,
+        "batch": advantages.over_batch,
+        "whiten": advantages.whitened,
+    }[wanted.std]
+    group_size = config.batch.group_size
+    return partial(advantages.advantages, group_size=group_size, baseline=baseline, scale=scale)
+
+
+def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
+    wanted = config.loss
+    bounds = {"clip_low": wanted.clip_low, "clip_high": wanted.clip_high}
+    clipped = bounds | {"dual_clip": wanted.dual_clip}
+    surrogate = {
+        "clip": partial(losses.clipped_ratio, **clipped),
+        "gspo": partial(losses.sequence_ratio, **clipped),
+        "cispo": partial(losses.clipped_weight, **bounds),
+        "reinforce": losses.plain_reinforce,
+    }[wanted.kind]
+    low, high = wanted.importance_bounds
+    whole = wanted.kind == "gspo"
+    correction = {
+        "none": None,
+        "tis": loss_terms.ImportanceWeights(most=high, by_sequence=whole),
+        "icepop": loss_terms.ImportanceWeights(low, high, truncate=False, by_sequence=whole),
+        "sequence_mask": loss_terms.SequenceMask(low, high),
+    }[wanted.importance]
+    return partial(
+        losses.policy_gradient,
+        surrogate=surrogate,
+        correction=correction,
+        kl=_kl_penalty(config, "loss"),
+        entropy_weight=wanted.entropy,
+    )
+
+
+def _kl_penalty(config: ResolvedConfig, where: str) -> loss_terms.KlPenalty | None:
+    """The penalty, where it is wanted there."""
+    kl = config.kl
+    if not kl.beta or kl.where != where:
+        return None
+    return loss_terms.KlPenalty(kl.beta, loss_terms.ESTIMATORS[kl.estimator], kl.importance)
 
 
 def _build_learner(
@@ -74,13 +131,15 @@ def _build_learner(
         depths, decay = training.ttt_steps, training.decay
         loss, temperature = LOSSES[training.loss], processing.temperature
         objective = Objective(loss, depths, decay, temperature, kind.learned.unroll)
-    rate = optimizers.warmup(wanted.learning_rate, wanted.warmup_steps)
+    updates = config.steps * config.batch.mini_batches * config.batch.epochs
+    rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, updates)
+    made = {"adamw": optimizers.adamw, "muon": optimizers.muon}[wanted.kind]
 
     def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         moments = config.optimizer.moments
         return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
 
-    policy = stored(optimizers.adamw(rate, wanted.grad_clip, wanted.weight_decay))
+    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay))
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
         if config.optimizer.offload
@@ -100,11 +159,21 @@ def _build_learner(
         dtype=config.model.dtype,
         tokens=config.batch.micro_tokens or tokens_of(config, mesh),
         processing=processing,
-        policy_loss=clipped_ratio,
+        policy_loss=_build_policy_loss(config),
         objective=objective,
         taps=generator.taps,
         policy_optimizer=optimizers.Offloaded(*policy) if config.optimizer.offload else policy,
         draft_optimizer=stored(optimizers.adamw(training.learning_rate, training.grad_clip)),
+        aggregation={
+            "token": losses.by_token,
+            "sequence": losses.by_sequence,
+            "constant": losses.ByConstant(config.rollout.max_new_tokens),
+        }[config.loss.aggregation],
+        epochs=config.batch.epochs,
+        keeps_reference=config.kl.beta > 0,
+        reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
+        recompute=config.loss.logprobs == "recompute",
+        largest_factor=config.loss.reuse_below,
     )
 
 

@@ -143,11 +143,11 @@ class Plan(Tree):
     """The row that comes to each place; a data shard has as many places as it has rows, and its
     rows have about as much text as others'."""
     micro: Int[AnyArray, "U B"]
-    """The micro-batch that reads the row of each place, for each update on the batch; -1: none."""
+    """The micro-batch that reads the row of each place, for each of U mini-batches; -1: none."""
     start: Int[AnyArray, "U B"]
     """Where in the pack its text starts."""
     used: Int[AnyArray, " U"]
-    """Micro-batches of each update."""
+    """Micro-batches of each mini-batch."""
 
 
 class Pack(NamedTuple):
@@ -247,7 +247,12 @@ class LearnerState(Tree):
     """Whether the draft learns: data, not structure, so that a frozen and a learning draft share
     one program."""
     version: Int[Array, ""]
-    """Updates so far."""
+    """Batches that the policy has learnt from."""
+    recompute: Bool[Array, ""]
+    """Whether old logprobs are computed anew; else they are those that the rollout recorded."""
+    reference: PyTree = None
+    """The policy that is not to be left too far, in the type of products; None: no loss asks for
+    one, or it is the policy without its adapters."""
 
 
 @pytree

@@ -12,22 +12,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
 from jaxspec.kernels.order import after, computed, needed_on
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
-from jaxspec.rl.advantages import group_advantages
 from jaxspec.rl.learner import Learner, Metrics
 from jaxspec.rl.logprobs import response_mask
-from jaxspec.rl.train_batch import TrainBatch, no_plan
+from jaxspec.rl.loss_terms import KlPenalty
+from jaxspec.rl.train_batch import TrainBatch, no_plan, planned
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Finished, Prompts, PyTree, Ready, TrainState
+from jaxspec.state import Finished, Plan, Prompts, PyTree, Ready, TrainState
 
 HOST = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
+Advantages = Callable[[Float[Array, " B"], Bool[Array, " B"], Int[Array, " B"]], Float[Array, " B"]]
+"""(rewards, which rows have one, tokens of each response) -> advantages."""
 Do = Callable[..., Any]
 """(phase, function, *arguments) -> what the function gives: how a phase is run."""
 
@@ -68,6 +73,12 @@ class Step:
     """What is trained of a policy: itself, or adapters beside it."""
     online: bool
     """Whether the draft learns during the run."""
+    advantages: Advantages
+    """What rewards become."""
+    kl_in_reward: KlPenalty | None = None
+    """What is taken from the rewards for leaving the reference policy."""
+    mini_batches: int = 1
+    """Into which a batch is divided, each for an update."""
 
     @property
     def mesh(self) -> Mesh:
@@ -109,14 +120,26 @@ class Step:
 
     def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
-        learner, metrics = self.learner.learn(
-            state.learner, self.batch_of(finished), finished.learn
-        )
+        batch, own = self._rewarded(state, finished)
+        learner, metrics = self.learner.learn(state.learner, batch, finished.learn)
         observed = self.generator.observed(state.generator, finished.rollout.statistics)
         generator = jax.tree.map(
             lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator
         )
-        return TrainState(learner=learner, generator=generator), metrics
+        return TrainState(learner=learner, generator=generator), metrics | own
+
+    def _rewarded(self, state: TrainState, finished: Finished) -> tuple[TrainBatch, Metrics]:
+        """What the learner reads of a rollout; where that costs reward, less what it costs to leave
+        the reference policy, with its mean."""
+        batch, penalty = self.batch_of(finished), self.kl_in_reward
+        if penalty is None:
+            return batch, {}
+        kl = self.learner.reference_kl(state.learner, batch, penalty, finished.learn)
+        rewards = finished.rewards.astype(kl.dtype) - penalty.beta * kl
+        count = jnp.sum(finished.valid, dtype=kl.dtype)
+        mean = jnp.sum(jnp.where(finished.valid, kl, 0)) / jnp.maximum(count, 1)
+        mean = jnp.where(finished.learn & (count > 0), mean, jnp.nan)
+        return self.batch_of(finished.replace(rewards=rewards)), {"reward/kl": mean}
 
     def sync(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
@@ -136,12 +159,23 @@ class Step:
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
             chosen=response_mask(rollout) & finished.valid[:, None],
-            advantages=group_advantages(
-                rewards, finished.valid, self.generator.settings.group_size
+            advantages=self.advantages(
+                rewards, finished.valid, rollout.lengths - rollout.prompt_lengths
             ),
             version=rollout.version,
             plan=finished.plan,
         )
+
+    def planned(self, read: Int[np.ndarray, " B"]) -> Plan:
+        """Which of a batch's rows, of which so many tokens are read each, is read where; on the
+        host. Mini-batches have the same number of rows.
+
+        Raises:
+          ValueError: a row does not fit a micro-batch.
+        """
+        mini = np.arange(len(read), dtype=np.int32) * self.mini_batches // len(read)
+        shards = self.learner.mesh.shape[meshes.DATA]
+        return planned(read, shards, self.learner.tokens, mini)
 
     # ---- state
 
@@ -185,6 +219,6 @@ class Step:
             rollout=rollout,
             rewards=rewards,
             valid=off,
-            plan=no_plan(rows),
+            plan=no_plan(rows, self.mini_batches),
             learn=jnp.zeros((), bool),
         )

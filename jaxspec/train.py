@@ -22,6 +22,7 @@ from jaxtyping import Array, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.build import automatic
+from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
 from jaxspec.data.problems import load_problems, remarks
 from jaxspec.host import memory
@@ -71,7 +72,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
         with interrupt.nothing_unsaved("starting"):
             this_start = workdirs.announced(job, workdir)
             problems = load_problems(config.data, job.tokenizer)
-            for line in remarks(config.data, *problems, config.batch.prompts):
+            told = remarks(config.data, *problems, config.batch.prompts)
+            for line in (*algorithms.remarks(config), *told):
                 job.say(line)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)

@@ -102,14 +102,22 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
+    "test_train_far.py",
     "test_mutants.py",
     "test_train.py",
-    "test_train_far.py",
     "test_documents.py",
+    "test_slots.py",
+    "test_draft_state.py",
     "test_lossless.py",
     "test_sampled_rounds.py",
+    "test_train_draft.py",
     "test_memory.py",
     "test_step.py",
+    "test_learner.py",
+    "test_step_loop.py",
+    "test_generate_and_step.py",
+    "test_drafts.py",
+    "test_sampling_noise.py",
 )
 
 

@@ -103,7 +103,11 @@ def save_run(folder: Path, config: ResolvedConfig, policy: Any, draft: Any) -> P
         (step.generator.draft_length, len(step.generator.settings.grid)), jnp.float32
     )
     learner = LearnerState(
-        policy=trained(policy), draft=trained(draft), online=jnp.array(True), version=jnp.int32(3)
+        policy=trained(policy),
+        draft=trained(draft),
+        online=jnp.array(True),
+        version=jnp.int32(3),
+        recompute=jnp.array(False),
     )
     state = TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=measured))
     save = Checkpoints(folder / "checkpoints")

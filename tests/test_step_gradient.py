@@ -15,7 +15,6 @@ from jaxspec.host.runner import abstract, put, staged_step
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.losses import LossInputs, clipped_ratio
 from jaxspec.rl.train_batch import whole_rows
 from jaxspec.state import Finished, Rollout, TrainState
 from jaxspec.step import Step
@@ -67,7 +66,7 @@ def gradients_without(
     assert GROUP == 2
     others = np.arange(ROWS) != row
     rows, rewards = finished.rollout, np.asarray(finished.rewards, np.float64).reshape(-1, GROUP)
-    deviation = rewards.std(1, keepdims=True)
+    deviation = rewards.std(1, ddof=1, keepdims=True)
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-6)).ravel()
     advantages[row // GROUP * GROUP : row // GROUP * GROUP + GROUP] = 0
     whole = rows.tokens, rows.prompt_lengths, advantages, response_mask(rows)
@@ -84,12 +83,8 @@ def gradients_without(
             logits = network.logits(network(texts.tokens, texts.positions).hidden)
             produced = texts.positions + 1 - starts[:, None]
             logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
-            old = jax.lax.stop_gradient(logprobs)
-            losses = clipped_ratio(
-                LossInputs(
-                    logprobs, old, old, jnp.broadcast_to(chosen[:, None], old.shape), texts.chosen
-                )
-            )
+            # the ratio is 1 in the one update of a batch, and its slope that of the logprob
+            losses = -chosen[:, None] * logprobs
             return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(
                 texts.chosen, dtype=losses.dtype
             )

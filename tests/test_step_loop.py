@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import build
-from jaxspec.config.settings import LoraConfig
+from jaxspec.config.settings import KlConfig, LoraConfig
 from jaxspec.host.runner import whole_step
 from jaxspec.kernels import key_chunks
 from tests.conftest import small_mesh
@@ -21,6 +21,7 @@ from tests.whole_step import (
     PROMPTS,
     ROWS,
     STOP,
+    TWO_UPDATES,
     WIDTH,
     config_of,
     nothing_finished,
@@ -181,26 +182,29 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("data", "tensor", "kind", "rank"),
+    ("data", "tensor", "kind", "rank", "algorithm"),
     [
-        (4, 2, "eagle3", 0),
+        (4, 2, "eagle3", 0, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (8, 1, "eagle3", 0),
-                (4, 2, "mtp", 0),
-                (4, 2, "model", 0),
-                (4, 2, "eagle3", 2),
+                (8, 1, "eagle3", 0, {}),
+                (4, 2, "mtp", 0, {}),
+                (4, 2, "model", 0, {}),
+                (4, 2, "eagle3", 2, {}),
+                (4, 2, "eagle3", 0, TWO_UPDATES),
+                (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
             ]
         ),
     ],
 )
 def test_no_loop_that_talks_runs_beside_another_that_talks(
-    data: int, tensor: int, kind: Any, rank: int
+    data: int, tensor: int, kind: Any, rank: int, algorithm: dict[str, Any]
 ) -> None:
     """A CPU's devices would then do both in different orders, and wait for each other until XLA
     ends the process."""
-    config = dataclasses.replace(config_of(kind=kind, shard_above=0), lora=LoraConfig(rank=rank))
+    config = config_of(kind=kind, shard_above=0, **algorithm)
+    config = dataclasses.replace(config, lora=LoraConfig(rank=rank))
     made = build.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
     hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
     assert any(map(hlo.talks, hlo.lines))

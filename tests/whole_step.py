@@ -15,6 +15,7 @@ from jaxspec.config.settings import (
     DraftConfig,
     DraftTrainingConfig,
     EngineConfig,
+    KlConfig,
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -22,7 +23,7 @@ from jaxspec.config.settings import (
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
-from jaxspec.rl.train_batch import plan_layout, planned
+from jaxspec.rl.train_batch import plan_layout
 from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
 from tests.conftest import (
@@ -49,12 +50,16 @@ def config_of(
     shard_above: int = 2**20,
     temperature: float = 1.0,
     sampling: Any = "sample",
+    mini_batches: int = 1,
+    **algorithm: Any,
 ) -> Any:
     draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
     engine = EngineConfig(tail=False)
     return tiny_config(
         MODEL,
-        batch=BatchConfig(micro_tokens=TOKENS, prompts=PROMPTS, group_size=GROUP),
+        batch=BatchConfig(
+            micro_tokens=TOKENS, prompts=PROMPTS, group_size=GROUP, mini_batches=mini_batches
+        ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
         rollout=RolloutConfig(
             max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature
@@ -62,6 +67,7 @@ def config_of(
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),
         draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3),
+        **algorithm,
     )
 
 
@@ -112,7 +118,7 @@ def place(step: Step, tree: Any) -> Any:
 def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray) -> Finished:
     """A finished batch with its plan, on the mesh; only valid rows are read."""
     read = np.where(valid, np.asarray(rollout.lengths) - 1, 0).astype(np.int32)
-    plan = planned(read, step.mesh.shape["data"], step.learner.tokens)
+    plan = step.planned(read)
     parts: dict[str, Any] = {
         "rewards": rewards.astype(np.float32),
         "valid": valid,
@@ -181,9 +187,13 @@ def drive(made: Program, calls: int, online: bool = True) -> Run:
     return run
 
 
+TWO_UPDATES: dict[str, Any] = {"mini_batches": 2, "kl": KlConfig(beta=0.1)}
+"""Also a penalty for leaving a reference policy."""
+
+
 @functools.cache
-def twenty(online: bool, /) -> Run:
-    return drive(program(), 20, online)
+def twenty(online: bool, /, **options: Any) -> Run:
+    return drive(program(**options), 20, online)
 
 
 def assert_bitwise(found: Any, wanted: Any) -> None:

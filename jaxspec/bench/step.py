@@ -24,7 +24,6 @@ from jaxspec.config.settings import numbers_of
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.rl.train_batch import planned
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.system.progress import Screen
@@ -61,7 +60,7 @@ class Stepper:
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(
             *weights
         )
-        self.state, self._learner = with_chooser(step, state, self.prompts(0)), step.learner
+        self.state, self._step = with_chooser(step, state, self.prompts(0)), step
         self.seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
         self.read: list[np.ndarray] = []
@@ -90,7 +89,7 @@ class Stepper:
         lengths = np.asarray(result.rollout.lengths)
         ended = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
         read = np.where(ended, lengths - 1, 0).astype(np.int32)
-        plan = planned(read, self._learner.mesh.shape[meshes.DATA], self._learner.tokens)
+        plan = self._step.planned(read)
         like = self._like.valid, self._like.plan, self._like.learn
         valid, plan, learn = put((ended, plan, True), like)
         self.state = result.state

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Budget
+from jaxspec.config.algorithms import AlgorithmName, with_algorithm
 from jaxspec.config.check import check, require_countable
 from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import (
@@ -16,7 +17,6 @@ from jaxspec.config.settings import (
     DraftKind,
     DraftLength,
     EngineConfig,
-    GroupSize,
     LookupConfig,
     OfflineConfig,
     OptimizerConfig,
@@ -34,6 +34,7 @@ from jaxspec.inputs.spec import Count, ModelConfig, Natural
 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
+GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two answers")]
 Length = DraftLength | Literal["auto"]
 PromptLength = Annotated[int, Range(least=2)]
 SYNTHETIC_LENGTH = 3
@@ -198,8 +199,10 @@ class StepOptions(Checked, prefix="--"):
     """Answers a step."""
     group: GroupSize = 8
     """Answers to each prompt (G)."""
+    algorithm: AlgorithmName | Literal["default"] = "default"
+    """What `--algorithm` of a run sets."""
     beta: Annotated[float, Range(least=0)] = 0.0
-    """Weight of a KL term; 0 is what jaxspec's loss has."""
+    """Weight of a KL term (kl.beta); 0: as the algorithm has it."""
     prompt: PromptLength = 64
     """Prompt tokens a row; of --data, the most of them."""
     new: Count = 128
@@ -250,15 +253,14 @@ class StepOptions(Checked, prefix="--"):
             f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
             " leave it out",
         )
-        require(
-            self.beta == 0,
-            f"--beta is {self.beta}; jaxspec's loss has no KL term, so only 0 can be measured",
-        )
 
     def learning(self, config: ResolvedConfig) -> ResolvedConfig:
         """A run's config that asks and learns as is wanted."""
+        if self.algorithm != "default":
+            config = with_algorithm(config, self.algorithm)
         return replace(
             config,
+            kl=replace(config.kl, beta=self.beta or config.kl.beta),
             model=replace(config.model, remat=self.remat),
             batch=replace(config.batch, micro_tokens=self.micro_batch),
             data=replace(config.data, path=self.data),

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import tyro
 
+from jaxspec.config.algorithms import ALGORITHMS, described, with_algorithm
 from jaxspec.config.settings import Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
@@ -65,6 +66,9 @@ def load_config(
             f"no --config; {found}; try {command} --config rl_think.py, or {command} --help",
         )
         default, name = Config(), ""
+    algorithm, overrides = take_option(overrides, command, "algorithm", "|".join(ALGORITHMS))
+    if algorithm:
+        default = with_algorithm(default, algorithm)
     config = override(
         default,
         overrides,
@@ -265,4 +269,7 @@ after it change single settings. NAME.py is looked up as given, then in configs/
   {command} --config rl_think.py --rollout.draft.draft_length 5 --batch.group_size 32
   {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
   {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
-  {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)"""
+  {command} --config rl_think.py --algorithm dapo --batch.epochs 2 --loss.clip_high 0.3
+  {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)
+--algorithm NAME changes defaults of advantage., loss., kl. and overlong., to:
+{described()}"""

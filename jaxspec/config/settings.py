@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from jaxspec.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OverlongConfig
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -33,6 +34,7 @@ from jaxspec.inputs.spec import (
 
 __all__ = [
     "AUTO_LENGTHS",
+    "AdvantageConfig",
     "BatchConfig",
     "Config",
     "ConfigError",
@@ -44,13 +46,16 @@ __all__ = [
     "DraftTrainingConfig",
     "EngineConfig",
     "HeadConfig",
+    "KlConfig",
     "LookupConfig",
     "LookupKind",
     "LoraConfig",
+    "LossConfig",
     "MeshConfig",
     "ModelConfig",
     "OfflineConfig",
     "OptimizerConfig",
+    "OverlongConfig",
     "ResolvedConfig",
     "RolloutConfig",
     "SftConfig",
@@ -59,7 +64,6 @@ __all__ = [
     "require",
 ]
 
-GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two responses")]
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 """What numpy, JAX and grain all tell apart."""
 
@@ -86,26 +90,42 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Checked, prefix="batch."):
-    """What is generated and learnt from at once, in groups (GRPO, arXiv 2402.03300); one update a
-    batch."""
+    """What is generated and learnt from at once, in groups (GRPO, arXiv 2402.03300)."""
 
     prompts: Count = 16
     """Prompts a batch."""
-    group_size: GroupSize = 8
+    group_size: Count = 8
     """Responses to each prompt (G); rows = prompts x G."""
+    mini_batches: Count = 1
+    """Parts of the prompts into which a batch is divided, one update for each."""
+    epochs: Count = 1
+    """How often a batch is learnt from; updates a batch = mini_batches x epochs."""
     micro_tokens: Natural = 0
     """Positions that each data shard reads at once to learn (a micro-batch), at least those of the
     longest row; 0: chosen by what memory allows. It changes nothing but rounding."""
 
+    def check(self) -> None:
+        near = [size for size in range(1, self.prompts + 1) if self.prompts % size == 0]
+        require(
+            self.prompts % self.mini_batches == 0,
+            f"batch.mini_batches {self.mini_batches} does not divide batch.prompts {self.prompts};"
+            f" {', '.join(map(str, near))} do",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked, prefix="optimizer."):
-    """The policy's AdamW."""
+    """The policy's optimizer."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of the layers' matrices, and of adapters; embedding, head,
+    norms and biases have AdamW beside it."""
     learning_rate: Positive = 2e-4
-    """Learning rate, after warm-up."""
+    """Learning rate, after warm-up; Muon's updates are as large as AdamW's."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after warm-up: `linear` and `cosine` end at 0 after `steps` batches."""
     warmup_steps: Natural = 10
-    """Linear warm-up of the learning rate, in batches."""
+    """Linear warm-up of the learning rate, in updates."""
     weight_decay: Annotated[float, Range(least=0)] = 0.0
     """Decoupled weight decay."""
     grad_clip: Positive = 1.0
@@ -226,6 +246,10 @@ class Config(Checked):
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -242,6 +266,13 @@ class Config(Checked):
             f" number {self.steps}"
         )
         require(first <= self.steps, f"{traced}; begin there or before, or raise steps")
+        alone = self.batch.group_size == 1 and self.advantage.baseline != "none"
+        require(
+            not alone,
+            f"batch.group_size 1 with advantage.baseline {self.advantage.baseline}: an answer"
+            " without others is always as good as expected; raise it to 2 or more, or set"
+            " --advantage.baseline none (REINFORCE)",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,11 @@ def _from_files(setting: str) -> Unused:
     )
 
 
+def _one_update(c: Config) -> bool:
+    return c.batch.mini_batches * c.batch.epochs == 1
+
+
+_ONE_UPDATE = "one update a batch (batch.mini_batches 1, batch.epochs 1), whose ratios are 1,"
 _SIZES = "model.vocab model.layers model.embed model.heads model.kv_heads model.head_size model.ffn"
 _OBJECTIVE = (
     "draft_training.loss draft_training.ttt_steps draft_training.decay draft_training.grad_clip"
@@ -81,6 +86,33 @@ WITH_ANY_DRAFT = (
     Unused("data.task data.digits", "data.path", lambda c: bool(c.data.path) and not _generic(c)),
     Unused("data.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
     Unused("sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _generic(c)),
+    Unused(
+        "loss.clip_low loss.clip_high loss.dual_clip",
+        "loss.kind reinforce",
+        lambda c: c.loss.kind == "reinforce",
+    ),
+    Unused("loss.dual_clip", "loss.kind cispo", lambda c: c.loss.kind == "cispo"),
+    Unused("loss.clip_low loss.clip_high loss.dual_clip", _ONE_UPDATE, _one_update),
+    Unused("loss.reuse_below", _ONE_UPDATE, _one_update),
+    Unused(
+        "loss.reuse_below",
+        "loss.logprobs recompute",
+        lambda c: c.loss.logprobs == "recompute",
+    ),
+    Unused(
+        "loss.logprobs",
+        "one update a batch, whose own pass has the old logprobs, and no loss.importance,",
+        lambda c: _one_update(c) and c.loss.importance == "none",
+    ),
+    Unused(
+        "loss.importance_min loss.importance_max",
+        "loss.importance none",
+        lambda c: c.loss.importance == "none",
+    ),
+    Unused("loss.importance_min", "loss.importance tis", lambda c: c.loss.importance == "tis"),
+    Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
+    Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
+    Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),
     Unused(
         "lora.alpha lora.targets",
         "lora.rank 0, which trains no adapters,",

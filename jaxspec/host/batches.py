@@ -16,7 +16,7 @@ from jaxspec.data.problems import PromptStream, pad_prompts
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
 from jaxspec.rewards.exact import Outcome, score
-from jaxspec.rl.train_batch import planned
+from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.state import EOS, LENGTH, Finished, Plan, Prompts, Rollout
 from jaxspec.streams import Stream
 
@@ -88,19 +88,21 @@ class Batches:
         micro-batches, is no use."""
         rows = np.flatnonzero(self._owned).astype(np.int32)
         table = np.zeros(len(self._owned), np.float32)
-        lengths, valid = (
-            _local_rows(leaf, rows) for leaf in (finished.rollout.lengths, finished.valid)
+        lengths, status, valid = (
+            _local_rows(leaf, rows)
+            for leaf in (finished.rollout.lengths, finished.rollout.status, finished.valid)
         )
-        table[rows] = np.where(valid, lengths - 1, 0)
+        table[rows] = self._read(lengths, status, valid)
         return finished.replace(plan=self._planned(_sum_over_processes(table)))
+
+    def _read(self, lengths: np.ndarray, status: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """Tokens of each row that learning reads."""
+        cut = (status == LENGTH) & self._job.config.overlong.filter
+        return np.where(valid & ~cut, lengths - 1, 0)
 
     def _planned(self, read: np.ndarray) -> Plan:
         """The plan for rows of which so many tokens are read, on the devices."""
-        learner = self._job.step.learner
-        return put(
-            planned(read.astype(np.int32), learner.mesh.shape[meshes.DATA], learner.tokens),
-            self._finished.plan,
-        )
+        return put(self._job.step.planned(read.astype(np.int32)), self._finished.plan)
 
     def _owned_prompts(self) -> np.ndarray:
         return self._owned[:: self._group]
@@ -194,18 +196,21 @@ class Batches:
             responses, [problem.answer for problem in asked], job.config.data.answer_style
         )
         has_reward = np.isin(status, (EOS, LENGTH))
-        # One row of the table a reward, one whether it counts, one the tokens to read, one for each
-        # outcome; zeros where another process fills in.
-        table = np.zeros((3 + len(Outcome), len(self._owned)), np.float32)
+        overlong, longest = job.config.overlong, job.config.rollout.max_new_tokens
+        lost = overlong_penalty(ends - starts, longest, overlong.buffer, overlong.penalty)
+        # One row of the table a reward, one whether it counts, one the tokens to read, one what
+        # length takes from the reward, one for each outcome; zeros where another process fills in.
+        table = np.zeros((4 + len(Outcome), len(self._owned)), np.float32)
         table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
-        table[2, rows] = np.where(has_reward, ends - 1, 0)
+        table[2, rows] = self._read(ends, status, has_reward)
+        table[3, rows] = np.where(has_reward, lost, 0)
         for outcome in Outcome:
-            table[3 + outcome, rows] = has_reward & (scores.outcomes == outcome)
+            table[4 + outcome, rows] = has_reward & (scores.outcomes == outcome)
         table = _sum_over_processes(table)
         counted = float(table[1].sum()) or math.nan
         plan, like = self._planned(table[2]), self._finished
         rewards, valid, learn = put(
-            (table[0], table[1] > 0, True), (like.rewards, like.valid, like.learn)
+            (table[0] + table[3], table[1] > 0, True), (like.rewards, like.valid, like.learn)
         )
         samples = [
             {
@@ -220,9 +225,11 @@ class Batches:
             )
         ]
         shares = {
-            f"reward/{outcome.name.lower()}": float(table[3 + outcome].sum()) / counted
+            f"reward/{outcome.name.lower()}": float(table[4 + outcome].sum()) / counted
             for outcome in Outcome
         }
+        if overlong.buffer:
+            shares["reward/overlong"] = float(table[3].sum()) / counted
         finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
 

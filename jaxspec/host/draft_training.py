@@ -105,9 +105,7 @@ def train(
         optimizers.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip
     )
     # The policy is only read.
-    learner = dataclasses.replace(
-        job.step.learner, policy_loss=None, draft_optimizer=optimizer, tokens=_micro(job)
-    )
+    learner = job.step.learner.for_texts(None, draft_optimizer=optimizer, tokens=_micro(job))
 
     def fresh() -> tuple[Trained, Array]:
         return optimizers.start(job.step.fresh_draft(), optimizer), jnp.zeros((), jnp.int32)
@@ -119,6 +117,7 @@ def train(
             draft=trained,
             online=jnp.ones((), bool),
             version=jnp.zeros((), jnp.int32),
+            recompute=jnp.ones((), bool),
         )
         state, metrics = learner.learn(state, batch)
         assert state.draft is not None, "it was given"

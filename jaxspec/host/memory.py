@@ -66,6 +66,11 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
         ),
         Part("the policy's optimizer", _placed(learner.policy.optimizer), fewer_moments),
         Part(
+            "the reference policy",
+            _placed(learner.reference),
+            "--kl.beta 0, or --lora.rank 16: then it is the policy without its adapters",
+        ),
+        Part(
             "the draft and its optimizer",
             _placed(learner.draft),
             "--rollout.draft.layers, or --rollout.draft.kind ngram or none",

@@ -1,7 +1,6 @@
 """The policy that training starts from: a checkpoint's, or a supervised warm start on generated
 documents."""
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -38,14 +37,13 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     sft, mesh = config.sft, job.mesh
     rng = stream_rng(config.seed, Stream.DOCUMENTS)
     length = config.row_length
-    learner = dataclasses.replace(
-        job.step.learner,
+    learner = job.step.learner.for_texts(
+        negative_log_likelihood,
         tokens=max(
             length - 1,
             min(sft.rows // mesh.shape[meshes.DATA] * (length - 1), job.step.learner.tokens),
         ),
         processing=Processing(),
-        policy_loss=negative_log_likelihood,
         objective=None,
         taps=(),
         policy_optimizer=optimizers.adamw(

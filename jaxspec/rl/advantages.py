@@ -1,24 +1,178 @@
-"""Group advantages (GRPO, arXiv 2402.03300, section 4.1.2)."""
+"""Advantages: how much better each answer is than what could be expected.
+
+An estimator takes a baseline from every reward, and divides what is left by some scale. Rows
+without a reward count nowhere and get 0.
+"""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+EPSILON = 1e-6
+"""Beside a standard deviation."""
+LEAST_VARIANCE = 1e-8
+"""Of advantages that are whitened."""
+
+Rewards = Float[Array, "n G"]
+"""By group; whatever stands where there is no reward."""
+Valid = Bool[Array, "n G"]
+"""Which rows have a reward."""
+Baseline = Callable[[Rewards, Valid], Float[Array, "n G"]]
+"""Rewards less what could be expected of them."""
+Scale = Callable[[Float[Array, "n G"], Rewards, Valid, Int[Array, "n G"]], Float[Array, "n G"]]
+"""(centred rewards, rewards, which rows have one, tokens of each response) -> advantages."""
 
 
-def group_advantages(
-    rewards: Float[Array, " B"], valid: Bool[Array, " B"], group_size: int, eps: float = 1e-6
+def advantages(
+    rewards: Float[Array, " B"],
+    valid: Bool[Array, " B"],
+    lengths: Int[Array, " B"],
+    group_size: int,
+    baseline: Baseline,
+    scale: Scale,
 ) -> Float[Array, " B"]:
-    """Reward minus the mean of its group, over the group's standard deviation; rows without a
-    reward count nowhere and get 0.
+    """The advantage of every row; the rows of a group are adjacent, and `lengths` counts the tokens
+    of each response."""
+    by_group = (part.reshape(-1, group_size) for part in (rewards, valid, lengths))
+    rewards, valid, lengths = by_group
+    centred = jnp.where(valid, baseline(rewards, valid), 0)
+    return jnp.where(valid, scale(centred, rewards, valid, lengths), 0).reshape(-1)
 
-    Rows of a group are adjacent. A group whose rewards are all equal gets exactly 0.
+
+# ---- baselines
+
+
+def no_baseline(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
+    """Rewards as they are (REINFORCE)."""
+    del valid
+    return rewards
+
+
+def group_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
+    """Against the mean of the group: exactly 0 where its rewards are equal.
+
+    Source: GRPO, arXiv 2402.03300, section 4.1.2.
     """
-    grouped, mask = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
-    highest = jnp.max(jnp.where(mask, grouped, -jnp.inf), axis=1, keepdims=True)
-    lowest = jnp.min(jnp.where(mask, grouped, jnp.inf), axis=1, keepdims=True)
-    count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True, dtype=rewards.dtype), 1)
-    mean = jnp.sum(jnp.where(mask, grouped, 0), axis=1, keepdims=True) / count
-    # The mean of equal rewards may be rounded, and a deviation that is all rounding is as small as
-    # `eps`.
-    centred = jnp.where(mask & (highest != lowest), grouped - mean, 0)
-    deviation = jnp.sqrt(jnp.sum(centred * centred, axis=1, keepdims=True) / count)
-    return (centred / (deviation + eps)).reshape(-1)
+    return _differs(rewards, valid) * (rewards - _mean(rewards, valid))
+
+
+def others_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
+    """Against the mean of the group's other rewards (leave-one-out); 0 for a row without others.
+
+    Source: RLOO, arXiv 2402.14740, section 2.3.
+    """
+    others = _others(valid)
+    alone = ~jnp.any(others, axis=-1)
+    of_others = _mean(_spread(rewards), others)[..., 0]
+    return jnp.where(alone, 0, _differs(rewards, valid) * (rewards - of_others))
+
+
+# ---- scales
+
+
+def unscaled(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """As they are: dividing by a group's deviation weighs easy and hard prompts more than others.
+
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.1.
+    """
+    del rewards, valid, lengths
+    return centred
+
+
+def over_population(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """Over the standard deviation of the group's G rewards, whose squares are divided by G."""
+    del lengths
+    return _over(centred, _variance(rewards, valid, freedom=0))
+
+
+def over_sample(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """Over the standard deviation of the group with Bessel's correction, whose squares are divided
+    by G - 1: what TRL, verl and NeMo RL take."""
+    del lengths
+    return _over(centred, _variance(rewards, valid, freedom=1))
+
+
+def over_others(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """Over the same of the group's other rewards, so that rows of one group have different scales
+    (NeMo RL's, with a leave-one-out baseline)."""
+    del lengths
+    return _over(centred, _variance(_spread(rewards), _others(valid), freedom=1)[..., 0])
+
+
+def over_batch(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """Over the standard deviation, with Bessel's correction, of all rewards of the batch."""
+    del lengths
+    variance = _variance(rewards.reshape(1, -1), valid.reshape(1, -1), freedom=1)
+    return _over(centred, variance)
+
+
+def whitened(
+    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
+) -> Float[Array, "n G"]:
+    """Mean 0 and variance 1 over all tokens of the batch: a row counts as often as its response has
+    tokens.
+
+    Source: REINFORCE++, arXiv 2501.03262, section 3.
+    """
+    del rewards
+    weight = jnp.where(valid, lengths, 0).astype(centred.dtype)
+    count = jnp.maximum(jnp.sum(weight), 1)
+    left = centred - jnp.sum(weight * centred) / count
+    variance = jnp.sum(weight * left * left) / count
+    return left * lax.rsqrt(jnp.maximum(variance, LEAST_VARIANCE))
+
+
+# ---- statistics of the valid entries of the last axis, which stays with one entry
+
+
+def _mean(values: Float[Array, "*n G"], valid: Bool[Array, "*n G"]) -> Float[Array, "*n 1"]:
+    return jnp.sum(jnp.where(valid, values, 0), axis=-1, keepdims=True) / _count(valid, values)
+
+
+def _count(valid: Bool[Array, "*n G"], like: Float[Array, "*n G"]) -> Float[Array, "*n 1"]:
+    return jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=like.dtype), 1)
+
+
+def _differs(values: Float[Array, "*n G"], valid: Bool[Array, "*n G"]) -> Float[Array, "*n 1"]:
+    """1 where two of them differ, else 0: the mean of equal numbers may be rounded, and what is
+    then left of them is as large as `EPSILON`."""
+    highest = jnp.max(jnp.where(valid, values, -jnp.inf), axis=-1, keepdims=True)
+    lowest = jnp.min(jnp.where(valid, values, jnp.inf), axis=-1, keepdims=True)
+    return (highest > lowest).astype(values.dtype)
+
+
+def _variance(
+    values: Float[Array, "*n G"], valid: Bool[Array, "*n G"], freedom: int
+) -> Float[Array, "*n 1"]:
+    """The sum of squares over the count less `freedom`; exactly 0 where all are equal."""
+    left = jnp.where(valid, values - _mean(values, valid), 0)
+    count = jnp.maximum(_count(valid, values) - freedom, 1)
+    return _differs(values, valid) * jnp.sum(left * left, axis=-1, keepdims=True) / count
+
+
+def _over(centred: Float[Array, "n G"], variance: Float[Array, "*#n"]) -> Float[Array, "n G"]:
+    """Over the standard deviation; what has none is left as it is."""
+    deviation = jnp.sqrt(variance)
+    return centred / jnp.where(deviation > 0, deviation + EPSILON, 1)
+
+
+def _spread(values: Float[Array, "n G"]) -> Float[Array, "n G G"]:
+    """Every group once for each of its rows."""
+    return jnp.broadcast_to(values[:, None, :], (*values.shape, values.shape[1]))
+
+
+def _others(valid: Bool[Array, "n G"]) -> Bool[Array, "n G G"]:
+    """For each row, the other rows of its group that have a reward."""
+    return valid[:, None, :] & ~jnp.eye(valid.shape[1], dtype=bool)

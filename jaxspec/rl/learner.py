@@ -2,7 +2,8 @@
 with an optimizer of its own."""
 
 import dataclasses
-from functools import partial
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +11,38 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
 from jaxspec.kernels.order import after, computed, needed_on
 from jaxspec.mesh import DATA
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import ADAPTER_AXES, Adapted
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective
-from jaxspec.rl.fsdp import Pair, Shards
-from jaxspec.rl.losses import PolicyLoss
+from jaxspec.rl.loss_terms import KlPenalty
+from jaxspec.rl.losses import Aggregation, PolicyLoss, by_token
 from jaxspec.rl.micro_batch import Counts, Losses, Sums
-from jaxspec.rl.train_batch import Pack, TrainBatch, exchanged, filler, packed, read_lengths
+from jaxspec.rl.passes import Passes, tied
+from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
 Metrics = dict[str, Num[Array, ""]]
+
+
+class Updated(NamedTuple):
+    """Where the updates on a batch have got to."""
+
+    policy: Trained
+    draft: Trained | None
+    seen: dict[str, Float[Array, ""]]
+    """Sums of metrics over the updates that had any."""
+    measured: dict[str, Float[Array, ""]]
+    """How many updates had them."""
+    turn: Int[Array, ""]
+    """A number that is there once all of the last update is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +63,19 @@ class Learner:
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
+    aggregation: Aggregation = by_token
+    """What a label weighs in the policy's loss."""
+    epochs: int = 1
+    """How often a batch is gone through, a mini-batch an update."""
+    keeps_reference: bool = False
+    """Whether the policy that training began with is kept, as it is or without its adapters."""
+    reads_reference: bool = False
+    """Whether the policy's loss asks for its logprobs."""
+    recompute: bool = False
+    """Whether old logprobs are computed anew from the start."""
+    largest_factor: float = math.inf
+    """Recorded logprobs whose probabilities differ by more than this factor on average are computed
+    anew from then on."""
 
     @property
     def wide(self) -> np.dtype:
@@ -60,8 +87,31 @@ class Learner:
         """What a micro-batch is read for."""
         ordered = needed_on(self.mesh)
         return Losses(
-            self.policy_loss, self.objective, self.processing, self.taps, self.wide, ordered
+            policy=self.policy_loss,
+            aggregation=self.aggregation,
+            draft=self.objective,
+            processing=self.processing,
+            taps=self.taps,
+            wide=self.wide,
+            ordered=ordered,
         )
+
+    def for_texts(self, policy_loss: PolicyLoss | None, **changes: Any) -> "Learner":
+        """This learner for texts that nobody sampled: one update a batch, on the mean over its
+        labels."""
+        plain = {
+            "aggregation": by_token,
+            "epochs": 1,
+            "keeps_reference": False,
+            "reads_reference": False,
+            "recompute": True,
+        }
+        return dataclasses.replace(self, policy_loss=policy_loss, **(plain | changes))
+
+    @property
+    def passes(self) -> Passes:
+        """Over batches of this learner."""
+        return Passes(self.mesh, self.dtype, self.tokens, self.losses, self.layout)
 
     def layout(self, tree: PyTree) -> PyTree:
         """Shardings of networks and optimizer states: split over all axes of the mesh (ZeRO-3), but
@@ -72,63 +122,75 @@ class Learner:
 
     def start(self, policy: Decoder | Adapted, network: PyTree, online: bool) -> LearnerState:
         """The state before the first update; `online` says whether the draft learns."""
+        kept = self.keeps_reference and not isinstance(policy, Adapted)
         return LearnerState(
             policy=optimizers.start(policy, self.policy_optimizer),
             draft=None if network is None else optimizers.start(network, self.draft_optimizer),
             online=jnp.asarray(online and network is not None),
             version=jnp.zeros((), jnp.int32),
+            recompute=jnp.asarray(self.recompute),
+            # a buffer of its own: the policy's is given away
+            reference=jax.tree.map(jnp.copy, cast(policy, self.dtype)) if kept else None,
         )
 
     def learn(
         self, state: LearnerState, batch: TrainBatch, wanted: Bool[Array, ""] | bool = True
     ) -> tuple[LearnerState, Metrics]:
-        """One update of the policy, and of the draft where it learns, both on the weights that
-        `state` has.
+        """Updates the policy once for each mini-batch of each epoch, and the draft where it learns,
+        both on the weights that the update before left.
 
         A loss or a gradient that is not finite skips the update and counts it; so does a batch
         without a label to learn. Where it is not `wanted` no micro-batch is read, nothing changes,
         and metrics are NaN, or 0 for counts: without a branch, which would hold the state twice.
+        Metrics are means over the updates; those of the gap between recorded and own logprobs are
+        of the first.
         """
         wanted = jnp.asarray(wanted)
-        batch = batch.replace(plan=batch.plan.replace(used=jnp.where(wanted, batch.plan.used, 0)))
-        policy, draft = state.policy, state.draft
-        network = None if draft is None else draft.network
-        gradients, sums, counts = self._pass(
-            policy.network, network, state.online, batch, learning=True
-        )
-        metrics: Metrics = {}
+        batch = self._placed(batch, wanted)
         if self.policy_loss is not None:
-            loss = jnp.where(counts.tokens > 0, sums.policy_loss / counts.tokens, jnp.nan)
-            policy, norm = optimizers.update(
-                policy, gradients[0], loss, self.policy_optimizer, wanted
+            batch = self._with_logprobs(state, batch)
+        minis = len(batch.plan.used)
+        count = minis * self.epochs
+
+        def update(number: Int[Array, ""], done: Updated) -> Updated:
+            here = state.replace(policy=done.policy, draft=done.draft)
+            then = tied(batch, done.turn) if self.losses.ordered and count > 1 else batch
+            return self._update(here, then, number % minis, wanted, done)
+
+        start = Updated(state.policy, state.draft, {}, {}, jnp.int32(0))
+        shapes = jax.eval_shape(update, jnp.int32(0), start)
+        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in shapes.seen.items()}
+        done = start._replace(seen=zeros, measured=zeros)
+        # in a loop XLA moves nothing to the host and back
+        if count == 1 or isinstance(self.policy_optimizer, optimizers.Offloaded):
+            for number in range(count):
+                done = update(jnp.int32(number), done)
+        else:
+            done = lax.fori_loop(0, count, update, done)
+        metrics = {
+            name: jnp.where(
+                done.measured[name] > 0, total / jnp.maximum(done.measured[name], 1), jnp.nan
             )
-            metrics |= {
-                "loss/policy": loss,
-                "grad_norm/policy": norm,
-                "skipped/policy": policy.skipped,
-                "skipped_in_row/policy": policy.skipped_in_row,
-                **self._read(state, batch, sums, counts),
-            }
-        if draft is not None and self.objective is not None:
-            online = state.online & wanted
-            draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
-            metrics |= of_draft
-        policy = self._kept_split(policy)
-        draft = None if draft is None else self._kept_split(draft)
+            for name, total in done.seen.items()
+        }
+        metrics |= self._counted(state, batch, done)
         metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
         if self.losses.ordered:
             version = after(version, [computed(value) for value in metrics.values()])
-        return LearnerState(
-            policy=policy, draft=draft, online=state.online, version=version
+        recompute = state.recompute
+        if self.policy_loss is not None:
+            recompute |= metrics["rollout/probability_factor"] > self.largest_factor
+        return state.replace(
+            policy=done.policy, draft=done.draft, version=version, recompute=recompute
         ), metrics
 
     def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and
         `gap` are those of `learn`."""
         alone = dataclasses.replace(self, objective=None, taps=())
-        return alone._pass(policy, None, jnp.zeros((), bool), batch, learning=False)[1]
+        return alone.passes.sums(policy, None, self.passes.at_places(batch))[0]
 
     def compare(
         self, policy: Decoder, network: PyTree, batch: TrainBatch
@@ -138,26 +200,123 @@ class Learner:
 
         Nothing learns.
         """
-        _, sums, counts = self._pass(policy, network, jnp.ones((), bool), batch, learning=False)
+        sums, counts = self.passes.sums(policy, network, self.passes.at_places(batch))
         return sums.draft, counts.by_depth
 
-    def _read(self, state: LearnerState, batch: TrainBatch, sums: Sums, counts: Counts) -> Metrics:
+    def reference_kl(
+        self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, wanted: Bool[Array, ""]
+    ) -> Float[Array, " B"]:
+        """The divergence of what sampled from the reference policy, summed over each response."""
+        placed = self._placed(batch, wanted)
+        reference, _ = self.passes.logprobs(_reference(state), wanted, placed)
+        learnt = placed.chosen & jnp.any(placed.plan.micro >= 0, axis=0)[:, None]
+        sampled = placed.sampled_logprobs.astype(reference.dtype)
+        by_place = jnp.sum(penalty.estimated(sampled, reference, learnt), axis=1)
+        return self.passes.in_row_order(by_place, placed)
+
+    def _placed(self, batch: TrainBatch, wanted: Bool[Array, ""]) -> TrainBatch:
+        """The batch with its rows at their places; where it is not `wanted`, nothing of it is to be
+        read."""
+        used = jnp.where(wanted, batch.plan.used, 0)
+        return self.passes.at_places(batch.replace(plan=batch.plan.replace(used=used)))
+
+    def _with_logprobs(self, state: LearnerState, batch: TrainBatch) -> TrainBatch:
+        """The batch with the logprobs that its losses ask for, of the old and of the reference
+        policy.
+
+        With one update, the pass that learns has the old logprobs of rows of this version: so have
+        all, where they are not to be the recorded ones.
+        """
+        passes = self.passes
+        if self.reads_reference:
+            found, batch = passes.logprobs(_reference(state), jnp.ones((), bool), batch)
+            batch = batch.replace(reference_logprobs=found)
+        recorded, again = batch.sampled_logprobs, state.recompute
+        if len(batch.plan.used) * self.epochs == 1:
+            current = again | (batch.version == state.version)
+            return batch.replace(old_logprobs=recorded, on_policy=current)
+        found, batch = passes.logprobs(state.policy.network, again, batch)
+        return batch.replace(old_logprobs=jnp.where(again, found, recorded.astype(found.dtype)))
+
+    def _update(
+        self,
+        state: LearnerState,
+        batch: TrainBatch,
+        mini: Int[Array, ""],
+        wanted: Bool[Array, ""],
+        before: Updated,
+    ) -> Updated:
+        """One update on a mini-batch."""
+        policy, draft = state.policy, state.draft
+        network = None if draft is None else draft.network
+        gradients, sums, counts = self.passes.gradients(
+            policy.network, network, state.online, batch, mini
+        )
+        metrics: dict[str, Float[Array, ""]] = {}
+        if self.policy_loss is not None:
+            loss = jnp.where(counts.tokens > 0, sums.policy_loss, jnp.nan)
+            policy, norm = optimizers.update(
+                policy, gradients[0], loss, self.policy_optimizer, wanted
+            )
+            metrics |= {"loss/policy": loss, "grad_norm/policy": norm}
+            metrics |= self._read(batch, mini, sums, counts)
+            first = before.turn == 0
+            metrics |= {
+                name: jnp.where(first, value, jnp.nan)
+                for name, value in _of_gap(sums, counts).items()
+            }
+        if draft is not None and self.objective is not None:
+            online = state.online & wanted
+            draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
+            metrics |= of_draft
+        seen, measured = dict(before.seen), dict(before.measured)
+        for name, value in metrics.items():
+            there = ~jnp.isnan(value)
+            seen[name] = seen.get(name, 0) + jnp.where(there, value, 0)
+            measured[name] = measured.get(name, 0) + there.astype(value.dtype)
+        turn = before.turn + 1
+        if self.losses.ordered:
+            turn = after(turn, [computed(value) for value in metrics.values()])
+        return Updated(
+            policy=self._kept_split(policy),
+            draft=None if draft is None else self._kept_split(draft),
+            seen=seen,
+            measured=measured,
+            turn=turn,
+        )
+
+    def _read(
+        self, batch: TrainBatch, mini: Int[Array, ""], sums: Sums, counts: Counts
+    ) -> dict[str, Float[Array, ""]]:
         """Metrics of what was read, and how."""
-        least, used = jnp.maximum(counts.tokens, 1), batch.plan.used[0]
+        least, used = jnp.maximum(counts.tokens, 1), batch.plan.used[mini]
         positions = jnp.maximum(self.mesh.shape[DATA] * self.tokens * used, 1)
-        lag = jnp.where(read_lengths(batch.chosen) > 0, state.version - batch.version, 0)
         return {
             "entropy": sums.entropy / least,
-            "rollout/logprob_gap_mean": sums.gap / least,
-            "rollout/logprob_gap_max": sums.largest_gap,
-            "learner/micro_batches": used,
             "learner/packing": counts.read / positions.astype(counts.read.dtype),
-            "learner/lag": jnp.max(lag),
+            **{name: value / least for name, value in sums.measured.items()},
         }
+
+    def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:
+        """Metrics that are counts."""
+        counted: Metrics = {}
+        for name, trained in (("policy", done.policy), ("draft", done.draft)):
+            learns = self.policy_loss if name == "policy" else self.objective
+            if trained is not None and learns is not None:
+                counted[f"skipped/{name}"] = trained.skipped
+                counted[f"skipped_in_row/{name}"] = trained.skipped_in_row
+        if self.policy_loss is not None:
+            batch = tied(batch, done.turn) if self.losses.ordered else batch
+            read = read_lengths(batch.chosen) > 0
+            lag = jnp.where(read, state.version - batch.version, 0)
+            counted["learner/lag"] = jnp.max(lag)
+            counted["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.used)
+            counted["learner/recompute"] = state.recompute.astype(jnp.int32)
+        return counted
 
     def _draft_update(
         self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts
-    ) -> tuple[Trained, Metrics]:
+    ) -> tuple[Trained, dict[str, Float[Array, ""]]]:
         """The draft after its update where it is `online`; where it is frozen, as it was, with NaN
         for metrics."""
         loss = self.losses.of_draft(sums.draft.loss, counts)
@@ -167,10 +326,7 @@ class Learner:
         acceptance = sums.draft.acceptance / jnp.maximum(counts.by_depth, 1)
         for depth, value in enumerate(acceptance, start=1):
             measured[f"draft/expected_acceptance_{depth}"] = value
-        counted = {"skipped/draft": draft.skipped, "skipped_in_row/draft": draft.skipped_in_row}
-        return draft, {
-            name: jnp.where(online, value, jnp.nan) for name, value in measured.items()
-        } | counted
+        return draft, {name: jnp.where(online, value, jnp.nan) for name, value in measured.items()}
 
     def _kept_split(self, trained: Trained) -> Trained:
         """Weights pinned to the train layout: old and new ones are chosen between where they are,
@@ -178,108 +334,25 @@ class Learner:
         layout = self.layout(trained.network)
         return trained.replace(network=lax.with_sharding_constraint(trained.network, layout))
 
-    # ---- the pass, on every data shard
 
-    def _pass(
-        self,
-        policy: Decoder | Adapted,
-        draft: PyTree,
-        online: Bool[Array, ""],
-        batch: TrainBatch,
-        learning: bool,
-    ) -> tuple[PyTree, Sums, Counts]:
-        """Gradients in the train layout, in at least float32, with sums and counts of the whole
-        batch.
+def _reference(state: LearnerState) -> Decoder:
+    """The policy that is not to be left too far: kept aside, or without its adapters."""
+    return state.policy.network.base if state.reference is None else state.reference
 
-        It runs in a `shard_map` that is manual over `data`: a shard has its own rows from the
-        embedding to the loss, and all that goes between shards is what is written here.
-        """
-        layouts = self.layout(policy), self.layout(draft)
-        splits = jax.tree.map(lambda sharding: sharding.spec, layouts)
-        shards = Shards(splits, self.dtype, self.losses.ordered)
-        specs = jax.tree.map(
-            lambda spec: P(*(DATA if axis == DATA else None for axis in spec)), splits
-        )
-        by_row = jax.tree.map(lambda leaf: P(DATA), batch)
-        plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
-        mapped = jax.shard_map(
-            partial(self._on_a_shard, shards=shards, learning=learning),
-            mesh=self.mesh,
-            in_specs=(*specs, P(), by_row.replace(plan=plan)),
-            out_specs=(self._trained(specs) if learning else (None, None), P(), P()),
-            axis_names={DATA},
-            check_vma=False,
-        )
-        return mapped(policy, draft, online, batch)
 
-    def _trained(self, networks: Pair) -> Pair:
-        """What is trained of policy and draft; None for one that is only read."""
-        policy, draft = map(optimizers.parameters, networks)
-        return (
-            None if self.policy_loss is None else policy,
-            None if self.objective is None else draft,
-        )
-
-    def _on_a_shard(
-        self,
-        policy: Decoder | Adapted,
-        draft: PyTree,
-        online: Bool[Array, ""],
-        batch: TrainBatch,
-        shards: Shards,
-        learning: bool,
-    ) -> tuple[PyTree, Sums, Counts]:
-        """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
-        losses = self.losses
-        batch = exchanged(batch, self.mesh.shape[DATA])
-        counts, filling = losses.counts(batch), filler(batch)
-        # The compiler moves gathering of what no micro-batch changes out of the loop.
-        policy, draft = shards.tied((policy, draft), [computed(filling)] if losses.ordered else [])
-        weights, trained = self._trained((policy, draft)), shards.of(self._trained)
-
-        def whole(weights: Pair) -> tuple[Pair, Pair]:
-            networks = shards.outside_whole(*_filled((policy, draft), weights))
-            return self._trained(networks), networks
-
-        def loss_of(
-            weights: Pair, networks: Pair, pack: Pack, row: Int[Array, "1 T"]
-        ) -> tuple[Float[Array, ""], Sums]:
-            sums = losses.sums(*_filled(networks, weights), shards, online, pack, row, batch)
-            return losses.total(sums, counts), sums
-
-        def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
-            pack, row = packed(batch, 0, number, self.tokens, filling)
-            gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
-            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
-            if not learning:
-                return before[0], before[1].plus(loss_of(gathered, networks, pack, row)[1])
-            (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-                gathered, networks, pack, row
-            )
-            (gradients,) = split(trained.tied(gradients, trained.layers_learnt(gradients)))
-            return jax.tree.map(jnp.add, before[0], gradients), before[1].plus(sums)
-
-        nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
-        # The plan says at run time how many micro-batches there are: one program for every batch.
-        gradients, sums = lax.fori_loop(
-            0, batch.plan.used[0], read, (nothing, losses.nothing(counts))
-        )
-        # once a batch, and not for every micro-batch
-        largest = lax.pmax(sums.largest_gap, DATA)
-        sums = lax.psum(sums, DATA)._replace(largest_gap=largest)
-        return trained.summed(gradients) if learning else gradients, sums, counts
+def _of_gap(sums: Sums, counts: Counts) -> dict[str, Float[Array, ""]]:
+    """How far the policy's logprobs are from the recorded ones."""
+    least = jnp.maximum(counts.tokens, 1)
+    gap = {
+        "rollout/logprob_gap_mean": sums.gap.absolute / least,
+        "rollout/logprob_gap_max": sums.gap.largest,
+        "rollout/probability_factor": sums.gap.factor / least,
+        "rollout/kl": sums.gap.kl / least,
+    }
+    return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in gap.items()}
 
 
 def _where_wanted(wanted: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
     """A metric; NaN, or 0 for a count, where it is not of an update."""
     nothing = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
     return jnp.where(wanted, value, jnp.asarray(nothing, value.dtype))
-
-
-def _filled(networks: Pair, weights: Pair) -> Pair:
-    """Networks with what is trained of them from `weights`."""
-    policy, draft = (
-        network if own is None else optimizers.with_parameters(network, own)
-        for network, own in zip(networks, weights, strict=True)
-    )
-    return policy, draft

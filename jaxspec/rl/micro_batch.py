@@ -18,10 +18,45 @@ from jaxspec.models.lora import Adapted, applied
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
-from jaxspec.rl.losses import LossInputs, PolicyLoss
+from jaxspec.rl.loss_terms import LossInputs, k3
+from jaxspec.rl.losses import Aggregation, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import PyTree
+
+
+class Gap(NamedTuple):
+    """How far the logprobs of the policy that is read are from those that the rollout recorded:
+    sums over the labels to learn."""
+
+    absolute: Float[Array, ""]
+    """Of |policy - sampled|."""
+    factor: Float[Array, ""]
+    """Of exp |policy - sampled|: by how much a probability differs (NeMo RL's
+    token_mult_prob_error)."""
+    kl: Float[Array, ""]
+    """Of exp(x) - 1 - x for x = policy - sampled: the divergence of what sampled from the
+    policy."""
+    largest: Float[Array, ""]
+    """The largest |policy - sampled|."""
+
+    @classmethod
+    def of(cls, policy: PyTree, sampled: PyTree, chosen: PyTree) -> "Gap":
+        """The sums of a pack."""
+        log_ratio = jnp.where(chosen, policy - sampled, 0)
+        size = jnp.abs(log_ratio)
+        factor = jnp.where(chosen, jnp.exp(size), 0)
+        return cls(
+            absolute=jnp.sum(size),
+            factor=jnp.sum(factor),
+            kl=jnp.sum(k3(log_ratio)),
+            largest=jnp.max(size, initial=0),
+        )
+
+    def plus(self, other: "Gap") -> "Gap":
+        """Both together."""
+        largest = jnp.maximum(self.largest, other.largest)
+        return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
 
 
 class Sums(NamedTuple):
@@ -29,16 +64,22 @@ class Sums(NamedTuple):
     without one)."""
 
     policy_loss: Float[Array, ""]
+    """Each label with its weight: the loss of the batch."""
     entropy: Float[Array, ""]
-    gap: Float[Array, ""]
-    """Of |sampled - policy| logprobs."""
-    largest_gap: Float[Array, ""]
+    gap: Gap
+    measured: dict[str, Float[Array, ""]]
+    """What the policy's loss measures."""
     draft: Compared
 
     def plus(self, other: "Sums") -> "Sums":
         """Both together."""
-        largest = jnp.maximum(self.largest_gap, other.largest_gap)
-        return jax.tree.map(jnp.add, self, other)._replace(largest_gap=largest)
+        return jax.tree.map(jnp.add, self, other)._replace(gap=self.gap.plus(other.gap))
+
+    def over_shards(self) -> "Sums":
+        """Of all data shards together, from one of them."""
+        largest = lax.pmax(self.gap.largest, DATA)
+        sums = lax.psum(self, DATA)
+        return sums._replace(gap=sums.gap._replace(largest=largest))
 
 
 class Counts(NamedTuple):
@@ -47,6 +88,8 @@ class Counts(NamedTuple):
 
     tokens: Float[Array, ""]
     """Labels to learn."""
+    texts: Float[Array, ""]
+    """Rows that have some."""
     by_depth: Float[Array, " A"]
     """Labels that each depth of the draft predicts."""
     read: Float[Array, ""]
@@ -58,6 +101,7 @@ class Losses:
     """The losses of policy and draft; None for one that does not learn."""
 
     policy: PolicyLoss | None
+    aggregation: Aggregation
     draft: Objective | None
     processing: Processing
     taps: tuple[int, ...]
@@ -72,10 +116,10 @@ class Losses:
         """Depths of the draft that learn."""
         return 0 if self.draft is None else self.draft.depths
 
-    def counts(self, batch: TrainBatch) -> Counts:
-        """Counts over all shards, from one of them."""
+    def counts(self, batch: TrainBatch, mini: Int[Array, ""]) -> Counts:
+        """Counts of a mini-batch over all shards, from one of them."""
         wide = self.wide
-        is_read = batch.plan.micro[0] >= 0
+        is_read = batch.plan.micro[mini] >= 0
         # nothing predicts a row's first token
         here = batch.chosen[:, 1:] & is_read[:, None]
         by_depth = jnp.zeros((0,), wide)
@@ -84,19 +128,35 @@ class Losses:
             inside = predicts(self.draft, here, positions, self.depths)
             by_depth = jnp.sum(inside, axis=(0, 1), dtype=wide)
         read = jnp.sum(jnp.where(is_read, read_lengths(batch.chosen), 0), dtype=wide)
-        return lax.psum(Counts(jnp.sum(here, dtype=wide), by_depth, read), DATA)
+        texts = jnp.sum(jnp.any(here, axis=1), dtype=wide)
+        return lax.psum(Counts(jnp.sum(here, dtype=wide), texts, by_depth, read), DATA)
 
     def nothing(self, counts: Counts) -> Sums:
         """The sums before the first micro-batch."""
         zero = jnp.zeros_like(counts.tokens)
-        return Sums(zero, zero, zero, zero, Compared(*[jnp.zeros_like(counts.by_depth)] * 3))
+        return Sums(
+            policy_loss=zero,
+            entropy=zero,
+            gap=Gap(zero, zero, zero, zero),
+            measured=dict.fromkeys(self._measures, zero),
+            draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
+        )
+
+    @property
+    def _measures(self) -> list[str]:
+        """Names of what the policy's loss measures."""
+        if self.policy is None:
+            return []
+        inputs: dict[str, Any] = dict.fromkeys(LossInputs._fields, np.zeros((1, 1), self.wide))
+        inputs |= {"chosen": np.zeros((1, 1), bool), "first": np.zeros((1, 1), np.int32)}
+        return sorted(jax.eval_shape(self.policy, LossInputs(**inputs)).measured)
 
     def total(self, sums: Sums, counts: Counts) -> Float[Array, ""]:
         """The sums' part of the batch's loss, the draft's beside the policy's: neither has a
         gradient in the other's weights."""
         loss = jnp.zeros((), sums.policy_loss.dtype)
         if self.policy is not None:
-            loss = loss + sums.policy_loss / jnp.maximum(counts.tokens, 1)
+            loss = loss + sums.policy_loss
         if self.draft is not None:
             loss = loss + self.of_draft(sums.draft.loss, counts)
         return loss
@@ -116,6 +176,7 @@ class Losses:
         pack: Pack,
         row: Int[Array, "1 T"],
         batch: TrainBatch,
+        counts: Counts,
     ) -> Sums:
         """What one micro-batch adds to the sums; the draft is read where it is `online`.
 
@@ -157,27 +218,71 @@ class Losses:
         def over_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
 
-        # A position predicts the next one's token, and what was sampled stands with the token.
-        following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
-        sampled = batch.sampled_logprobs[row, following].astype(wide)
-        # There is one update a batch, so the policy before it is the one that this pass reads: no
-        # second pass is needed for its log-probabilities.
-        old = lax.stop_gradient(logprobs)
-        loss, gap = jnp.zeros((), wide), jnp.abs(old - sampled)
+        inputs = self._inputs(logprobs, entropy, pack, row, batch)
+        loss, measured = jnp.zeros((), wide), {}
         if self.policy is not None:
-            advantages = batch.advantages[row].astype(wide)
-            inputs = LossInputs(logprobs, old, sampled, advantages, pack.chosen)
-            loss = over_labels(self.policy(inputs))
+            labels = jnp.sum(batch.chosen[:, 1:], axis=1, dtype=wide)[row]
+            least = jnp.maximum(counts.tokens, 1), jnp.maximum(counts.texts, 1)
+            by_label, measures = self.policy(inputs)
+            loss = over_labels(self.aggregation(labels, *least) * by_label)
+            measured = {name: over_labels(value) for name, value in measures.items()}
         inside = jnp.zeros(found.loss.shape, bool)
         if self.draft is not None:
             inside = predicts(self.draft, pack.chosen, pack.positions, depths)
         return Sums(
             policy_loss=loss,
             entropy=over_labels(lax.stop_gradient(entropy)),
-            gap=over_labels(gap),
-            largest_gap=jnp.max(jnp.where(pack.chosen, gap, 0)),
+            gap=Gap.of(lax.stop_gradient(logprobs), inputs.sampled_logprobs, pack.chosen),
+            measured=measured,
             draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
         )
+
+    def _inputs(
+        self,
+        logprobs: Float[Array, "1 T"],
+        entropy: Float[Array, "1 T"],
+        pack: Pack,
+        row: Int[Array, "1 T"],
+        batch: TrainBatch,
+    ) -> LossInputs:
+        """What the policy's loss reads at the labels of a pack."""
+        # A position predicts the next one's token, and what was recorded stands with the token.
+        following = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
+
+        def recorded(by_row: Float[Array, "B S"] | None) -> Float[Array, "1 T"]:
+            return (
+                jnp.zeros_like(logprobs)
+                if by_row is None
+                else by_row[row, following].astype(self.wide)
+            )
+
+        sampled, own = recorded(batch.sampled_logprobs), lax.stop_gradient(logprobs)
+        old = own if batch.old_logprobs is None else recorded(batch.old_logprobs)
+        if batch.on_policy is not None:
+            old = jnp.where(batch.on_policy[row], own, old)
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=old,
+            sampled_logprobs=sampled,
+            reference_logprobs=recorded(batch.reference_logprobs),
+            entropy=entropy,
+            advantages=batch.advantages[row].astype(self.wide),
+            chosen=pack.chosen,
+            first=pack.first,
+        )
+
+    def logprobs(
+        self, policy: Decoder | Adapted, shards: Shards, pack: Pack
+    ) -> Float[Array, "1 T"]:
+        """Log-probabilities of a pack's labels, by a forward pass alone."""
+        target = applied(policy)
+        forward = target(pack.tokens, pack.positions, first=pack.first, enter=shards.layer_whole)
+
+        def chunk(hidden: Any, labels: Any, produced: Any) -> Float[Array, "B T"]:
+            return label_logprobs(target.logits(hidden), labels, produced, self.processing)[0]
+
+        elements = len(pack.tokens) * target.config.vocab
+        return in_chunks(chunk, elements, forward.hidden, pack.labels, learnt_before(pack))
 
     def _drafted(
         self,

@@ -1,5 +1,6 @@
 """Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.models.layers import cast
+from jaxspec.models import layers
+from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.lora import TARGETS
 from jaxspec.state import PyTree, Trained
 
 PATIENCE = 3
@@ -41,15 +44,89 @@ def adamw(
     learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW (betas 0.9, 0.95)."""
+    return optax.chain(optax.clip_by_global_norm(grad_clip), _adamw(learning_rate, weight_decay))
+
+
+def _adamw(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: float
+) -> optax.GradientTransformation:
+    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)
+
+
+RMS = 0.2
+"""Root mean square of a matrix's update by Muon over the learning rate: about that of AdamW, whose
+learning rates then serve (Moonlight, arXiv 2502.16982, section 2.2)."""
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """Global-norm clip, then Muon for the matrices of layers and adapters, each orthogonalised by
+    itself, and AdamW for all else: embedding, head, norms, biases, routers.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
+    """
+    of_matrices = optax.contrib.muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=RMS,
+    )
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        "muon": of_matrices,
+        "adamw": _adamw(learning_rate, weight_decay),
+    }
     return optax.chain(
-        optax.clip_by_global_norm(grad_clip),
-        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
+        optax.clip_by_global_norm(grad_clip), optax.partition(groups, param_labels=_groups)
     )
 
 
+def _matrix_axes() -> dict[str, optax.contrib.MuonDimensionNumbers]:
+    """Input and output axes of every matrix, by the attribute that holds it; the others (layers,
+    experts) count its copies."""
+    axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dict.fromkeys(
+        ("expert_gate", "expert_up", "expert_down"), ((2,), (3,))
+    )
+    for name, target in TARGETS.items():
+        split = 1 + target.inputs
+        count = len(LOGICAL_AXES[target.weight])
+        axes[target.weight] = tuple(range(1, split)), tuple(range(split, count))
+        axes[f"{name}_a"] = tuple(range(1, split)), (split,)
+        axes[f"{name}_b"] = (1,), tuple(range(2, 2 + count - split))
+    return {name: optax.contrib.MuonDimensionNumbers(*pair) for name, pair in axes.items()}
+
+
+_MATRICES = _matrix_axes()
+
+
+def matrices(weights: PyTree) -> PyTree:
+    """Which axes of each weight are those of a matrix; None for what is none."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: _MATRICES.get(_attribute(path)), weights
+    )
+
+
+def _groups(weights: PyTree) -> PyTree:
+    """By which optimizer each weight is updated."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "muon" if _attribute(path) in _MATRICES else "adamw", weights
+    )
+
+
+def _attribute(path: Any) -> str:
+    """The attribute that holds a weight; the last name is that of the array in its variable."""
+    return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
+
+
 def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with its state, but for counts, kept in a narrower type between updates, which
-    compute in the type of the weights."""
+    """The optimizer with its state, but for counts and Muon's coefficients, kept in a narrower type
+    between updates, which compute in the type of the weights."""
+
+    def cast(state: PyTree, to: Any) -> PyTree:
+        def one(path: Any, leaf: Array) -> Array:
+            return leaf if getattr(path[-1], "name", "") == "ns_coeffs" else layers.cast(leaf, to)
+
+        return jax.tree_util.tree_map_with_path(one, state)
 
     def init(params: PyTree) -> PyTree:
         return cast(optimizer.init(params), dtype)
@@ -82,9 +159,21 @@ def to_host(state: PyTree) -> PyTree:
     )
 
 
-def warmup(peak: float, steps: int) -> optax.Schedule:
-    """Linear warm-up to `peak`, constant from then on."""
-    return lambda count: peak * jnp.minimum(1.0, (count + 1) / max(steps, 1))
+def scheduled(kind: str, peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+    """Linear warm-up to `peak`, and from then on `constant`, or down to 0 at the end of all `steps`
+    by a line (`linear`) or half a wave (`cosine`)."""
+
+    def rate(count: Any) -> Any:
+        risen = jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
+        left = jnp.clip((steps - count) / max(steps - warmup_steps, 1), 0.0, 1.0)
+        down = {
+            "constant": jnp.ones_like(left),
+            "linear": left,
+            "cosine": (1 - jnp.cos(jnp.pi * left)) / 2,
+        }[kind]
+        return peak * risen * down
+
+    return rate
 
 
 def cosine(peak: float, steps: int) -> optax.Schedule:

@@ -28,6 +28,14 @@ class TrainBatch(Tree):
     version: Int[AnyArray, " B"]
     """Updates that the policy had seen when it sampled the row."""
     plan: Plan
+    old_logprobs: Float[AnyArray, "B S"] | None = None
+    """Of each token under the policy before the updates on this batch; None: that of the pass that
+    reads it."""
+    on_policy: Bool[AnyArray, " B"] | None = None
+    """Rows whose old policy is the one of the pass that reads them, whatever `old_logprobs` says;
+    None: none of them."""
+    reference_logprobs: Float[AnyArray, "B S"] | None = None
+    """Of each token under the reference policy; None: no loss asks for them."""
 
 
 def read_lengths(chosen: Any) -> Any:
@@ -39,45 +47,59 @@ def read_lengths(chosen: Any) -> Any:
     )
 
 
-def planned(read: Int[np.ndarray, " B"], shards: int, tokens: int) -> Plan:
-    """A plan for one update on rows of which `read` tokens are read each; 0: the row is left out.
-    On the host.
+def planned(
+    read: Int[np.ndarray, " B"],
+    shards: int,
+    tokens: int,
+    mini_batch: Int[np.ndarray, " B"] | None = None,
+) -> Plan:
+    """A plan for rows of which `read` tokens are read each; 0: the row is left out. On the host.
 
-    Rows are dealt to the shards longest first, each to the shard with the least text that has a
-    place left, and packed by first fit in that order: so micro-batch n has texts of about the same
-    length on every shard.
+    The rows of a mini-batch are dealt to the shards longest first, each to the shard with the least
+    text that has a place left, and packed by first fit in that order: so micro-batch n has texts of
+    about the same length on every shard.
+
+    Args:
+      read: see above.
+      shards: of the data.
+      tokens: of a micro-batch, on each shard.
+      mini_batch: the number of the one that each row belongs to; None: there is one.
 
     Raises:
       ValueError: a row has more than `tokens` tokens to read.
     """
     if read.max(initial=0) > tokens:
         raise ValueError(f"a row of {read.max()} tokens does not fit a micro-batch of {tokens}")
-    places = len(read) // shards
-    order, micro, start = (np.zeros(len(read), np.int32) for _ in range(3))
-    load, filled = np.zeros(shards, int), np.zeros(shards, int)
-    room: list[list[int]] = [[] for _ in range(shards)]  # positions left in each pack of each shard
-    for row in np.argsort(-read, kind="stable"):
-        shard = (
-            0 if shards == 1 else int(np.argmin(np.where(filled < places, load, np.iinfo(int).max)))
-        )
-        place, length, packs = shard * places + filled[shard], int(read[row]), room[shard]
-        order[place], filled[shard], load[shard] = row, filled[shard] + 1, load[shard] + length
-        if not length:
-            micro[place] = -1
-            continue
-        number = next((number for number, left in enumerate(packs) if left >= length), len(packs))
-        if number == len(packs):
-            packs.append(tokens)
-        micro[place], start[place] = number, tokens - packs[number]
-        packs[number] -= length
-    used = np.array([max(map(len, room))], np.int32)
-    plan: dict[str, Any] = {
-        "order": order,
-        "micro": micro[None],
-        "start": start[None],
-        "used": used,
-    }
+    mini = np.zeros(len(read), np.int32) if mini_batch is None else mini_batch
+    minis, places = int(mini.max(initial=0)) + 1, len(read) // shards
+    order, used = np.zeros(len(read), np.int32), np.zeros(minis, np.int32)
+    micro, start = np.full((minis, len(read)), -1, np.int32), np.zeros((minis, len(read)), np.int32)
+    filled = np.zeros(shards, int)
+    for number in range(minis):
+        load = np.zeros(shards, int)
+        # positions left in each pack of each shard
+        room: list[list[int]] = [[] for _ in range(shards)]
+        rows = np.flatnonzero(mini == number)
+        for row in rows[np.argsort(-read[rows], kind="stable")]:
+            free = np.where(filled < places, load, np.iinfo(int).max)
+            shard = int(np.argmin(free)) if shards > 1 else 0
+            place, length = shard * places + filled[shard], int(read[row])
+            order[place], filled[shard], load[shard] = row, filled[shard] + 1, load[shard] + length
+            if length:
+                pack, begin = _first_fit(room[shard], length, tokens)
+                micro[number, place], start[number, place] = pack, begin
+        used[number] = max(map(len, room))
+    plan: dict[str, Any] = {"order": order, "micro": micro, "start": start, "used": used}
     return Plan(**plan)
+
+
+def _first_fit(room: list[int], length: int, tokens: int) -> tuple[int, int]:
+    """The first pack with `length` positions left, or a new one, and where in it a text starts."""
+    number = next((number for number, left in enumerate(room) if left >= length), len(room))
+    if number == len(room):
+        room.append(tokens)
+    room[number] -= length
+    return number, tokens - room[number] - length
 
 
 def texts_to_learn(
@@ -111,14 +133,14 @@ def plan_layout(mesh: Mesh) -> Any:
     )
 
 
-def no_plan(rows: int, updates: int = 1) -> Plan:
+def no_plan(rows: int, mini_batches: int = 1) -> Plan:
     """A plan that reads nothing."""
-    by_row = jnp.zeros((updates, rows), jnp.int32)
+    by_row = jnp.zeros((mini_batches, rows), jnp.int32)
     return Plan(
         order=jnp.arange(rows, dtype=jnp.int32),
         micro=by_row - 1,
         start=by_row,
-        used=jnp.zeros((updates,), jnp.int32),
+        used=jnp.zeros((mini_batches,), jnp.int32),
     )
 
 
@@ -172,13 +194,17 @@ def filler(batch: TrainBatch) -> Int[Array, ""]:
 
 
 def packed(
-    batch: TrainBatch, update: int, micro: Int[Array, ""], tokens: int, filler: Int[Array, ""]
+    batch: TrainBatch,
+    mini: Int[Array, ""],
+    micro: Int[Array, ""],
+    tokens: int,
+    filler: Int[Array, ""],
 ) -> tuple[Pack, Int[Array, "1 T"]]:
-    """This shard's pack in a micro-batch, gathered from its rows; also the row that each position
-    belongs to."""
+    """This shard's pack in a micro-batch of a mini-batch, gathered from its rows; also the row that
+    each position belongs to."""
     rows, size = batch.tokens.shape
     plan = batch.plan
-    starts = jnp.where(plan.micro[update] == micro, plan.start[update], tokens)
+    starts = jnp.where(plan.micro[mini] == micro, plan.start[mini], tokens)
     starting = (
         jnp.full((tokens,), -1, jnp.int32)
         .at[starts]

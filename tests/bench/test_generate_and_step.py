@@ -169,7 +169,7 @@ def test_problems_that_cannot_be_asked_are_refused(
     [
         (["--batch", "6"], ["--batch is 6", "multiple of --group 8"]),
         (["--group", "1"], ["--group is 1"]),
-        (["--beta", "0.04"], ["--beta is 0.04", "no KL"]),
+        (["--beta", "-0.04"], ["--beta is -0.04; it must be at least 0"]),
         (["--profile", "5"], ["--profile is '5'", "10:12"]),
         (["--draft", "ngram", "--no_online"], ["--draft ngram", "no use for --no_online"]),
     ],

@@ -219,7 +219,7 @@ class TestRefusals:
 
     def test_local_check_behind_an_override(self) -> None:
         assert refused("--config", "rl_think.py", "--batch.group_size", "1").startswith(
-            "batch.group_size is 1; it must be at least 2"
+            "batch.group_size 1 with advantage.baseline group: an answer without others"
         )
 
     @pytest.mark.parametrize(

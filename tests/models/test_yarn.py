@@ -102,7 +102,9 @@ def loss(policy: Decoder, tokens: jax.Array, firsts: jax.Array) -> jax.Array:
 def trained(
     policy: Decoder, batches: tuple[np.ndarray, np.ndarray], learning_rate: float
 ) -> Decoder:
-    optimizer = optimizers.adamw(optimizers.warmup(learning_rate, 30), grad_clip=1.0)
+    optimizer = optimizers.adamw(
+        optimizers.scheduled("constant", learning_rate, 30, 60), grad_clip=1.0
+    )
 
     def step(learnt: Trained, batch: tuple[jax.Array, jax.Array]) -> tuple[Trained, None]:
         value, gradients = value_and_grad(lambda network: loss(network, *batch), learnt.network)

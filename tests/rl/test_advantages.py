@@ -1,65 +1,174 @@
-"""Group advantages, by worked numbers."""
+"""Advantages of every estimator, by worked numbers, and what holds for all of them."""
+
+import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rl.advantages import group_advantages
+from jaxspec.rl import advantages as estimators
+from jaxspec.rl.advantages import (
+    advantages,
+    group_mean,
+    no_baseline,
+    others_mean,
+    over_batch,
+    over_others,
+    over_population,
+    over_sample,
+    unscaled,
+    whitened,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-
-def advantages(rewards: list[float], valid: list[bool] | None = None, group: int = 4) -> np.ndarray:
-    mask = jnp.array([True] * len(rewards) if valid is None else valid)
-    return np.asarray(group_advantages(jnp.array(rewards, float), mask, group))
+BASELINES = (no_baseline, group_mean, others_mean)
+SCALES = (unscaled, over_population, over_sample, over_others, over_batch, whitened)
 
 
-def test_worked_numbers_by_group() -> None:
+def found(
+    rewards: Any,
+    baseline: Any = group_mean,
+    scale: Any = over_population,
+    valid: Any = None,
+    lengths: Any = None,
+    group: int = 4,
+) -> np.ndarray:
+    rewards = jnp.asarray(rewards)
+    count = len(rewards)
+    mask = jnp.ones(count, bool) if valid is None else jnp.asarray(valid)
+    tokens = jnp.ones(count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    return np.asarray(advantages(rewards, mask, tokens, group, baseline, scale))
+
+
+# ---- worked numbers
+
+
+def test_population_deviation_by_group() -> None:
     """(1, 0, 0, 0): mean 1/4, deviation sqrt(3)/4. (1, 2, 3, 4): mean 5/2, deviation sqrt(5)/2.
     Groups do not mix."""
-    found = advantages([1, 0, 0, 0, 1, 2, 3, 4])
     root3, root5 = np.sqrt(3), np.sqrt(5)
     np.testing.assert_allclose(
-        found, [root3, *[-1 / root3] * 3, -3 / root5, -1 / root5, 1 / root5, 3 / root5], rtol=1e-5
+        found([1.0, 0, 0, 0, 1, 2, 3, 4]),
+        [root3, *[-1 / root3] * 3, -3 / root5, -1 / root5, 1 / root5, 3 / root5],
+        rtol=1e-5,
     )
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.3])
-def test_a_group_that_agrees_teaches_nothing(reward: float) -> None:
-    np.testing.assert_allclose(advantages([reward] * 4), 0, atol=1e-9)
+def test_sample_deviation_of_a_pair() -> None:
+    np.testing.assert_allclose(
+        found([1.0, 3.0], scale=over_sample, group=2), [-0.7071, 0.7071], atol=5e-5
+    )
 
 
-@pytest.mark.parametrize("reward", [0.7, 0.1, 1 / 3, 1e-8, 12345.678])
-def test_a_group_that_agrees_teaches_exactly_nothing_where_float32_cannot_hold_its_mean(
-    reward: float,
+def test_leave_one_out_baselines_and_deviations() -> None:
+    """Rewards 1, 2, 3: baselines 2.5, 2, 1.5; deviations of the others .7071, 1.4142, .7071."""
+    rewards = [1.0, 2, 3, 4, 5, 6]
+    centred = found(rewards, others_mean, unscaled, group=3)
+    np.testing.assert_allclose(np.array(rewards) - centred, [2.5, 2, 1.5, 5.5, 5, 4.5])
+    scaled = found(rewards, others_mean, over_others, group=3)
+    deviations = centred[[0, 2, 3, 5]] / scaled[[0, 2, 3, 5]]
+    np.testing.assert_allclose(deviations, [0.7071] * 4, atol=5e-5)
+    assert scaled[1] == 0  # 2 - 2, over 1.4142
+    uneven = found([1.0, 2, 6], others_mean, over_others, group=3)
+    np.testing.assert_allclose(uneven, [-3 / 2.8284, -1.5 / 3.5355, 4.5 / 0.7071], rtol=1e-4)
+
+
+def test_leave_one_out_of_a_pair_has_no_deviation_and_keeps_the_difference() -> None:
+    np.testing.assert_array_equal(found([1.0, 3.0], others_mean, over_others, group=2), [-2, 2])
+
+
+def test_a_row_without_a_reward_is_no_other() -> None:
+    """Rewards 1, (999 without one), 3: baselines 3 and 1."""
+    centred = found([1.0, 999, 3], others_mean, unscaled, [True, False, True], group=3)
+    np.testing.assert_array_equal(centred, [1 - 3, 0, 3 - 1])
+
+
+def test_the_deviation_of_the_batch_is_of_all_its_rewards() -> None:
+    rewards = np.array([0.0, 1, 0, 0, 1, 1, 0, 1])
+    by_group = rewards.reshape(2, 4)
+    wanted = (by_group - by_group.mean(1, keepdims=True)).ravel() / (rewards.std(ddof=1) + 1e-6)
+    np.testing.assert_allclose(found(rewards, scale=over_batch), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", [no_baseline, group_mean])
+def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(baseline: Any) -> None:
+    rewards, lengths = np.array([0.0, 1, 0, 3, 1, 5, 0, 1]), np.array([5, 1, 2, 9, 4, 4, 7, 3])
+    scaled = found(rewards, baseline, whitened, lengths=lengths)
+    by_token = np.repeat(scaled, lengths)
+    np.testing.assert_allclose([by_token.mean(), by_token.var()], [0, 1], atol=1e-12)
+    centred = found(rewards, baseline, unscaled)
+    tokens = np.repeat(centred, lengths)
+    np.testing.assert_allclose(scaled, (centred - tokens.mean()) / tokens.std(), rtol=1e-9)
+    # all tokens alike: the least variance, not 0, divides
+    np.testing.assert_array_equal(found([2.0] * 4, baseline, whitened), 0)
+
+
+# ---- what holds for all
+
+
+ALL = [
+    pytest.param(*pair, id=" ".join(each.__name__ for each in pair))
+    for pair in itertools.product(BASELINES, SCALES)
+]
+
+
+@pytest.mark.parametrize(("baseline", "scale"), ALL)
+def test_rows_without_a_reward_count_nowhere_whatever_stands_there(
+    baseline: Any, scale: Any
+) -> None:
+    rewards = np.array([1.0, 0, 0.5, 0, 1, 0.25, 0, 1])
+    valid = np.array([True, False, True, True, True, True, True, False])
+    lengths = np.array([3, 9, 1, 2, 4, 4, 2, 8])
+    wanted = found(rewards, baseline, scale, valid, lengths)
+    assert (wanted[~valid] == 0).all()
+    assert np.isfinite(wanted).all()
+    for junk in (1e9, np.nan, np.inf, -np.inf):
+        there = np.where(valid, rewards, junk)
+        np.testing.assert_array_equal(found(there, baseline, scale, valid, lengths), wanted)
+    none = np.zeros(8, bool)
+    np.testing.assert_array_equal(found(rewards, baseline, scale, none, lengths), 0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", [group_mean, others_mean])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 0.1, 1 / 3, 1e-8, 12345.678])
+def test_groups_that_agree_teach_exactly_nothing_where_float32_cannot_hold_their_mean(
+    reward: float, baseline: Any, scale: Any
 ) -> None:
     rewards, valid = np.full((3, 12), reward, np.float32), np.ones((3, 12), bool)
-    # whatever stands where there is no reward
     rewards[1, [0, 7]], valid[1, [0, 7]] = [np.nan, 5], False
-    rewards[2, 11] = 0  # one that differs is learnt from, and so are those that it differs from
-    found = np.asarray(
-        group_advantages(jnp.asarray(rewards.ravel()), jnp.asarray(valid.ravel()), 12)
-    ).reshape(3, 12)
-    np.testing.assert_array_equal(found[:2], 0)
-    assert (found[2, :11] > 0).all()
-    assert found[2, 11] < 0
+    rewards[2, 11] = reward + 1  # one that differs is learnt from
+    scaled = found(rewards.ravel(), baseline, scale, valid.ravel(), group=12).reshape(3, 12)
+    if scale is not whitened:  # which takes the mean of all tokens away
+        np.testing.assert_array_equal(scaled[:2], 0)
+    assert scaled[2, 11] > max(scaled[2, :11])
+    # an outcome without spread among the others is not divided by its rounding
+    assert np.abs(scaled).max() < 20
 
 
-def test_rows_without_a_reward_count_nowhere() -> None:
-    """Whatever stands there; what is left is the group of the others."""
-    for junk in (0.0, 1e9, np.nan, np.inf):
-        found = advantages([1, junk, 0, 0], [True, False, True, True])
-        np.testing.assert_allclose(found, [np.sqrt(2), 0, -np.sqrt(0.5), -np.sqrt(0.5)], rtol=1e-5)
-    np.testing.assert_array_equal(advantages([1, 2, 3, np.nan], [False] * 4), 0)
-    np.testing.assert_allclose(advantages([5, 7, 7, 7], [True, False, False, False]), 0, atol=1e-9)
+@pytest.mark.parametrize("baseline", [group_mean, others_mean])
+def test_a_row_alone_in_its_group_teaches_nothing(baseline: Any) -> None:
+    for scale in set(SCALES) - {whitened}:
+        alone = found([5.0, 7, 7, 7], baseline, scale, [True, False, False, False])
+        np.testing.assert_array_equal(alone, 0)
 
 
-def test_order_inside_a_group_scale_and_shift() -> None:
+@pytest.mark.parametrize("scale", [over_population, over_sample, over_batch, whitened])
+def test_scaled_advantages_know_neither_shift_nor_scale_nor_order(scale: Any) -> None:
     rewards = np.random.default_rng(0).normal(size=8)
-    found = advantages(list(rewards))
-    np.testing.assert_allclose(advantages(list(10 * rewards + 3)), found, rtol=1e-5)
-    np.testing.assert_allclose(found.reshape(2, 4).mean(1), 0, atol=1e-12)
-    np.testing.assert_allclose((found.reshape(2, 4) ** 2).mean(1), 1, rtol=1e-5)
-    order = [2, 0, 3, 1]
-    np.testing.assert_array_equal(advantages(list(rewards[:4][order])), found[:4][order])
-    np.testing.assert_allclose(advantages([1, 0, 1, 0], group=2), [1, -1, 1, -1], rtol=1e-5)
+    wanted = found(rewards, scale=scale)
+    np.testing.assert_allclose(found(10 * rewards + 3, scale=scale), wanted, rtol=1e-5)
+    order = np.array([2, 0, 3, 1, 4, 5, 7, 6])
+    np.testing.assert_allclose(found(rewards[order], scale=scale), wanted[order], rtol=1e-9)
+
+
+def test_every_estimator_is_among_those_tested() -> None:
+    said = {
+        name
+        for name, value in vars(estimators).items()
+        if callable(value) and getattr(value, "__module__", "") == estimators.__name__
+    }
+    tested = {each.__name__ for each in (*BASELINES, *SCALES)} | {"advantages"}
+    assert {name for name in said if not name.startswith("_")} == tested

@@ -185,7 +185,7 @@ def step_of(
     descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
     return dataclasses.replace(
         step,
-        learner=dataclasses.replace(step.learner, policy_loss=negative_log_likelihood, **descent),
+        learner=step.learner.for_texts(negative_log_likelihood, **descent),
     )
 
 
@@ -350,11 +350,12 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
     }
     assert floats == {"float32"}
     gradients, _, _ = jax.eval_shape(
-        functools.partial(step.learner._pass, learning=True),
+        step.learner.passes.gradients,
         state.learner.policy.network,
         state.learner.draft.network if state.learner.draft else None,
         state.learner.online,
         jax.eval_shape(step.batch_of, finished),
+        jax.ShapeDtypeStruct((), np.int32),
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 

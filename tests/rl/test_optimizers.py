@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.inputs.spec import LoraConfig
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
+from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
@@ -63,7 +65,7 @@ def test_clip_then_adamw(decay: float) -> None:
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) -> None:
-    optimizer = optimizers.adamw(optimizers.warmup(0.1, 3), 1.0)
+    optimizer = optimizers.adamw(optimizers.scheduled("constant", 0.1, 3, 9), 1.0)
 
     def apply(learner: Trained, slope: Any, loss: Any) -> Any:
         return optimizers.update(learner, slope, loss, optimizer)
@@ -93,15 +95,101 @@ def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) ->
     assert (np.asarray(learner.network["a"]) != before.network["a"]).all()
 
 
+# ---- Muon
+
+
+def in_layers(weights: Any) -> dict[str, np.ndarray]:
+    """The matrices of a decoder's layers, each [layers, inputs, outputs]."""
+    sizes = {"query": 1, "key": 1, "value": 1, "output": 2, "gate": 1, "up": 1, "down": 1}
+    found = {}
+    for name, inputs in sizes.items():
+        leaf = np.asarray(getattr(weights.layers, name)[...])
+        rows = int(np.prod(leaf.shape[1 : 1 + inputs]))
+        found[name] = leaf.reshape(len(leaf), rows, -1)
+    return found
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2)])
+def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw(
+    data: int, tensor: int
+) -> None:
+    """Two updates: whatever the mesh, a matrix changes as one that optax has alone, and all other
+    weights as by AdamW."""
+    policy, rate = tiny_network(Decoder, tiny_model(heads=4, kv_heads=4)), 0.1
+    made = optimizers.muon(rate, 1e9), optimizers.adamw(rate, 1e9)
+    slopes = [tiny_network(Decoder, tiny_model(heads=4, kv_heads=4), seed) for seed in (5, 6)]
+    mesh = small_mesh(data, tensor)
+
+    def updated(optimizer: optax.GradientTransformation) -> Any:
+        state = optimizers.start(policy, optimizer)
+        state = jax.device_put(state, shardings(mesh, state, LOGICAL_AXES, TRAIN_RULES))
+        update = jax.jit(
+            lambda state, slope: optimizers.update(state, slope, jnp.ones(()), optimizer)[0]
+        )
+        for slope in slopes:
+            state = update(state, slope)
+        return state.network
+
+    by_muon, by_adamw = (updated(optimizer) for optimizer in made)
+    alone = optax.contrib.muon(rate, consistent_rms=0.2)
+    before, after = in_layers(policy), in_layers(by_muon)
+    of_slopes = [in_layers(slope) for slope in slopes]
+    for name, matrices in before.items():
+        for layer, matrix in enumerate(matrices):
+            weights: Any = {"w": jnp.asarray(matrix)}
+            state = alone.init(weights)
+            for each in of_slopes:
+                slope: Any = {"w": jnp.asarray(each[name][layer])}
+                with jax.numpy_dtype_promotion("standard"):
+                    changes, state = alone.update(slope, state, weights)
+                weights = optax.apply_updates(weights, changes)
+            np.testing.assert_allclose(after[name][layer], weights["w"], rtol=0, atol=1e-9)
+    for name in ("embedding", "norm", "head"):
+        ours, theirs = (getattr(network, name)[...] for network in (by_muon, by_adamw))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
+    # singular values of a change are near one another, as those of a gradient are not
+    changed = np.linalg.svd(after["gate"][0] - before["gate"][0], compute_uv=False)
+    of_slope = np.linalg.svd(of_slopes[0]["gate"][0], compute_uv=False)
+    assert changed.max() / changed.min() < of_slope.max() / of_slope.min()
+
+
+def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
+    policy = Adapted(tiny_network(Decoder, tiny_model()), LoraConfig(rank=2), jax.random.key(0))
+    weights = optimizers.parameters(policy)
+    axes = jax.tree_util.tree_leaves_with_path(
+        optimizers.matrices(weights), is_leaf=lambda node: hasattr(node, "reduction_axis")
+    )
+    assert len(axes) == 2 * 7
+    optimizer = optimizers.kept_in("bfloat16", optimizers.muon(0.1, 1.0))
+    learner = optimizers.start(policy, optimizer)
+    slope = jax.tree.map(jnp.ones_like, weights)
+    learner, _ = optimizers.update(learner, slope, jnp.ones(()), optimizer)
+    names = {
+        getattr(path[-1], "name", ""): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(learner.optimizer)
+    }
+    assert names["ns_coeffs"] in ("float32", "float64")
+    assert int(learner.skipped) == 0
+    a, b = (np.asarray(getattr(learner.network.adapters, f"q_proj_{part}")[...]) for part in "ab")
+    assert (a != np.asarray(getattr(policy.adapters, "q_proj_a")[...])).all()  # noqa: B009
+    assert (b != 0).all()
+
+
 def test_schedules() -> None:
     def at(schedule: optax.Schedule, *counts: int) -> np.ndarray:
         with jax.numpy_dtype_promotion("standard"):  # optax promotes inside
             return np.array([np.asarray(schedule(jnp.int32(count))) for count in counts])
 
-    np.testing.assert_allclose(
-        at(optimizers.warmup(0.4, 4), 0, 1, 3, 4, 100), [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6
-    )
-    np.testing.assert_allclose(at(optimizers.warmup(0.4, 0), 0), 0.4, rtol=1e-6)
+    for kind, later in (
+        ("constant", [0.4, 0.4, 0.4, 0.4]),
+        ("linear", [0.4, 0.2, 0, 0]),
+        ("cosine", [0.4, 0.2, 0, 0]),
+    ):
+        found = at(optimizers.scheduled(kind, 0.4, 4, 24), 0, 1, 3, 4, 14, 24, 100)
+        np.testing.assert_allclose(found, [0.1, 0.2, 0.4, *later], atol=1e-7)
+        assert at(optimizers.scheduled(kind, 0.4, 0, 24), 0) == pytest.approx(0.4)
+    quarter = at(optimizers.scheduled("cosine", 1.0, 0, 8), 2)
+    assert quarter == pytest.approx((1 + np.sqrt(0.5)) / 2)
     np.testing.assert_allclose(
         at(optimizers.cosine(1.0, 200), 0, 10, 105, 200, 500),
         [0.05, 1.0, 0.55, 0.1, 0.1],

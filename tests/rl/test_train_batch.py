@@ -63,6 +63,26 @@ def test_a_row_that_fits_no_micro_batch_is_refused_with_both_numbers() -> None:
         planned(np.array([3, 11], np.int32), 1, 10)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
+def test_a_mini_batch_reads_its_own_rows_and_is_dealt_to_all_shards(
+    shards: int, minis: int, rows: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    read = random.integers(0, 9, shards * minis * rows).astype(np.int32)
+    mini = np.repeat(np.arange(minis, dtype=np.int32), shards * rows)
+    plan = planned(read, shards, 9, mini)
+    order, micro = np.asarray(plan.order), np.asarray(plan.micro)
+    assert sorted(order.tolist()) == list(range(len(read)))
+    for number in range(minis):
+        there = order[micro[number] >= 0]
+        assert sorted(there.tolist()) == np.flatnonzero((mini == number) & (read > 0)).tolist()
+        alone = planned(np.where(mini == number, read, 0), shards, 9)
+        assert plan.used[number] <= alone.used[0] + 1
+    # however the lengths fall, no shard has more than its places
+    assert len(order) // shards == minis * rows
+
+
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_shards_get_about_as_much_text_though_groups_differ(shards: int) -> None:
     """64 answers in groups of 8 whose lengths spread 1:8, all of a group alike: whole groups would
@@ -93,7 +113,7 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
 
     def gather(batch: TrainBatch, number: Any) -> Any:
         batch = exchanged(batch, shards)
-        return tuple(packed(batch, 0, number, tokens, filler(batch))[0])
+        return tuple(packed(batch, jnp.int32(0), number, tokens, filler(batch))[0])
 
     plan = batch.plan.replace(
         order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P()

@@ -29,7 +29,13 @@ def a_state(seed: int = 0) -> TrainState:
     policy = Trained(
         network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0)
     )
-    learner = LearnerState(policy=policy, draft=None, online=jnp.bool_(True), version=jnp.int32(5))
+    learner = LearnerState(
+        policy=policy,
+        draft=None,
+        online=jnp.bool_(True),
+        version=jnp.int32(5),
+        recompute=jnp.bool_(False),
+    )
     return TrainState(
         learner=learner,
         generator=GeneratorState(overlap_by_factor=draft_temperature.start(8, (0.0, 1.0))),

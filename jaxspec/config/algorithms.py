@@ -1,0 +1,107 @@
+"""Published algorithms as groups of settings, each of which can be set otherwise beside them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Literal, NamedTuple, TypeVar
+
+from jaxspec.config.settings import AdvantageConfig, Config, KlConfig, LossConfig, OverlongConfig
+from jaxspec.inputs.checked import require
+
+_C = TypeVar("_C", bound=Config)
+
+
+class Algorithm(NamedTuple):
+    """What an algorithm sets; everything else stays as the config has it."""
+
+    about: str
+    advantage: AdvantageConfig
+    loss: LossConfig
+    kl: KlConfig = KlConfig()
+    overlong: OverlongConfig = OverlongConfig()
+
+
+AlgorithmName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+ALGORITHMS: dict[AlgorithmName, Algorithm] = {
+    "grpo": Algorithm(
+        "arXiv 2402.03300",
+        AdvantageConfig(baseline="group", std="sample"),
+        LossConfig(clip_low=0.2, clip_high=0.2, aggregation="sequence"),
+        KlConfig(beta=0.04, estimator="k3"),
+    ),
+    "dapo": Algorithm(
+        "arXiv 2503.14476",
+        AdvantageConfig(baseline="group", std="sample"),
+        LossConfig(clip_low=0.2, clip_high=0.28, aggregation="token"),
+        overlong=OverlongConfig(buffer=0.2),
+    ),
+    "dr_grpo": Algorithm(
+        "arXiv 2503.20783",
+        AdvantageConfig(baseline="group", std="none"),
+        LossConfig(clip_low=0.2, clip_high=0.2, aggregation="constant"),
+    ),
+    "gspo": Algorithm(
+        "arXiv 2507.18071",
+        AdvantageConfig(baseline="group", std="sample"),
+        LossConfig(kind="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    ),
+    "cispo": Algorithm(
+        "arXiv 2506.13585",
+        AdvantageConfig(baseline="group", std="sample"),
+        LossConfig(kind="cispo", clip_low=1.0, clip_high=4.0, aggregation="token"),
+    ),
+    "rloo": Algorithm(
+        "arXiv 2402.14740",
+        AdvantageConfig(baseline="leave_one_out", std="none"),
+        LossConfig(kind="reinforce", aggregation="token"),
+    ),
+    "reinforce_pp": Algorithm(
+        "arXiv 2501.03262; with --advantage.baseline group, its baseline form",
+        AdvantageConfig(baseline="none", std="whiten"),
+        LossConfig(clip_low=0.2, clip_high=0.2, aggregation="token"),
+    ),
+}
+"""By the name that `--algorithm` takes."""
+LARGEST_SEQUENCE_CLIP = 0.01
+"""A bound on ratios of whole answers that is above this was hardly meant for them."""
+
+
+def with_algorithm(config: _C, name: str) -> _C:
+    """The config with the settings of an algorithm.
+
+    Raises:
+      ConfigError: there is none of that name.
+    """
+    known: dict[str, Algorithm] = {**ALGORITHMS}
+    require(name in known, f"--algorithm {name!r} is none of {', '.join(known)}; choose one")
+    chosen = known[name]
+    parts = chosen._asdict()
+    del parts["about"]
+    return replace(config, **parts)
+
+
+def described() -> str:
+    """What each algorithm sets other than the defaults, a line each."""
+    lines = []
+    for name, algorithm in ALGORITHMS.items():
+        parts = algorithm.advantage, algorithm.loss, algorithm.kl, algorithm.overlong
+        differs = [
+            f"{part.prefix}{key} {value}"
+            for part in parts
+            for key, value in asdict(part).items()
+            if value != getattr(type(part)(), key)
+        ]
+        lines.append(f"  {name}: {', '.join(differs) or 'the defaults'} ({algorithm.about})")
+    return "\n".join(lines)
+
+
+def remarks(config: Config) -> list[str]:
+    """What is allowed, and rarely meant."""
+    loss, bounds = config.loss, (config.loss.clip_low, config.loss.clip_high)
+    if loss.kind == "gspo" and max(bounds) > LARGEST_SEQUENCE_CLIP:
+        return [
+            f"warning: loss.kind gspo with loss.clip_low {bounds[0]:g} and loss.clip_high"
+            f" {bounds[1]:g}: the ratio of a whole answer hardly leaves 1, so that nothing is ever"
+            " clipped; usual are --loss.clip_low 3e-4 --loss.clip_high 4e-4"
+        ]
+    return []

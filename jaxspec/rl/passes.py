@@ -1,0 +1,247 @@
+"""Passes of the learner over a batch, on every data shard: for gradients, for sums, for logprobs.
+
+Each runs in a `shard_map` that is manual over `data`: a shard has its own rows from the embedding
+to the loss, and all that goes between shards is what is written here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.kernels.order import after, computed
+from jaxspec.mesh import DATA
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.lora import Adapted
+from jaxspec.rl import optimizers
+from jaxspec.rl.fsdp import Pair, Shards
+from jaxspec.rl.micro_batch import Counts, Losses, Sums
+from jaxspec.rl.train_batch import TrainBatch, exchanged, filler, packed
+from jaxspec.state import Pack, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Passes over batches whose rows are at the places that their plan says (`at_places`)."""
+
+    mesh: Mesh
+    dtype: str
+    """Of products."""
+    tokens: int
+    """Positions of a micro-batch on each data shard."""
+    losses: Losses
+    layout: Callable[[PyTree], PyTree]
+    """Shardings of networks."""
+
+    def at_places(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with every row on the shard, and at the place, that the plan says."""
+        specs = _specs(batch)
+        move = partial(exchanged, shards=self.mesh.shape[DATA])
+        return self._mapped(move, (specs,), specs)(batch)
+
+    def gradients(
+        self,
+        policy: Decoder | Adapted,
+        draft: PyTree,
+        online: Bool[Array, ""],
+        batch: TrainBatch,
+        mini: Int[Array, ""],
+    ) -> tuple[PyTree, Sums, Counts]:
+        """Gradients of a mini-batch's losses in the train layout, in at least float32, with sums
+        and counts of all of it; the draft learns where it is `online`."""
+        return self._pass(policy, draft, online, batch, mini, learning=True)
+
+    def sums(
+        self, policy: Decoder | Adapted, draft: PyTree, batch: TrainBatch
+    ) -> tuple[Sums, Counts]:
+        """Sums and counts of the first mini-batch by forward passes alone."""
+        _, sums, counts = self._pass(
+            policy, draft, jnp.ones((), bool), batch, jnp.int32(0), learning=False
+        )
+        return sums, counts
+
+    def logprobs(
+        self, policy: Decoder | Adapted, wanted: Bool[Array, ""], batch: TrainBatch
+    ) -> tuple[Float[Array, "B S"], TrainBatch]:
+        """The log-probability of each label under a policy, at the place of its token, by a forward
+        pass over all mini-batches; 0 elsewhere, and everywhere where it is not `wanted`.
+
+        Also the batch, of which whatever is read later comes after that pass.
+        """
+        shards, specs = self._shards((policy, None))
+        run = partial(self._logprobs_on_a_shard, shards=shards)
+        by_row = _specs(batch)
+        return self._mapped(run, (specs[0], P(), by_row), (P(DATA), by_row))(policy, wanted, batch)
+
+    def in_row_order(self, by_place: Float[Array, " B"], batch: TrainBatch) -> Float[Array, " B"]:
+        """Numbers of the rows at their places, back in the order of the rows."""
+
+        def on_a_shard(values: Float[Array, " b"], order: Int[Array, " b"]) -> Float[Array, " b"]:
+            # one collective for both, which comes when the numbers are there
+            both = jnp.stack([values, order.astype(values.dtype)], axis=1)
+            values, rows = jnp.unstack(lax.all_gather(both, DATA, tiled=True), axis=1)
+            by_row = jnp.zeros_like(values).at[rows.astype(jnp.int32)].set(values)
+            return lax.dynamic_slice_in_dim(by_row, lax.axis_index(DATA) * len(order), len(order))
+
+        return self._mapped(on_a_shard, (P(DATA), P(DATA)), P(DATA))(by_place, batch.plan.order)
+
+    # ---- what is common to them
+
+    def _mapped(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names={DATA},
+            check_vma=False,
+        )
+
+    def _shards(self, networks: Pair) -> tuple[Shards, Pair]:
+        """How networks are split, in all and over `data`."""
+        splits: Any = jax.tree.map(lambda sharding: sharding.spec, self.layout(networks))
+        specs: Any = jax.tree.map(
+            lambda spec: P(*(DATA if axis == DATA else None for axis in spec)), splits
+        )
+        return Shards(splits, self.dtype, self.losses.ordered), specs
+
+    def _tied(self, networks: Pair, shards: Shards, filling: Int[Array, ""]) -> Pair:
+        """Networks of which nothing is gathered before the batch is there: the compiler moves
+        gathering of what no micro-batch changes out of the loop."""
+        return shards.tied(networks, [computed(filling)] if self.losses.ordered else [])
+
+    # ---- gradients and sums
+
+    def _pass(
+        self,
+        policy: Decoder | Adapted,
+        draft: PyTree,
+        online: Bool[Array, ""],
+        batch: TrainBatch,
+        mini: Int[Array, ""],
+        learning: bool,
+    ) -> tuple[PyTree, Sums, Counts]:
+        shards, specs = self._shards((policy, draft))
+        run = partial(self._on_a_shard, shards=shards, learning=learning)
+        gradients = self._trained(specs) if learning else (None, None)
+        inputs = (*specs, P(), _specs(batch), P())
+        mapped = self._mapped(run, inputs, (gradients, P(), P()))
+        return mapped(policy, draft, online, batch, mini)
+
+    def _trained(self, networks: Pair) -> Pair:
+        """What is trained of policy and draft; None for one that is only read."""
+        policy, draft = map(optimizers.parameters, networks)
+        return (
+            None if self.losses.policy is None else policy,
+            None if self.losses.draft is None else draft,
+        )
+
+    def _on_a_shard(
+        self,
+        policy: Decoder | Adapted,
+        draft: PyTree,
+        online: Bool[Array, ""],
+        batch: TrainBatch,
+        mini: Int[Array, ""],
+        shards: Shards,
+        learning: bool,
+    ) -> tuple[PyTree, Sums, Counts]:
+        """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
+        losses = self.losses
+        counts, filling = losses.counts(batch, mini), filler(batch)
+        policy, draft = self._tied((policy, draft), shards, filling)
+        weights, trained = self._trained((policy, draft)), shards.of(self._trained)
+
+        def whole(weights: Pair) -> tuple[Pair, Pair]:
+            networks = shards.outside_whole(*_filled((policy, draft), weights))
+            return self._trained(networks), networks
+
+        def loss_of(
+            weights: Pair, networks: Pair, pack: Pack, row: Int[Array, "1 T"]
+        ) -> tuple[Float[Array, ""], Sums]:
+            filled = _filled(networks, weights)
+            sums = losses.sums(*filled, shards, online, pack, row, batch, counts)
+            return losses.total(sums, counts), sums
+
+        def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
+            pack, row = packed(batch, mini, number, self.tokens, filling)
+            gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
+            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
+            if not learning:
+                return before[0], before[1].plus(loss_of(gathered, networks, pack, row)[1])
+            (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+                gathered, networks, pack, row
+            )
+            (gradients,) = split(trained.tied(gradients, trained.layers_learnt(gradients)))
+            return jax.tree.map(jnp.add, before[0], gradients), before[1].plus(sums)
+
+        nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
+        # The plan says at run time how many micro-batches there are: one program for every batch.
+        gradients, sums = lax.fori_loop(
+            0, batch.plan.used[mini], read, (nothing, losses.nothing(counts))
+        )
+        # once a batch, and not for every micro-batch
+        return trained.summed(gradients) if learning else gradients, sums.over_shards(), counts
+
+    # ---- logprobs
+
+    def _logprobs_on_a_shard(
+        self,
+        policy: Decoder | Adapted,
+        wanted: Bool[Array, ""],
+        batch: TrainBatch,
+        shards: Shards,
+    ) -> tuple[Float[Array, "B S"], TrainBatch]:
+        filling, (rows, size) = filler(batch), batch.tokens.shape
+        policy, _ = self._tied((policy, None), shards, filling)
+
+        def read(
+            mini: Int[Array, ""], number: Int[Array, ""], found: Float[Array, "B S"]
+        ) -> Float[Array, "B S"]:
+            pack, row = packed(batch, mini, number, self.tokens, filling)
+            networks = shards.outside_whole(policy, None)
+            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
+            picked = self.losses.logprobs(networks[0], shards, pack)
+            # what is not learnt is beyond the rows, and dropped
+            row = jnp.where(pack.chosen, row, rows)
+            following = jnp.minimum(pack.positions + 1, size - 1)
+            return found.at[row, following].set(picked.astype(found.dtype), mode="drop")
+
+        def read_all(mini: Int[Array, ""], found: Float[Array, "B S"]) -> Float[Array, "B S"]:
+            used = jnp.where(wanted, batch.plan.used[mini], 0)
+            return lax.fori_loop(0, used, partial(read, mini), found)
+
+        nothing = jnp.zeros((rows, size), self.losses.wide)
+        found = lax.fori_loop(0, len(batch.plan.used), read_all, nothing)
+        # What is read of the batch later, on any shard, comes after this on all of them.
+        there = lax.psum(computed(found).astype(jnp.int32), DATA)
+        return found, tied(batch, there) if self.losses.ordered else batch
+
+
+def tied(batch: TrainBatch, there: Int[Array, ""]) -> TrainBatch:
+    """The batch, of which whatever is read comes after something that is `there`."""
+    signs = [computed(there)]
+    return batch.replace(tokens=after(batch.tokens, signs), chosen=after(batch.chosen, signs))
+
+
+def _specs(batch: TrainBatch) -> Any:
+    """How a batch is split over `data`."""
+    by_row = jax.tree.map(lambda leaf: P(DATA), batch)
+    plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
+    return by_row.replace(plan=plan)
+
+
+def _filled(networks: Pair, weights: Pair) -> Pair:
+    """Networks with what is trained of them from `weights`."""
+    policy, draft = (
+        network if own is None else optimizers.with_parameters(network, own)
+        for network, own in zip(networks, weights, strict=True)
+    )
+    return policy, draft

@@ -1,0 +1,258 @@
+"""Several updates on a batch, old and reference logprobs: what the learner makes of packed texts on
+any mesh, beside the same written out on padded rows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspec.build import build_step
+from jaxspec.config.settings import (
+    BatchConfig,
+    DataConfig,
+    DraftConfig,
+    EngineConfig,
+    KlConfig,
+    LoraConfig,
+    LossConfig,
+    MeshConfig,
+    RolloutConfig,
+)
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.lora import Adapted, merged
+from jaxspec.rl import optimizers
+from jaxspec.rl.loss_terms import ESTIMATORS, KlPenalty
+from jaxspec.rl.train_batch import TrainBatch, plan_layout, read_lengths, whole_rows
+from jaxspec.state import LearnerState
+from jaxspec.step import Step
+from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+PROMPTS, GROUP, WIDTH, NEW = 8, 2, 5, 6
+ROWS, SIZE = PROMPTS * GROUP, WIDTH + NEW
+MODEL = tiny_model(vocab=16, heads=4, kv_heads=4)
+RATE, BETA, LOW, HIGH = 0.1, 0.3, 0.1, 0.15
+LOSS: dict[str, Any] = {"clip_low": LOW, "clip_high": HIGH}
+
+
+def step_of(
+    mesh: tuple[int, int] = (1, 1),
+    loss: LossConfig | None = None,
+    kl: KlConfig | None = None,
+    minis: int = 2,
+    epochs: int = 2,
+    rank: int = 0,
+) -> Step:
+    """Plain gradient descent; micro-batches of some texts."""
+    config = tiny_config(
+        MODEL,
+        rollout=RolloutConfig(
+            max_new_tokens=NEW, draft=DraftConfig(kind="none"), engine=EngineConfig(tail=False)
+        ),
+        batch=BatchConfig(
+            prompts=PROMPTS,
+            group_size=GROUP,
+            micro_tokens=30,
+            mini_batches=minis,
+            epochs=epochs,
+        ),
+        data=DataConfig(max_prompt_length=WIDTH),
+        mesh=MeshConfig(shard_above=0),
+        loss=loss or LossConfig(**LOSS),
+        kl=kl or KlConfig(beta=BETA),
+        lora=LoraConfig(rank=rank),
+    )
+    step = build_step(config, small_mesh(*mesh), (1,), MODEL.vocab)
+    learner = dataclasses.replace(step.learner, policy_optimizer=optax.sgd(RATE))
+    return dataclasses.replace(step, learner=learner)
+
+
+class Rows:
+    """Texts with advantages, and logprobs near those of the policy that learns."""
+
+    def __init__(self, far: float = 0.1, lag: int = 0) -> None:
+        random = np.random.default_rng(3)
+        self.tokens = random.integers(2, MODEL.vocab, (ROWS, SIZE)).astype(np.int32)
+        ends = random.integers(WIDTH, SIZE + 1, ROWS)[:, None]
+        place = np.arange(SIZE)
+        self.chosen = (place >= 3) & (place < ends) & (random.random((ROWS, SIZE)) < 0.8)
+        self.chosen[5] = False
+        self.advantages = random.normal(size=ROWS)
+        noise = far * random.normal(size=(ROWS, SIZE))
+        self.sampled = np.asarray(logprobs_of(policy(), self)) + noise
+        self.version = np.full(ROWS, -lag, np.int32)
+
+    def on(self, step: Step) -> TrainBatch:
+        """As the learner reads them."""
+        plan = step.planned(np.asarray(read_lengths(self.chosen)).astype(np.int32))
+        parts: dict[str, Any] = {
+            "tokens": self.tokens,
+            "sampled_logprobs": self.sampled,
+            "chosen": self.chosen,
+            "advantages": self.advantages,
+            "version": self.version,
+        }
+        rows = jax.tree.map(jnp.asarray, parts)
+        return TrainBatch(**rows, plan=jax.device_put(plan, plan_layout(step.mesh)))
+
+
+def policy() -> Decoder:
+    return tiny_network(Decoder, MODEL, 1)
+
+
+def logprobs_of(network: Any, rows: Rows) -> jax.Array:
+    """Of each token given those before it, [rows, size]; 0 for the first."""
+    network = merged(network)
+    texts = whole_rows(jnp.asarray(rows.tokens), jnp.asarray(rows.chosen))
+    logits = network.logits(network(texts.tokens, texts.positions).hidden)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), texts.labels[..., None], axis=2)
+    return jnp.pad(picked[:, :-1, 0], ((0, 0), (1, 0)))
+
+
+def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) -> Any:
+    """Descent on the clipped loss and the bounded k3 divergence, written out; with the losses."""
+    reference = logprobs_of(network.base if isinstance(network, Adapted) else network, rows)
+    old = logprobs_of(network, rows) if recompute else jnp.asarray(rows.sampled)
+
+    def loss_of(weights: Any, here: jax.Array) -> jax.Array:
+        logprobs = logprobs_of(optimizers.with_parameters(network, weights), rows)
+        ratio = jnp.exp(jnp.where(here, logprobs - old, 0))
+        gains = jnp.asarray(rows.advantages)[:, None] * jnp.stack(
+            [ratio, jnp.clip(ratio, 1 - LOW, 1 + HIGH)]
+        )
+        x = jnp.clip(jnp.where(here, reference - logprobs, 0), -20, 20)
+        losses = -gains.min(0) + BETA * jnp.minimum(jnp.exp(x) - 1 - x, 10)
+        return jnp.sum(jnp.where(here, losses, 0)) / jnp.sum(here, dtype=losses.dtype)
+
+    slope, weights, losses = (
+        jax.jit(jax.value_and_grad(loss_of)),
+        optimizers.parameters(network),
+        [],
+    )
+    for _ in range(epochs):
+        for mini in range(minis):
+            mask = (np.arange(ROWS) * minis // ROWS == mini)[:, None] & rows.chosen
+            loss, gradient = slope(weights, jnp.asarray(mask))
+            weights = jax.tree.map(lambda old, new: old - RATE * new, weights, gradient)
+            losses.append(float(loss))
+    return weights, np.mean(losses)
+
+
+def learnt(step: Step, network: Any, rows: Rows) -> tuple[LearnerState, dict[str, float]]:
+    state = step.learner.start(network, None, online=False)
+    state = jax.device_put(state, step.learner.layout(state))
+    after, metrics = jax.jit(step.learner.learn)(state, rows.on(step))
+    return after, {name: float(value) for name, value in metrics.items()}
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-11),
+        found,
+        wanted,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "minis", "epochs", "recompute", "rank"),
+    [
+        ((2, 1), 2, 2, False, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ((1, 1), 4, 1, True, 0),
+                ((4, 2), 2, 2, True, 0),
+                ((2, 2), 1, 3, False, 2),
+            )
+        ),
+    ],
+)
+def test_several_updates_are_those_written_out(
+    mesh: tuple[int, int], minis: int, epochs: int, recompute: bool, rank: int
+) -> None:
+    how: Any = "recompute" if recompute else "reuse"
+    step = step_of(mesh, LossConfig(**LOSS, logprobs=how), None, minis, epochs, rank)
+    rows, network = Rows(), step.adapt(policy())
+    if isinstance(network, Adapted):  # whose change is not nothing
+        network.adapters = jax.tree.map(lambda leaf: leaf + 0.05, network.adapters)
+    after, metrics = learnt(step, network, rows)
+    weights, loss = by_hand(network, rows, minis, epochs, recompute)
+    assert_close(optimizers.parameters(after.policy.network), weights)
+    assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-11)
+    assert metrics["ratio/clipped_low"] + metrics["ratio/clipped_high"] > 0.02
+    assert metrics["learner/recompute"] == recompute
+    assert metrics["kl"] > 0
+
+
+def test_one_update_has_the_old_logprobs_of_its_own_rows_for_nothing() -> None:
+    """Rows of this version have ratio 1 whatever was recorded; older ones that of the record, or of
+    the policy itself where that is not to be trusted."""
+    loss, off = LossConfig(**LOSS), KlConfig()
+    fresh, older = Rows(), Rows(lag=1)
+    _, metrics = learnt(step_of(loss=loss, kl=off, minis=1, epochs=1), policy(), fresh)
+    assert (metrics["ratio/mean"], metrics["learner/lag"]) == (1, 0)
+    gap = np.abs(np.asarray(logprobs_of(policy(), fresh)) - fresh.sampled)[fresh.chosen]
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(gap.mean(), abs=1e-12)
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(gap.max(), abs=1e-12)
+    assert metrics["rollout/probability_factor"] == pytest.approx(np.exp(gap).mean(), abs=1e-12)
+    _, metrics = learnt(step_of(loss=loss, kl=off, minis=1, epochs=1), policy(), older)
+    ratio = np.exp(np.asarray(logprobs_of(policy(), older)) - older.sampled)[older.chosen]
+    assert metrics["ratio/mean"] == pytest.approx(ratio.mean(), abs=1e-12)
+    assert metrics["learner/lag"] == 1
+    again = LossConfig(**LOSS, logprobs="recompute", importance="tis")
+    _, metrics = learnt(step_of(loss=again, kl=off, minis=1, epochs=1), policy(), older)
+    assert metrics["ratio/mean"] == 1
+    assert metrics["importance/mean"] == pytest.approx(np.minimum(ratio, 2).mean(), abs=1e-12)
+
+
+def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> None:
+    step = step_of(loss=LossConfig(**LOSS, reuse_below=1.05), kl=KlConfig(), minis=2, epochs=1)
+    near, far = Rows(0.01), Rows(0.2)
+    still = dataclasses.replace(step.learner, policy_optimizer=optax.sgd(1e-9))
+    state, told = still.start(policy(), None, online=False), []
+    learn = jax.jit(still.learn)
+    for rows in (near, far, near):
+        state, metrics = learn(state, rows.on(step))
+        told.append(
+            (float(metrics["rollout/probability_factor"]) > 1.05, int(metrics["learner/recompute"]))
+        )
+    assert told == [(False, 0), (True, 0), (False, 1)]
+    assert bool(state.recompute)
+
+
+def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows() -> None:
+    kl = KlConfig(beta=BETA, estimator="k1", where="reward")
+    step, rows = step_of((2, 1), kl=kl, minis=1, epochs=1), Rows()
+    other = tiny_network(Decoder, MODEL, 2)
+    state = step.learner.start(policy(), None, online=False).replace(reference=other)
+    penalty = KlPenalty(BETA, ESTIMATORS["k1"])
+    found = jax.jit(
+        lambda batch: step.learner.reference_kl(state, batch, penalty, jnp.asarray(True))
+    )(rows.on(step))
+    log_ratio = rows.sampled - np.asarray(logprobs_of(other, rows))
+    np.testing.assert_allclose(
+        found, np.where(rows.chosen, np.clip(log_ratio, -10, 10), 0).sum(1), rtol=0, atol=1e-11
+    )
+    assert step.learner.keeps_reference
+    assert not step.learner.reads_reference
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_reference_is_the_policy_that_training_began_with(rank: int) -> None:
+    """Its divergence is 0 before the first update; then the policy leaves it, and it stays."""
+    step = step_of(minis=1, epochs=1, rank=rank)
+    state, rows = step.learner.start(step.adapt(policy()), None, online=False), Rows()
+    assert (state.reference is None) == (rank > 0)
+    learn, found = jax.jit(step.learner.learn), []
+    for _ in range(3):
+        before = state.reference
+        state, metrics = learn(state, rows.on(step))
+        found.append(float(metrics["kl"]))
+        jax.tree.map(np.testing.assert_array_equal, state.reference, before)
+    assert found[0] == pytest.approx(0, abs=1e-20)
+    assert min(found[1:]) > 1e-3
