@@ -241,6 +241,7 @@ class Loop:
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
         self.progress.update(line["step"] + 1, **measures.headline(line))
+        self.warn_of_gap(line)
         unrewarded = "None of its rows has a reward. " if np.isnan(line["reward/mean"]) else ""
         for name in ("policy", "draft"):
             look = (
@@ -251,6 +252,19 @@ class Loop:
             )
             skipped = line.get(f"skipped_in_row/{name}", 0.0)
             require_progress(skipped, name, f"batch {line['step']}", look)
+
+    def warn_of_gap(self, line: dict[str, Any]) -> None:
+        """Says once that recorded logprobs are too far from the learner's to be reused."""
+        factor, limit = (
+            line.get("rollout/probability_factor", 0.0),
+            self.job.config.loss.reuse_below,
+        )
+        if factor > limit and not line["learner/recompute"]:
+            self.progress.say(
+                f"warning: batch {line['step']}: probabilities that generation recorded differ from"
+                f" the learner's by a factor of {factor:.3g} on average, which is above"
+                f" loss.reuse_below {limit:g}: old logprobs are recomputed from now on"
+            )
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its

@@ -34,8 +34,9 @@ ABOUT = """Answers prompts of random digits in groups, end tokens off, or proble
 step; with --draft also the draft. Seconds are those of whole steps as one program, after two to
 warm up; steps that others on the machine disturbed do not count. The phases are those of the same
 step compiled phase by phase; `logprob pass` is a forward pass over the rollout, which a step with
-one update does not need. With --draft the same step by plain decoding is measured as well. The last
-line of the output is one JSON object."""
+one update does not need for its old logprobs; with --beta, `train` has one for the reference
+policy. With --draft the same step by plain decoding is measured as well. The last line of the
+output is one JSON object."""
 PHASES = ("data", "prepare", "generate", "score", "train")
 """Of a step, in their order."""
 
@@ -217,11 +218,15 @@ def main(argv: Sequence[str]) -> int:
     # the work is the policy's; the seconds are a draft's too
     rate = None if step.learner.objective else work / phases["train"]
     memory = runner.programs["train"].memory_analysis()
+    beta = loaded.job.config.kl.beta
+    # the reference is read by such a pass, which is part of learning
+    ref = logprob if beta else 0.0
     line = {
         **common("grpo_step", options, taken, round(np.mean(whole.tokens[2:]))),
         "group": options.group,
-        "beta": options.beta,
-        "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases, "ref": 0.0},
+        "algorithm": options.algorithm,
+        "beta": beta,
+        "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases, "ref": ref},
         "logprob_pass_s": logprob,
         "generation_share": share_of_generation(phases),
         "packing": staged.learnt["learner/packing"],
@@ -269,9 +274,8 @@ def _table(line: dict[str, Any]) -> Table:
         f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
     )
     table.add_row("learning", f"{outcome}{packing}")
-    table.add_row(
-        "logprob pass", f"{line['logprob_pass_s']:.3f} s, not made: the pass that learns has them"
-    )
+    made = "made for the reference policy" if line["beta"] else "not made"
+    table.add_row("logprob pass", f"{line['logprob_pass_s']:.3f} s, {made}")
     if "plain_step_s" in line:
         gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"
         table.add_row(

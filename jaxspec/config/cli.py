@@ -79,7 +79,7 @@ def load_config(
     fixed = ", ".join(f"--{name}" for name in varied if name in named)
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
     if used:
-        refuse_idle(named, used, command)
+        refuse_idle(named | ({"algorithm"} if algorithm else set()), used, command)
     if used and "rollout.draft." not in used:
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)

@@ -138,12 +138,12 @@ class Losses:
             policy_loss=zero,
             entropy=zero,
             gap=Gap(zero, zero, zero, zero),
-            measured=dict.fromkeys(self._measures, zero),
+            measured=dict.fromkeys(self.measures, zero),
             draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
         )
 
     @property
-    def _measures(self) -> list[str]:
+    def measures(self) -> list[str]:
         """Names of what the policy's loss measures."""
         if self.policy is None:
             return []

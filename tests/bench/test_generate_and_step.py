@@ -91,9 +91,12 @@ def test_a_step_and_a_generation_are_measured_and_traced(
         {"question": f"{number}+{number}=", "answer": str(2 * number)} for number in range(6)
     ]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    near = "--algorithm", "dr_grpo", "--beta", "0.1"
     asked = line_of(
-        "step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl"
+        "step", "--batch", "8", "--group", "4", "--draft", "ngram", "--data", "sums.jsonl", *near
     )
+    assert (asked["algorithm"], asked["beta"]) == ("dr_grpo", 0.1)
+    assert 0 == step["phases_s"]["ref"] < asked["phases_s"]["ref"]
     assert 0 < asked["tokens"] < 8 * 16  # a policy of random weights ends some of its answers
     assert 0 < asked["plain_generation_share"] < 1
     made = line_of(

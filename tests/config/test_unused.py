@@ -26,6 +26,20 @@ USELESS = [
     ("--lora.targets q_proj", "lora.rank 0"),
     ("--lora.alpha 8", "lora.rank 0"),
     ("--lora.path folder --lora.alpha 8", "lora.rank 0"),
+    ("--loss.clip_high 0.3", "one update a batch"),
+    ("--loss.reuse_below 1.1", "one update a batch"),
+    ("--loss.logprobs recompute", "one update a batch"),
+    ("--batch.epochs 2 --loss.logprobs recompute --loss.reuse_below 1.1", "recompute"),
+    ("--batch.epochs 2 --loss.kind reinforce --loss.clip_low 0.1", "loss.kind reinforce"),
+    ("--batch.epochs 2 --loss.kind cispo --loss.dual_clip 3", "loss.kind cispo"),
+    ("--loss.importance_max 3", "loss.importance none"),
+    (
+        "--loss.logprobs recompute --loss.importance tis --loss.importance_min 0.1",
+        "loss.importance tis",
+    ),
+    ("--kl.estimator k1", "kl.beta 0"),
+    ("--kl.beta 0.1 --kl.where reward --kl.importance", "kl.where reward"),
+    ("--overlong.penalty 2", "overlong.buffer 0"),
     ("--model.path folder --model.layers 4", "model.path"),
     ("--model.path folder --model.norm_eps 1e-5", "model.path"),
     # the default, and yet not what the folder says
@@ -92,6 +106,10 @@ class TestUseless:
         [
             "--lora.rank 4 --lora.targets q_proj --lora.alpha 8",
             "--lora.path folder",
+            "--batch.mini_batches 2 --loss.clip_high 0.3 --loss.dual_clip 3 --loss.reuse_below 2",
+            "--loss.logprobs recompute --loss.importance icepop --loss.importance_max 3",
+            "--algorithm grpo --kl.estimator k1 --kl.importance",  # which sets kl.beta
+            "--kl.beta 0.1 --kl.where reward",
             (
                 "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat"
                 " --model.ignore"

@@ -12,6 +12,7 @@ from jaxspec.config.settings import (
     DraftConfig,
     LookupConfig,
     MeshConfig,
+    OverlongConfig,
     ResolvedConfig,
     RolloutConfig,
 )
@@ -19,7 +20,7 @@ from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.state import EOS, FAILED, Prompts, Rollout
+from jaxspec.state import EOS, FAILED, LENGTH, Prompts, Rollout
 from tests.conftest import small_mesh
 
 PROMPTS, GROUP, NEW = 8, 2, 12
@@ -91,6 +92,42 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
     assert bool(scored.finished.learn)
+
+
+def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
+    """Of 12 tokens the last half costs: 8 and an end token lose half; an answer that was cut is
+    scored, and so is in its group's baseline, but read by nobody."""
+    config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True, buffer=0.5))
+    job = make_job(config, small_mesh(4, 2))
+    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    responses = ["1"] * PROMPTS * GROUP
+    responses[3], responses[5] = "1" * 8, "1" * 11
+    status = [EOS] * len(responses)
+    status[5] = LENGTH
+    rollout = answered(job, batches, responses, status)
+    scored = batches.score_training(0, rollout)
+    wanted = np.zeros(len(responses))
+    wanted[[3, 5]] = [-0.5, -1]
+    np.testing.assert_allclose(scored.finished.rewards, wanted, atol=1e-6)
+    assert scored.reward == 0
+    assert scored.outcomes["reward/overlong"] == pytest.approx(-1.5 / 16)
+    assert np.asarray(scored.finished.valid).all()
+    for finished in (scored.finished, batches.replanned(scored.finished)):
+        plan = finished.plan
+        read = np.asarray(plan.order)[(np.asarray(plan.micro) >= 0).any(0)]
+        assert sorted(read.tolist()) == [row for row in range(len(responses)) if row != 5]
+
+
+def test_a_mini_batch_has_whole_groups(job: Job) -> None:
+    config = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, mini_batches=4))
+    job = make_job(config, small_mesh(4, 2))
+    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    rollout = answered(job, batches, ["1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP)
+    plan = batches.score_training(0, rollout).finished.plan
+    order, micro = np.asarray(plan.order), np.asarray(plan.micro)
+    assert micro.shape == (4, PROMPTS * GROUP)
+    for number in range(4):
+        assert sorted(order[micro[number] >= 0].tolist()) == list(range(4 * number, 4 * number + 4))
 
 
 def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
