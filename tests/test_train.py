@@ -125,12 +125,19 @@ def test_a_finished_run_says_so_and_can_be_extended(
     assert_same(final_arrays(short), final_arrays(undisturbed))
 
 
+@pytest.fixture(scope="module")
+def undisturbed_in_phases(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of their own round otherwise than the one of them all."""
+    workdir = tmp_path_factory.mktemp("staged")
+    launch(cache, workdir, staged=True, rollout__slice_rounds=1).finish()
+    return workdir
+
+
 @pytest.mark.slow
 def test_staged_gives_the_same_numbers_and_times_each_phase(
-    cache: Path, undisturbed: Path, tmp_path: Path
+    undisturbed_in_phases: Path, undisturbed: Path
 ) -> None:
-    launch(cache, tmp_path / "staged", staged=True).finish()
-    for line, expected in zip(lines(tmp_path / "staged"), lines(undisturbed), strict=True):
+    for line, expected in zip(lines(undisturbed_in_phases), lines(undisturbed), strict=True):
         assert line.keys() >= PHASES or line["step"] == 0
         assert line["rollout/tokens_per_s"] == pytest.approx(
             line["rollout/tokens"] / line["time/step"]
@@ -141,7 +148,7 @@ def test_staged_gives_the_same_numbers_and_times_each_phase(
         for name, value in comparable(expected).items():
             assert line[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     expected = weights(final_arrays(undisturbed))
-    for name, value in weights(final_arrays(tmp_path / "staged")).items():
+    for name, value in weights(final_arrays(undisturbed_in_phases)).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
@@ -189,8 +196,9 @@ def test_sigkill_at_a_random_moment_changes_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("staged", [False, True])
 def test_sigterm_saves_and_leaves_within_ten_seconds(
-    cache: Path, undisturbed: Path, tmp_path: Path, staged: bool
+    cache: Path, tmp_path: Path, request: pytest.FixtureRequest, staged: bool
 ) -> None:
+    alike: Path = request.getfixturevalue("undisturbed_in_phases" if staged else "undisturbed")
     workdir = tmp_path / "stopped"
     changes = {"staged": True, "rollout__slice_rounds": 1} if staged else {}
     output = ""
@@ -213,9 +221,9 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(
         in launch(cache, workdir, **changes).finish()
     )
     assert [comparable(line) for line in lines(workdir)] == [
-        comparable(line) for line in lines(undisturbed)
+        comparable(line) for line in lines(alike)
     ]
-    assert_same(weights(final_arrays(workdir)), weights(final_arrays(undisturbed)))
+    assert_same(weights(final_arrays(workdir)), weights(final_arrays(alike)))
 
 
 REFUSED = [
