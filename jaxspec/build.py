@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig
+from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import require
 from jaxspec.kernels.key_chunks import CHUNK
@@ -61,6 +62,11 @@ def build_step(
             else (lambda policy: policy)
         ),
         online=config.draft_training.online,
+        draft_learns=(
+            schedule.while_worth_it
+            if config.draft_training.every == "auto"
+            else schedule.every(config.draft_training.every)
+        ),
         advantages=_build_advantages(config),
         kl_in_reward=_kl_penalty(config, "reward"),
         mini_batches=config.batch.mini_batches,

@@ -256,12 +256,25 @@ class LearnerState(Tree):
 
 
 @pytree
+class AcceptanceTrend(Tree):
+    """How acceptance lengths went, from rollout to rollout."""
+
+    length: Float[AnyArray, ""]
+    """Of the last one."""
+    best: Float[AnyArray, ""]
+    stale: Int[AnyArray, ""]
+    """Rollouts since `best` rose."""
+
+
+@pytree
 class GeneratorState(Tree):
     """What generation has learnt about itself; it belongs to neither side's weights."""
 
     overlap_by_factor: Float[AnyArray, "K F"]
     """Decayed sums from which the draft's temperature is chosen; see
     `rollout/draft_temperature.py`."""
+    trend: AcceptanceTrend
+    """Whether the draft is worth training; see `drafts/schedule.py`."""
     chooser: LengthChooser | None = None
     """None: all rounds draft alike."""
 

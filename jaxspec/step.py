@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
+from jaxspec.drafts.schedule import Schedule
 from jaxspec.kernels.order import after, computed, needed_on
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
@@ -73,6 +74,8 @@ class Step:
     """What is trained of a policy: itself, or adapters beside it."""
     online: bool
     """Whether the draft learns during the run."""
+    draft_learns: Schedule
+    """From which batches, where it does."""
     advantages: Advantages
     """What rewards become."""
     kl_in_reward: KlPenalty | None = None
@@ -121,12 +124,15 @@ class Step:
     def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
         batch, own = self._rewarded(state, finished)
-        learner, metrics = self.learner.learn(state.learner, batch, finished.learn)
         observed = self.generator.observed(state.generator, finished.rollout.statistics)
         generator = jax.tree.map(
             lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator
         )
-        return TrainState(learner=learner, generator=generator), metrics | own
+        learner = state.learner
+        online = learner.online & self.draft_learns(generator.trend, learner.version)
+        after, metrics = self.learner.learn(learner.replace(online=online), batch, finished.learn)
+        after = after.replace(online=learner.online)
+        return TrainState(learner=after, generator=generator), metrics | own
 
     def _rewarded(self, state: TrainState, finished: Finished) -> tuple[TrainBatch, Metrics]:
         """What the learner reads of a rollout; where that costs reward, less what it costs to leave

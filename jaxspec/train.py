@@ -170,6 +170,8 @@ class Loop:
     progress: Progress
     runner: Runner
     profiler: Profiler
+    acceptance: float = 0.0
+    """Acceptance length of the batch before; 0: there was none in this start."""
     unsaved: str = ""
     """Why the run that was last to be saved is not; empty where it is."""
 
@@ -242,6 +244,7 @@ class Loop:
         self.writer.write_samples(line["step"], samples)
         self.progress.update(line["step"] + 1, **measures.headline(line))
         self.warn_of_gap(line)
+        self.warn_of_acceptance(line)
         unrewarded = "None of its rows has a reward. " if np.isnan(line["reward/mean"]) else ""
         for name in ("policy", "draft"):
             look = (
@@ -264,6 +267,22 @@ class Loop:
                 f"warning: batch {line['step']}: probabilities that generation recorded differ from"
                 f" the learner's by a factor of {factor:.3g} on average, which is above"
                 f" loss.reuse_below {limit:g}: old logprobs are recomputed from now on"
+            )
+
+    def warn_of_acceptance(self, line: dict[str, Any]) -> None:
+        """Says where a draft is suddenly accepted less: nothing else would show it but seconds."""
+        before, now = self.acceptance, line.get("rollout/acceptance_length", 0.0)
+        self.acceptance = now
+        if now < before * (1 - self.job.config.draft_training.alarm):
+            self.progress.say(
+                f"warning: batch {line['step']}: acceptance_length fell from {before:.2f} to"
+                f" {now:.2f}, by more than draft_training.alarm"
+                f" {self.job.config.draft_training.alarm:g}. Look at loss/draft, grad_norm/draft"
+                " and skipped/draft (did the draft's own update break it? a lower"
+                " --draft_training.learning_rate), at grad_norm/policy and rollout/target_entropy"
+                " (did the policy jump, or get less certain?), at rollout/coverage and"
+                " rollout/expected_acceptance_1 (fewer drafts, or worse ones?), and at"
+                " samples.jsonl (other prompts?)"
             )
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from jaxspec.config.as_json import to_json
 from jaxspec.config.from_checkpoint import read_draft, resolved
 from jaxspec.config.settings import DataConfig, DraftConfig, LoraConfig, ResolvedConfig
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
+from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_network
 from jaxspec.export import Options, export, main
 from jaxspec.hf.peft import merge_adapters
@@ -109,7 +110,8 @@ def save_run(folder: Path, config: ResolvedConfig, policy: Any, draft: Any) -> P
         version=jnp.int32(3),
         recompute=jnp.array(False),
     )
-    state = TrainState(learner=learner, generator=GeneratorState(overlap_by_factor=measured))
+    known = GeneratorState(overlap_by_factor=measured, trend=schedule.start())
+    state = TrainState(learner=learner, generator=known)
     save = Checkpoints(folder / "checkpoints")
     save.save(7, (state, None), {"batch": 3})
     save.close()

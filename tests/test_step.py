@@ -160,6 +160,25 @@ def test_the_policy_update_is_bitwise_the_same_with_and_without_draft_training()
     assert moved(states[0].learner.policy.network, host(start(made.step)).learner.policy.network)
 
 
+@pytest.mark.slow
+def test_a_draft_that_learns_from_every_second_batch_rests_between() -> None:
+    """The first call learns nothing; batches 0, 1, 2, ... are learnt from after it."""
+    run = drive(program(every=2), 6)
+    moves = [
+        moved(later.learner.draft, earlier.learner.draft)
+        for earlier, later in itertools.pairwise(run.states)
+    ]
+    assert moves == [True, False, True, False, True]
+    assert np.isnan([learnt["loss/draft"] for learnt in run.learnt]).tolist() == [
+        True,
+        *(not each for each in moves),
+    ]
+    assert all(bool(state.learner.online) for state in run.states)
+    for batch in range(6):
+        found, wanted = (each.states[batch].learner.policy for each in (run, twenty(True)))
+        assert_close(found, wanted, 1e-9)
+
+
 def test_every_call_has_noise_of_its_own() -> None:
     step = program().step
     like = prompts_of(step, 0)

@@ -192,6 +192,32 @@ def test_failed_rows_are_told_as_they_come(
         loop.report(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}), [])
 
 
+def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = loop_of(job, tmp_path)
+    for step, length in enumerate((3.0, 2.2, 1.5, 1.4)):
+        loop.report(a_line(step, **{"rollout/acceptance_length": length}), [])
+    told = [
+        line for line in capsys.readouterr().out.splitlines() if "acceptance_length fell" in line
+    ]
+    assert len(told) == 1
+    for words in ("batch 2", "2.20 to 1.50", "draft_training.alarm 0.3", "loss/draft"):
+        assert words in told[0]
+
+
+def test_recorded_logprobs_that_are_far_off_are_told_once(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, name = loop_of(job, tmp_path), "rollout/probability_factor"
+    for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
+        loop.report(a_line(step, **{name: factor, "learner/recompute": recompute}), [])
+    told = [line for line in capsys.readouterr().out.splitlines() if "by a factor of" in line]
+    assert len(told) == 1
+    assert "batch 1" in told[0]
+    assert "1.2 on average, which is above loss.reuse_below 1.05" in told[0]
+
+
 def test_an_evaluation_counts_the_answers_that_have_a_reward(
     job: Job, state: TrainState, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def config_of(
     temperature: float = 1.0,
     sampling: Any = "sample",
     mini_batches: int = 1,
+    every: Any = 1,
     **algorithm: Any,
 ) -> Any:
     draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
@@ -66,7 +67,7 @@ def config_of(
         ),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),
-        draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3),
+        draft_training=DraftTrainingConfig(ttt_steps=2, learning_rate=5e-3, every=every),
         **algorithm,
     )
 

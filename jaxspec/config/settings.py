@@ -82,6 +82,12 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
     """Weight of depth i in the draft loss is `decay**i`."""
     online: bool = True
     """Whether the draft is trained during the run, on the learner's own detached hidden states."""
+    every: Count | Literal["auto"] = 1
+    """Batches from one online update of the draft to the next; `auto`: it learns while acceptance
+    still rises, or has fallen behind its best."""
+    alarm: Annotated[float, Range(least=0, most=1)] = 0.3
+    """Where acceptance_length falls by more than this share from one batch to the next, a warning
+    says what to look at; 1: never."""
     learning_rate: Positive = 4e-4
     """AdamW learning rate of the online update."""
     grad_clip: Positive = 0.5

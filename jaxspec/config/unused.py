@@ -131,7 +131,11 @@ def by_draft() -> tuple[Unused, ...]:
     of_training = [name for name in settings if name.startswith("draft_training.")]
     others = [name for name in settings if name not in (*of_lookups, *of_training, "model.ignore")]
     return (
-        Unused("rollout.draft.draft_length", _KIND, lambda c: not c.rollout.draft.drafts),
+        Unused(
+            "rollout.draft.draft_length draft_training.alarm",
+            _KIND,
+            lambda c: not c.rollout.draft.drafts,
+        ),
         # coupled noise differs even there
         Unused(
             "rollout.verify",
@@ -162,7 +166,7 @@ def by_draft() -> tuple[Unused, ...]:
         *(_from_files(setting) for setting in files),
         *(_by_kind(setting, _LOOKUP) for setting in of_lookups),
         Unused(
-            f"{_OBJECTIVE} draft_training.learning_rate {_OFFLINE}",
+            f"{_OBJECTIVE} draft_training.learning_rate draft_training.every {_OFFLINE}",
             _KIND,
             lambda c: not c.rollout.draft.learned,
         ),
@@ -177,7 +181,7 @@ def by_draft() -> tuple[Unused, ...]:
             lambda c: c.draft_training.ttt_steps == 1,
         ),
         Unused(
-            "draft_training.learning_rate",
+            "draft_training.learning_rate draft_training.every",
             "draft_training.online off",
             lambda c: not c.draft_training.online,
         ),

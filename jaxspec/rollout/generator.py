@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, Num
 
+from jaxspec.drafts import schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import DATA, ROLLOUT_RULES, shardings
 from jaxspec.models.decoder import Decoder
@@ -130,17 +131,19 @@ class Generator:
         )
         return GeneratorState(
             overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid),
+            trend=schedule.start(),
             chooser=chooser,
         )
 
     def observed(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
         """What is known after a rollout: for the draft's temperatures and lengths in the next
-        ones."""
+        ones, and for its training."""
         chooser = (
             None if state.chooser is None else length_chooser.update(state.chooser, statistics)
         )
         return GeneratorState(
             overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics),
+            trend=schedule.observed(state.trend, statistics),
             chooser=chooser,
         )
 

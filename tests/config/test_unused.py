@@ -79,6 +79,9 @@ USELESS = [
     ),
     ("--rollout.draft.tap_convention boundary", "no rollout.draft.path"),
     ("--draft_training.no_online --draft_training.learning_rate 1e-4", "draft_training.online off"),
+    ("--draft_training.no_online --draft_training.every 2", "draft_training.online off"),
+    ("--rollout.draft.kind ngram --draft_training.every auto", "kind ngram"),
+    ("--rollout.draft.kind none --draft_training.alarm 0.5", "kind none"),
     ("--draft_training.ttt_steps 1 --draft_training.decay 0.5", "draft_training.ttt_steps 1"),
     (
         "--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3",

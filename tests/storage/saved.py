@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec.drafts import schedule
 from jaxspec.rollout import draft_temperature
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
@@ -38,7 +39,9 @@ def a_state(seed: int = 0) -> TrainState:
     )
     return TrainState(
         learner=learner,
-        generator=GeneratorState(overlap_by_factor=draft_temperature.start(8, (0.0, 1.0))),
+        generator=GeneratorState(
+            overlap_by_factor=draft_temperature.start(8, (0.0, 1.0)), trend=schedule.start()
+        ),
     )
 
 
