@@ -3,6 +3,7 @@
 The config is opened once, here; what is made knows only its own parts.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -137,8 +138,9 @@ def _build_learner(
         depths, decay = training.ttt_steps, training.decay
         loss, temperature = LOSSES[training.loss], processing.temperature
         objective = Objective(loss, depths, decay, temperature, kind.learned.unroll)
-    updates = config.steps * config.batch.mini_batches * config.batch.epochs
-    rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, updates)
+    updates = config.batch.mini_batches * config.batch.epochs
+    steps = config.steps * updates
+    rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, steps)
     made = {"adamw": optimizers.adamw, "muon": optimizers.muon}[wanted.kind]
 
     def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -179,7 +181,8 @@ def _build_learner(
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         recompute=config.loss.logprobs == "recompute",
-        largest_factor=config.loss.reuse_below,
+        # the pass of a single update has the old logprobs, so none are reused
+        largest_factor=config.loss.reuse_below if updates > 1 else math.inf,
     )
 
 

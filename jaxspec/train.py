@@ -258,10 +258,8 @@ class Loop:
 
     def warn_of_gap(self, line: dict[str, Any]) -> None:
         """Says once that recorded logprobs are too far from the learner's to be reused."""
-        factor, limit = (
-            line.get("rollout/probability_factor", 0.0),
-            self.job.config.loss.reuse_below,
-        )
+        limit = self.job.step.learner.largest_factor
+        factor = line.get("rollout/probability_factor", 0.0)
         if factor > limit and not line["learner/recompute"]:
             self.progress.say(
                 f"warning: batch {line['step']}: probabilities that generation recorded differ from"

@@ -1,6 +1,7 @@
 """What the training loop does between two calls, on states made by hand: what is saved, what is
 told, and with what status a run ends."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -206,16 +207,25 @@ def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
         assert words in told[0]
 
 
-def test_recorded_logprobs_that_are_far_off_are_told_once(
+def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop, name = loop_of(job, tmp_path), "rollout/probability_factor"
-    for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
-        loop.report(a_line(step, **{name: factor, "learner/recompute": recompute}), [])
-    told = [line for line in capsys.readouterr().out.splitlines() if "by a factor of" in line]
-    assert len(told) == 1
-    assert "batch 1" in told[0]
-    assert "1.2 on average, which is above loss.reuse_below 1.05" in told[0]
+    batch = dataclasses.replace(job.config.batch, epochs=2)
+    twice = make_job(dataclasses.replace(job.config, batch=batch), job.mesh)
+    name = "rollout/probability_factor"
+
+    def told(made: Job, folder: str) -> list[str]:
+        (tmp_path / folder).mkdir()
+        loop = loop_of(made, tmp_path / folder)
+        for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
+            loop.report(a_line(step, **{name: factor, "learner/recompute": recompute}), [])
+        printed = capsys.readouterr().out.splitlines()
+        return [line for line in printed if "by a factor of" in line]
+
+    assert told(job, "once") == []
+    (line,) = told(twice, "twice")
+    assert "batch 1" in line
+    assert "1.2 on average, which is above loss.reuse_below 1.05" in line
 
 
 def test_an_evaluation_counts_the_answers_that_have_a_reward(
