@@ -71,6 +71,7 @@ def build_step(
         advantages=_build_advantages(config),
         kl_in_reward=_kl_penalty(config, "reward"),
         mini_batches=config.batch.mini_batches,
+        fills=config.dynamic_sampling.max_batches > 0,
     )
 
 
@@ -182,7 +183,7 @@ def _build_learner(
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         recompute=config.loss.logprobs == "recompute",
         # the pass of a single update has the old logprobs, so none are reused
-        largest_factor=config.loss.reuse_below if updates > 1 else math.inf,
+        largest_factor=math.inf if config.on_policy else config.loss.reuse_below,
     )
 
 

@@ -99,8 +99,11 @@ class Statistics(Tree):
     accepted: Int[AnyArray, "B K"]
     """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do
     not count."""
-    kept: Int[AnyArray, " B"]
-    """Tokens kept in rounds that offered a draft."""
+    kept: Int[AnyArray, "B 4"]
+    """Tokens kept in rounds that offered a draft, by the quarter of the longest response in which
+    the round began."""
+    offered: Int[AnyArray, "B 4"]
+    """Rounds that offered a draft, likewise."""
     overlap: Float[AnyArray, "B K"]
     """Expected acceptance sum_v min(target, draft), over the rounds of `offered_in_turn`."""
     overlap_by_factor: Float[AnyArray, "n K F"]

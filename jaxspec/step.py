@@ -82,6 +82,8 @@ class Step:
     """What is taken from the rewards for leaving the reference policy."""
     mini_batches: int = 1
     """Into which a batch is divided, each for an update."""
+    fills: bool = False
+    """Whether several rollouts fill a batch (dynamic sampling)."""
 
     @property
     def mesh(self) -> Mesh:

@@ -37,6 +37,7 @@ from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, r
 from jaxspec.state import TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.system import alarms
 from jaxspec.system import metrics as measures
 from jaxspec.system.closing_table import closing_table, missing, without_result
 from jaxspec.system.interrupt import Interrupt
@@ -81,7 +82,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             # that has ended, whose checkpoint has an odd number, needs no step.
             newest = checkpoints.latest() or 0
             runner = None
-            if newest <= 2 * config.steps or newest % 2 == 0:
+            if newest <= 2 * config.steps or newest % 2 == 0 or job.step.fills:
                 job, runner = compiled(job, stack)
             batches = Batches(job, *problems)
             run = resume(job, checkpoints, batches)
@@ -195,7 +196,7 @@ class Loop:
             if not self.call(run):
                 return False
             workdirs.note_saved(self.checkpoints.folder.parent)
-            if run.pending is None:
+            if run.batch >= config.steps and run.pending is None:
                 self.save(run)
                 return True
 
@@ -208,12 +209,12 @@ class Loop:
 
     def call(self, run: RunState) -> bool:
         """One call: learns what is pending and, unless all batches are done, generates and scores
-        the next; False when interrupted."""
-        batch, last = run.batch, run.batch >= self.job.config.steps
+        a rollout; False when interrupted."""
+        number, last = run.rollouts, run.batch >= self.job.config.steps
         began = time.perf_counter()
-        prompts = self.batches.nothing(batch) if last else self.batches.train(batch)
+        prompts = self.batches.nothing(number) if last else self.batches.train(number)
         data_seconds = time.perf_counter() - began
-        with self.profiler.call(batch):
+        with self.profiler.call(number):
             result = self.runner(run.state, run.finished, prompts, self.stop)
         learnt, run.state, run.pending = run.pending, result.state, None
         if last or result.rollout is None:
@@ -226,15 +227,29 @@ class Loop:
             return False
         if not last:
             began = time.perf_counter()
-            scored = self.batches.score_training(batch, result.rollout)
+            scored = self.batches.score_training(number, result.rollout)
             reward_seconds = time.perf_counter() - began
             seconds = {"time/data": data_seconds, "time/reward": reward_seconds, **result.seconds}
             seconds["time/step"] += data_seconds + reward_seconds
-            run.finished, run.batch = scored.finished, batch + 1
-            kept = KEPT_SAMPLES if batch % self.job.config.eval_every == 0 else 0
-            line = _line(batch, scored, seconds, result.generated)
-            run.pending = Pending(line, scored.samples[:kept])
+            run.rollouts = number + 1
+            self.take(run, scored, _line(run.batch, scored, seconds, result.generated))
         return True
+
+    def take(self, run: RunState, scored: Scored, line: dict[str, Any]) -> None:
+        """A rollout as the next batch, or as part of it."""
+        finished = scored.finished
+        if run.pool is not None:
+            run.finished = self.batches.nothing_finished()
+            try:
+                run.pool, finished, line = self.batches.taken(run.pool, scored, line)
+            except Diverged:  # what was learnt so far is as good as ever
+                self.save(run)
+                raise
+        if finished is None:
+            return
+        kept = KEPT_SAMPLES if run.batch % self.job.config.eval_every == 0 else 0
+        run.finished, run.pending = finished, Pending(line, scored.samples[:kept])
+        run.batch += 1
 
     def report(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
@@ -243,8 +258,15 @@ class Loop:
         self.writer.write(line)
         self.writer.write_samples(line["step"], samples)
         self.progress.update(line["step"] + 1, **measures.headline(line))
-        self.warn_of_gap(line)
-        self.warn_of_acceptance(line)
+        before, self.acceptance = self.acceptance, line.get("rollout/acceptance_length", 0.0)
+        config = self.job.config
+        for alarm in (
+            alarms.of_gap(line, self.job.step.learner.largest_factor),
+            alarms.of_acceptance(line, before, config.draft_training.alarm),
+            alarms.of_short_batch(line, config.batch.prompts),
+        ):
+            if alarm:
+                self.progress.say(alarm)
         unrewarded = "None of its rows has a reward. " if np.isnan(line["reward/mean"]) else ""
         for name in ("policy", "draft"):
             look = (
@@ -255,33 +277,6 @@ class Loop:
             )
             skipped = line.get(f"skipped_in_row/{name}", 0.0)
             require_progress(skipped, name, f"batch {line['step']}", look)
-
-    def warn_of_gap(self, line: dict[str, Any]) -> None:
-        """Says once that recorded logprobs are too far from the learner's to be reused."""
-        limit = self.job.step.learner.largest_factor
-        factor = line.get("rollout/probability_factor", 0.0)
-        if factor > limit and not line["learner/recompute"]:
-            self.progress.say(
-                f"warning: batch {line['step']}: probabilities that generation recorded differ from"
-                f" the learner's by a factor of {factor:.3g} on average, which is above"
-                f" loss.reuse_below {limit:g}: old logprobs are recomputed from now on"
-            )
-
-    def warn_of_acceptance(self, line: dict[str, Any]) -> None:
-        """Says where a draft is suddenly accepted less: nothing else would show it but seconds."""
-        before, now = self.acceptance, line.get("rollout/acceptance_length", 0.0)
-        self.acceptance = now
-        if now < before * (1 - self.job.config.draft_training.alarm):
-            self.progress.say(
-                f"warning: batch {line['step']}: acceptance_length fell from {before:.2f} to"
-                f" {now:.2f}, by more than draft_training.alarm"
-                f" {self.job.config.draft_training.alarm:g}. Look at loss/draft, grad_norm/draft"
-                " and skipped/draft (did the draft's own update break it? a lower"
-                " --draft_training.learning_rate), at grad_norm/policy and rollout/target_entropy"
-                " (did the policy jump, or get less certain?), at rollout/coverage and"
-                " rollout/expected_acceptance_1 (fewer drafts, or worse ones?), and at"
-                " samples.jsonl (other prompts?)"
-            )
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
         """Exact match on the held-out problems, by the same program and with a key stream of its
@@ -317,9 +312,8 @@ class Loop:
                 kept = f"checkpoint {newest} stays the newest"
             self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
-        pending = None if run.pending is None else dataclasses.asdict(run.pending)
-        host = {"batch": run.batch, "pending": pending, "history": self.batches.history.dump()}
-        self.checkpoints.save(run.number, (run.state, run.finished.replace(plan=None)), host)
+        arrays, host = run.to_save()
+        self.checkpoints.save(run.number, arrays, host | {"history": self.batches.history.dump()})
 
     def stop(self) -> bool:
         """Whether to stop now, the same in every process."""
@@ -341,7 +335,12 @@ def _line(
     batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]
 ) -> dict[str, Any]:
     """What is known of a batch before it is learnt from."""
-    return {"step": batch, **seconds, "reward/mean": scored.reward, **scored.outcomes, **generated}
+    rewards = {
+        "reward/mean": scored.reward,
+        **scored.outcomes,
+        "reward/frac_zero_std": 1 - float(scored.differing.mean()),
+    }
+    return {"step": batch, **seconds, **rewards, **generated}
 
 
 def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str = "") -> int:
@@ -355,7 +354,7 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
     summary: dict[str, float] = {}
     if job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
-        made = compare(job.step, run.state, batches.compare(job.config.steps - 1))
+        made = compare(job.step, run.state, batches.compare(run.rollouts - 1))
         summary = {
             "rows": made.rows,
             "plain/passes": made.plain_passes,

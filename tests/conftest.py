@@ -112,6 +112,7 @@ LONGEST = (
     "test_sampled_rounds.py",
     "test_train_draft.py",
     "test_memory.py",
+    "test_memory_engine.py",
     "test_step.py",
     "test_learner.py",
     "test_step_loop.py",

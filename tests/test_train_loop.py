@@ -98,7 +98,11 @@ def loop_of(
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     line = {"step": batch - 1, "reward/mean": NAN, "eval/exact_match": 0.5}
     return RunState(
-        state=state, finished=job.step.nothing_finished(16), batch=batch, pending=Pending(line, [])
+        state=state,
+        finished=job.step.nothing_finished(16),
+        batch=batch,
+        rollouts=batch,
+        pending=Pending(line, []),
     )
 
 
@@ -243,7 +247,9 @@ def test_an_evaluation_counts_the_answers_that_have_a_reward(
             return super().nothing(call)
 
         def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
-            return Scored(self.nothing_finished(), [0.75, NAN, 0.25][call], {}, [])
+            return Scored(
+                self.nothing_finished(), [0.75, NAN, 0.25][call], {}, [], np.ones(0, bool)
+            )
 
     def answer(state: TrainState, finished: Finished, prompts: Prompts, stop: Any) -> StepResult:
         eos, length = ended[int(prompts.batch)]

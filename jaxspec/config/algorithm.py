@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxspec.inputs.checked import Checked, Range, require
-from jaxspec.inputs.spec import Positive
+from jaxspec.inputs.spec import Natural, Positive
 
 Weight = Annotated[float, Range(least=0)]
 
@@ -89,6 +89,18 @@ USUAL_BOUNDS = {
     "sequence_mask": (0.999, 1.002),
 }
 """Least and most importance weight, by correction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig(Checked, prefix="dynamic_sampling."):
+    """Batches of groups whose answers differ in reward: all others have advantages of 0."""
+
+    max_batches: Natural = 0
+    """Rollouts that may fill a batch, at most; the policy then learns from the groups that it has.
+    0: the batch is one rollout, whatever its rewards."""
+    surplus: Literal["drop", "carry"] = "drop"
+    """Groups of the last rollout that a full batch has no place for: they are dropped, or carried
+    over to the next batch, by whose policy they were not sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)

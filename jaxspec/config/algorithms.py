@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from jaxspec.config.settings import AdvantageConfig, Config, KlConfig, LossConfig, OverlongConfig
+from jaxspec.config.settings import (
+    AdvantageConfig,
+    Config,
+    DynamicSamplingConfig,
+    KlConfig,
+    LossConfig,
+    OverlongConfig,
+)
 from jaxspec.inputs.checked import require
 
 _C = TypeVar("_C", bound=Config)
@@ -19,6 +26,14 @@ class Algorithm(NamedTuple):
     loss: LossConfig
     kl: KlConfig = KlConfig()
     overlong: OverlongConfig = OverlongConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it sets, by part of the config."""
+        parts = self._asdict()
+        del parts["about"]
+        return parts
 
 
 AlgorithmName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
@@ -34,6 +49,7 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.28, aggregation="token"),
         overlong=OverlongConfig(buffer=0.2),
+        dynamic_sampling=DynamicSamplingConfig(max_batches=10),
     ),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783",
@@ -74,20 +90,16 @@ def with_algorithm(config: _C, name: str) -> _C:
     """
     known: dict[str, Algorithm] = {**ALGORITHMS}
     require(name in known, f"--algorithm {name!r} is none of {', '.join(known)}; choose one")
-    chosen = known[name]
-    parts = chosen._asdict()
-    del parts["about"]
-    return replace(config, **parts)
+    return replace(config, **known[name].settings)
 
 
 def described() -> str:
     """What each algorithm sets other than the defaults, a line each."""
     lines = []
     for name, algorithm in ALGORITHMS.items():
-        parts = algorithm.advantage, algorithm.loss, algorithm.kl, algorithm.overlong
         differs = [
             f"{part.prefix}{key} {value}"
-            for part in parts
+            for part in algorithm.settings.values()
             for key, value in asdict(part).items()
             if value != getattr(type(part)(), key)
         ]

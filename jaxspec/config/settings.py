@@ -6,7 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from jaxspec.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OverlongConfig
+from jaxspec.config.algorithm import (
+    AdvantageConfig,
+    DynamicSamplingConfig,
+    KlConfig,
+    LossConfig,
+    OverlongConfig,
+)
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -44,6 +50,7 @@ __all__ = [
     "DraftLength",
     "DraftSampling",
     "DraftTrainingConfig",
+    "DynamicSamplingConfig",
     "EngineConfig",
     "HeadConfig",
     "KlConfig",
@@ -247,8 +254,8 @@ class Config(Checked):
     eval_every: Count = 20
     """Batches between held-out evaluations (first and last always)."""
     profile: str = ""
-    """Batches to trace, as FIRST:END without the last (10:12 are two); the trace for
-    ui.perfetto.dev goes to `workdir`. Empty: none."""
+    """Calls to trace (one a batch, or a rollout), as FIRST:END without the last (10:12 are two);
+    the trace for ui.perfetto.dev goes to `workdir`. Empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -256,6 +263,7 @@ class Config(Checked):
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -279,6 +287,20 @@ class Config(Checked):
             " without others is always as good as expected; raise it to 2 or more, or set"
             " --advantage.baseline none (REINFORCE)",
         )
+        most = self.dynamic_sampling.max_batches
+        require(
+            not most or self.batch.group_size > 1,
+            f"dynamic_sampling.max_batches {most} with batch.group_size 1: one answer never differs"
+            " from itself; raise batch.group_size to 2 or more, or set"
+            " --dynamic_sampling.max_batches 0",
+        )
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether a batch has one update, and all its rows are of the policy that it updates."""
+        fills = self.dynamic_sampling
+        older = fills.max_batches > 0 and fills.surplus == "carry"
+        return self.batch.mini_batches * self.batch.epochs == 1 and not older
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,11 @@ def _from_files(setting: str) -> Unused:
     )
 
 
-def _one_update(c: Config) -> bool:
-    return c.batch.mini_batches * c.batch.epochs == 1
+def _on_policy(c: Config) -> bool:
+    return c.on_policy
 
 
-_ONE_UPDATE = "one update a batch (batch.mini_batches 1, batch.epochs 1), whose ratios are 1,"
+_ON_POLICY = "one update a batch (batch.mini_batches 1, batch.epochs 1), whose ratios are 1,"
 _SIZES = "model.vocab model.layers model.embed model.heads model.kv_heads model.head_size model.ffn"
 _OBJECTIVE = (
     "draft_training.loss draft_training.ttt_steps draft_training.decay draft_training.grad_clip"
@@ -92,8 +92,8 @@ WITH_ANY_DRAFT = (
         lambda c: c.loss.kind == "reinforce",
     ),
     Unused("loss.dual_clip", "loss.kind cispo", lambda c: c.loss.kind == "cispo"),
-    Unused("loss.clip_low loss.clip_high loss.dual_clip", _ONE_UPDATE, _one_update),
-    Unused("loss.reuse_below", _ONE_UPDATE, _one_update),
+    Unused("loss.clip_low loss.clip_high loss.dual_clip", _ON_POLICY, _on_policy),
+    Unused("loss.reuse_below", _ON_POLICY, _on_policy),
     Unused(
         "loss.reuse_below",
         "loss.logprobs recompute",
@@ -102,7 +102,7 @@ WITH_ANY_DRAFT = (
     Unused(
         "loss.logprobs",
         "one update a batch, whose own pass has the old logprobs, and no loss.importance,",
-        lambda c: _one_update(c) and c.loss.importance == "none",
+        lambda c: _on_policy(c) and c.loss.importance == "none",
     ),
     Unused(
         "loss.importance_min loss.importance_max",
@@ -110,6 +110,11 @@ WITH_ANY_DRAFT = (
         lambda c: c.loss.importance == "none",
     ),
     Unused("loss.importance_min", "loss.importance tis", lambda c: c.loss.importance == "tis"),
+    Unused(
+        "dynamic_sampling.surplus",
+        "dynamic_sampling.max_batches 0",
+        lambda c: c.dynamic_sampling.max_batches == 0,
+    ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
     Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),

@@ -1,13 +1,17 @@
-"""Between the host and the step: the prompts of a batch, and a rollout's rewards; each process sees
-to its own rows."""
+"""Between the host and the step: the prompts of a rollout, and its rewards, and what batch they
+make; each process sees to its own rows."""
 
+import dataclasses
 import math
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Bool
 
 from jaxspec import mesh as meshes
 from jaxspec.data.history import History
@@ -17,8 +21,11 @@ from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
 from jaxspec.rewards.exact import Outcome, score
 from jaxspec.rewards.shaping import overlong_penalty
+from jaxspec.rl import dynamic_sampling
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, LENGTH, Finished, Plan, Prompts, Rollout
 from jaxspec.streams import Stream
+from jaxspec.system.metrics import over_rollouts
 
 
 class Scored(NamedTuple):
@@ -31,11 +38,25 @@ class Scored(NamedTuple):
     """Share of those rows by outcome."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
+    differing: Bool[np.ndarray, " n"]
+    """Groups whose rewards, before any was taken for length, are not all alike."""
+
+
+@dataclasses.dataclass
+class Pool:
+    """A batch that is being filled with groups whose rewards differ (dynamic sampling)."""
+
+    batch: Finished
+    """On the devices; without a plan."""
+    groups: int = 0
+    """In it."""
+    lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Metrics of the rollouts that it was filled from so far."""
 
 
 class Batches:
-    """Prompts by batch number, from the training stream or the held-out problems, and their
-    rewards."""
+    """Prompts by number of the rollout, from the training stream or the held-out problems, their
+    rewards, and what is learnt from together."""
 
     def __init__(self, job: Job, problems: Problems, held_out: Problems):
         self._job, self._held_out = job, held_out
@@ -52,11 +73,11 @@ class Batches:
         return -(-len(self._held_out) // self._prompts)
 
     def train(self, batch: int) -> Prompts:
-        """The prompts of a training batch."""
+        """The prompts of a training rollout."""
         return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
 
     def compare(self, batch: int) -> Prompts:
-        """The prompts of a training batch under other noise: history has its answers by now, and
+        """The prompts of a training rollout under other noise: history has its answers by now, and
         must not hand them back."""
         return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
 
@@ -74,7 +95,7 @@ class Batches:
         return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
 
     def score_training(self, batch: int, rollout: Rollout) -> Scored:
-        """Rewards of a training batch, whose answers are remembered where drafts look through
+        """Rewards of a training rollout, whose answers are remembered where drafts look through
         them."""
         self.remember(batch, rollout)
         return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
@@ -82,6 +103,66 @@ class Batches:
     def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
         """Rewards of an evaluation call."""
         return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
+
+    def pool(self) -> Pool | None:
+        """An empty one, where batches are filled by several rollouts."""
+        if not self._job.step.fills:
+            return None
+        return Pool(self.nothing_finished().replace(plan=None))
+
+    def taken(
+        self, pool: Pool, scored: Scored, line: dict[str, Any]
+    ) -> tuple[Pool, Finished | None, dict[str, Any]]:
+        """The pool after a rollout with its metrics, and the batch that this completes with metrics
+        over all its rollouts, if it does.
+
+        Raises:
+          Diverged: as many rollouts as may be have no group whose rewards differ; the pool stays as
+            it was.
+        """
+        settings, most = self._job.config.dynamic_sampling, self._prompts
+        found = np.flatnonzero(scored.differing)
+        rollouts = len(pool.lines) + 1
+        if not pool.groups and not len(found) and rollouts >= settings.max_batches:
+            raise Diverged(_no_group(rollouts, rollouts * most))
+        new, left = np.split(found, [most - pool.groups])
+        batch = self._with_groups(pool.batch, scored.finished, new, pool.groups)
+        pool = Pool(batch, pool.groups + len(new), [*pool.lines, line])
+        if pool.groups < most and rollouts < settings.max_batches:
+            return pool, None, {}
+        next_one = self.pool()
+        assert next_one is not None, "there is one already"
+        carried = left if settings.surplus == "carry" else left[:0]
+        if len(carried):
+            rows = self._with_groups(next_one.batch, scored.finished, carried, 0)
+            next_one = Pool(rows, len(carried))
+        counts = {
+            "dynamic_sampling/rollouts": rollouts,
+            "dynamic_sampling/groups": pool.groups,
+            "dynamic_sampling/carried": len(carried),
+            "dynamic_sampling/dropped": len(left) - len(carried),
+        }
+        learn = put(True, self._finished.learn)
+        full = self.replanned(batch.replace(learn=learn))
+        return next_one, full, over_rollouts(pool.lines) | counts
+
+    def _with_groups(
+        self, batch: Finished, rollout: Finished, groups: np.ndarray, first: int
+    ) -> Finished:
+        """A batch with groups of a rollout behind its first ones."""
+        places = dynamic_sampling.places(
+            groups, first, self._prompts, self._job.config.batch.mini_batches
+        )
+        sharded = jax.ShapeDtypeStruct(
+            places.shape, places.dtype, sharding=meshes.rows_sharding(self._job.mesh)
+        )
+        return self._fill(batch, rollout.replace(plan=None), put(places, sharded))
+
+    @cached_property
+    def _fill(self) -> Callable[[Finished, Finished, jax.Array], Finished]:
+        layout = jax.tree.map(lambda leaf: leaf.sharding, self._finished.replace(plan=None))
+        fill = partial(dynamic_sampling.filled, mesh=self._job.mesh)
+        return jax.jit(fill, donate_argnums=0, out_shardings=layout)
 
     def replanned(self, finished: Finished) -> Finished:
         """A finished batch with a plan for this mesh: the one of another mesh, or of other
@@ -230,8 +311,21 @@ class Batches:
         }
         if overlong.buffer:
             shares["reward/overlong"] = float(table[3].sum()) / counted
+        differing = dynamic_sampling.differing(table[0], table[1] > 0, group)
         finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
-        return Scored(finished, float(table[0].sum()) / counted, shares, samples[::group])
+        reward = float(table[0].sum()) / counted
+        return Scored(finished, reward, shares, samples[::group], differing)
+
+
+def _no_group(rollouts: int, groups: int) -> str:
+    return (
+        f"dynamic sampling has found no group whose answers earn different rewards: none of"
+        f" {groups} in {rollouts} rollouts. Look at reward/mean in metrics.jsonl: near 1 the"
+        " problems are too easy for this policy, near 0 too hard, or the reward finds no answer"
+        " (samples.jsonl). Other problems, a larger --batch.group_size or a higher"
+        " --rollout.temperature are the usual remedies, and --dynamic_sampling.max_batches, now"
+        f" {rollouts}, lets it look further. Earlier checkpoints are intact"
+    )
 
 
 def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:

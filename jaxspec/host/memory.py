@@ -111,6 +111,11 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
         ),
         Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
         Part(
+            "the batch that rollouts fill",
+            _placed(abstract(step, prompts)[1].replace(plan=None)) if step.fills else 0,
+            "--dynamic_sampling.max_batches 0, or smaller batches",
+        ),
+        Part(
             "what learning and generation take beside that while they run",
             max(most - found.weights - pool, 0),
             micro,

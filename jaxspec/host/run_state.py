@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.host.batches import Batches
+from jaxspec.host.batches import Batches, Pool
 from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
 from jaxspec.host.job import Job, process_0_first
@@ -41,14 +41,28 @@ class RunState:
     finished: Finished
     batch: int
     """The next batch to generate."""
+    rollouts: int
+    """Training rollouts made so far: as many as batches, or more where several fill one."""
     pending: Pending | None = None
     """None: every batch that was generated is learnt from."""
+    pool: Pool | None = None
+    """The batch that rollouts are filling; None: each is a batch."""
 
     @property
     def number(self) -> int:
-        """Name of its checkpoint: twice the batches generated, and one more once all of them are
-        learnt from."""
-        return 2 * self.batch + (self.pending is None)
+        """Name of its checkpoint: twice the rollouts made, and one more where none of them is a
+        batch to learn from."""
+        return 2 * self.rollouts + (self.pending is None)
+
+    def to_save(self) -> tuple[PyTree, dict[str, Any]]:
+        """Its arrays, without plans, which are of a mesh and made again; and the rest, as JSON."""
+        host: dict[str, Any] = {"batch": self.batch, "rollouts": self.rollouts}
+        filling = None
+        if self.pool is not None:
+            filling = self.pool.batch
+            host["pool"] = {"groups": self.pool.groups, "lines": self.pool.lines}
+        host["pending"] = None if self.pending is None else dataclasses.asdict(self.pending)
+        return (self.state, self.finished.replace(plan=None), filling), host
 
     @property
     def over(self) -> int:
@@ -88,7 +102,11 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
             job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     return RunState(
-        state=choosing(job, state, batches.train(0)), finished=batches.nothing_finished(), batch=0
+        state=choosing(job, state, batches.train(0)),
+        finished=batches.nothing_finished(),
+        batch=0,
+        rollouts=0,
+        pool=batches.pool(),
     )
 
 
@@ -140,14 +158,20 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | N
     """The run of the newest checkpoint that is whole, on this run's mesh; None when there is
     none."""
     state, finished, _ = abstract(job.step, job.config.batch.prompts)
-    # plans are of a mesh, and made again
-    restored = checkpoints.restore_newest((state, finished.replace(plan=None)))
+    rows = finished.replace(plan=None)
+    restored = checkpoints.restore_newest((state, rows, rows if job.step.fills else None))
     if restored is None:
         return None
-    (state, finished), host = restored
+    (state, finished, filling), host = restored
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
     batches.history.load(host["history"])
     pending = None if host["pending"] is None else Pending(**host["pending"])
+    pool = None if filling is None else Pool(filling, **host["pool"])
     return RunState(
-        state=state, finished=batches.replanned(finished), batch=host["batch"], pending=pending
+        state=state,
+        finished=batches.replanned(finished),
+        batch=host["batch"],
+        rollouts=host["rollouts"],
+        pending=pending,
+        pool=pool,
     )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.mesh import DATA, by_update_sharding, replicated, rows_sharding
-from jaxspec.state import AnyArray, Pack, Plan, Tree, pytree
+from jaxspec.state import AnyArray, Pack, Plan, PyTree, Tree, pytree
 
 
 @pytree
@@ -145,38 +145,39 @@ def no_plan(rows: int, mini_batches: int = 1) -> Plan:
 
 
 def exchanged(batch: TrainBatch, shards: int) -> TrainBatch:
-    """The batch with every row at its place: a shard's rows go round all shards, which take what is
-    theirs. Inside a `shard_map`.
+    """The batch with every row at its place. Inside a `shard_map`."""
+    plan = batch.plan
+    return from_shards(batch.replace(plan=None), plan.order, shards).replace(plan=plan)
 
-    No shard ever holds more than twice its own rows.
+
+def from_shards(tree: PyTree, order: Int[Array, " n"], shards: int) -> PyTree:
+    """What stands at the places `order` of the first axis, which all shards' parts make up: a
+    shard's part goes round all shards, which take what is theirs. Inside a `shard_map`.
+
+    No shard ever holds more than twice its own part.
     """
     if shards == 1:
-        return _at_places(batch, batch.plan.order)
-    plan, rows = batch.plan, len(batch.tokens)
+        return _at(order, tree)
+    count = len(order)
     me = lax.axis_index(DATA).astype(jnp.int32)
     around = [((shard + 1) % shards, shard) for shard in range(shards)]
 
-    def turn(
-        number: Int[Array, ""], carry: tuple[TrainBatch, TrainBatch]
-    ) -> tuple[TrainBatch, TrainBatch]:
+    def turn(number: Int[Array, ""], carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         taken, passing = carry
-        here = plan.order // rows == (me + number) % shards
-        found = _at_places(passing, plan.order % rows)
+        here = order // count == (me + number) % shards
         taken = jax.tree.map(
             lambda old, new: jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old),
             taken,
-            found,
+            _at(order % count, passing),
         )
         return taken, jax.tree.map(lambda leaf: lax.ppermute(leaf, DATA, around), passing)
 
-    moving = batch.replace(plan=None)
-    taken, _ = lax.fori_loop(0, shards, turn, (jax.tree.map(jnp.zeros_like, moving), moving))
-    return taken.replace(plan=plan)
+    taken, _ = lax.fori_loop(0, shards, turn, (jax.tree.map(jnp.zeros_like, tree), tree))
+    return taken
 
 
-def _at_places(batch: TrainBatch, order: Int[Array, " B"]) -> TrainBatch:
-    moved = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), batch.replace(plan=None))
-    return moved.replace(plan=batch.plan)
+def _at(places: Int[Array, " n"], tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.take(leaf, places, axis=0), tree)
 
 
 def filler(batch: TrainBatch) -> Int[Array, ""]:

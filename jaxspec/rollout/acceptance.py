@@ -12,6 +12,9 @@ from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.verify import Verdict
 from jaxspec.state import Statistics
 
+QUARTERS = 4
+"""Parts of the longest response for which acceptance is told."""
+
 
 class Comparison(NamedTuple):
     """Target and draft at each depth."""
@@ -28,12 +31,14 @@ def no_statistics(
 ) -> Statistics:
     """Zeros."""
     count, by_depth = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, draft_length), jnp.int32)
+    by_quarter = jnp.zeros((rows, QUARTERS), jnp.int32)
     return Statistics(
         rounds=count,
         drafted=by_depth,
         offered_in_turn=by_depth,
         accepted=by_depth,
-        kept=count,
+        kept=by_quarter,
+        offered=by_quarter,
         overlap=jnp.zeros((rows, draft_length), dtype),
         overlap_by_factor=jnp.zeros((rows // group_size, draft_length, factors), dtype),
         draft_entropy=jnp.zeros((rows, draft_length), dtype),
@@ -104,21 +109,25 @@ def of_round(
     entropy: Float[Array, "B K1"],
     kept: Int[Array, " B"],
     measured: slice | Int[Array, " m"],
+    quarter: Int[Array, " B"],
 ) -> Statistics:
     """Counts one round, in which each running slot was offered `offered` drafts and kept `kept` new
-    tokens."""
+    tokens; `quarter` is that of the longest response in which it began."""
     depths = jnp.arange(1, comparison.overlap.shape[1] + 1, dtype=jnp.int32)
     drafted = running[:, None] & (depths <= offered[:, None])
     offered_in_turn = drafted & (depths <= kept[:, None])  # what stands before it was kept
     accepted = depths <= jnp.minimum(verdict.accepted, kept)[:, None]
     inside = jnp.arange(entropy.shape[1], dtype=jnp.int32) < kept[:, None]
     nothing = jnp.zeros_like(kept)
+    quarters = jnp.arange(QUARTERS, dtype=jnp.int32)
+    here = (quarter[:, None] == quarters) & (running & (offered > 0))[:, None]
     return Statistics(
         rounds=running.astype(jnp.int32),
         drafted=drafted.astype(jnp.int32),
         offered_in_turn=offered_in_turn.astype(jnp.int32),
         accepted=accepted.astype(jnp.int32),
-        kept=jnp.where(offered > 0, kept, 0),
+        kept=jnp.where(here, kept[:, None], 0),
+        offered=here.astype(jnp.int32),
         overlap=jnp.where(offered_in_turn, comparison.overlap, 0),
         overlap_by_factor=jnp.where(
             offered_in_turn[measured][:, :, None], comparison.overlap_by_factor, 0
@@ -153,10 +162,12 @@ def acceptance_metrics(
         "draft_entropy": share(total.draft_entropy, total.offered_in_turn),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[choice],
     }
+    # no number where no round began, or none had a draft
+    by_quarter = total.kept / jnp.where(total.offered > 0, total.offered, jnp.nan)
     drafted, generated = jnp.sum(total.drafted[:1]), tokens.astype(jnp.float32)
     return {
         "rollout/tokens_per_target_pass": share(generated, total.rounds),
-        "rollout/acceptance_length": jnp.where(drafted > 0, share(total.kept, drafted), 1),
+        "rollout/acceptance_length": jnp.where(drafted > 0, share(jnp.sum(total.kept), drafted), 1),
         "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.drafted)),
         "rollout/coverage": share(drafted, total.rounds),
         "rollout/target_entropy": share(total.target_entropy, generated),
@@ -164,5 +175,9 @@ def acceptance_metrics(
             f"rollout/{name}_{depth}": value
             for name, values in by_depth.items()
             for depth, value in enumerate(values, start=1)
+        },
+        **{
+            f"rollout/acceptance_length_quarter_{number}": length
+            for number, length in enumerate(by_quarter, start=1)
         },
     }

@@ -152,7 +152,14 @@ def one_round(
         )
         entropy = sampling.entropy(target_logprobs)
         change = acceptance.of_round(
-            now.running, verdict, proposal.offered, comparison, entropy, kept, measured.slots
+            now.running,
+            verdict,
+            proposal.offered,
+            comparison,
+            entropy,
+            kept,
+            measured.slots,
+            acceptance.QUARTERS * produced[:, 0] // settings.max_new_tokens,
         )
         ended = now.running & (taken(rollout.status, rows) != RUNNING)
         change = _widened(
@@ -227,12 +234,8 @@ def _noise(
         return _Noise(gumbel, gumbel, None, None)
     levels = sampling.level_count(vocab)
     if not matching and not length:  # a plain round among others: keyed as they are
-        return _Noise(
-            sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)),
-            None,
-            None,
-            None,
-        )
+        own = sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype))
+        return _Noise(own, None, None, None)
     if matching:
         shared = sampling.Uniforms(
             sampling.uniforms(keys, block_positions(lengths, length + 1), levels, dtype)

@@ -222,6 +222,20 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def over_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of a batch that several rollouts fill: sums of seconds, tokens and counts of
+    rows, means of everything else over the rollouts that have it."""
+    if len(lines) == 1:
+        return dict(lines[0])
+    merged = {}
+    for name in {name: None for line in lines for name in line}:
+        found = [value for line in lines if not math.isnan(value := line.get(name, math.nan))]
+        total = sum(found) if found else math.nan
+        summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
+        merged[name] = total if summed else total / max(len(found), 1)
+    return merged | {"step": lines[0]["step"]}
+
+
 def headline(line: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a batch's complete line that the terminal shows: what speaks of its
     result, and failed rows and skipped updates where there are any."""

@@ -36,7 +36,7 @@ def test_an_algorithm_sets_its_own_settings_and_no_others() -> None:
     }
     for name in ALGORITHMS:
         sections = {key.partition(".")[0] for key in differing(name)}
-        assert sections <= {"advantage", "loss", "kl", "overlong"}, name
+        assert sections <= {"advantage", "loss", "kl", "overlong", "dynamic_sampling"}, name
         assert f"  {name}: " in described()
 
 
@@ -97,6 +97,10 @@ def test_bounds_of_tokens_on_ratios_of_answers_are_remarked() -> None:
         ),
         ("--loss.dual_clip 0.5", "loss.dual_clip is 0.5; it must be 0, or above 1"),
         ("--overlong.buffer 2", "overlong.buffer is 2"),
+        (
+            "--batch.group_size 1 --advantage.baseline none --dynamic_sampling.max_batches 3",
+            "dynamic_sampling.max_batches 3 with batch.group_size 1",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_numbers(words: str, said: str) -> None:

@@ -13,7 +13,7 @@ def rollout(length: float, drafted: int = 100) -> Statistics:
     nothing = no_statistics(1, 1, 2, 1, jnp.float32)
     return nothing.replace(
         drafted=jnp.array([[drafted, drafted]], jnp.int32),
-        kept=jnp.array([round(length * drafted)], jnp.int32),
+        kept=jnp.array([[round(length * drafted), 0, 0, 0]], jnp.int32),
     )
 
 

@@ -86,6 +86,8 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     scored = batches.score_training(0, answered(job, batches, responses, status))
     wanted = np.array([response.startswith("#") for response in responses], np.float32)
     wanted[2] = 0
+    # the second group has one row with a reward, so no difference
+    assert scored.differing.tolist() == [True, False, *[True] * 6]
     np.testing.assert_array_equal(scored.finished.rewards, wanted)
     np.testing.assert_array_equal(scored.finished.valid, np.array(status) != FAILED)
     assert scored.reward == pytest.approx(7 / 15)

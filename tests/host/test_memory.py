@@ -3,40 +3,27 @@ fit."""
 
 import dataclasses
 import functools
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import mesh as meshes
-from jaxspec.build import Automatic, automatic, build_step
+from jaxspec.build import Automatic
 from jaxspec.config.settings import (
-    DataConfig,
-    DraftConfig,
+    DynamicSamplingConfig,
     EngineConfig,
+    KlConfig,
     LoraConfig,
     MeshConfig,
-    ResolvedConfig,
 )
 from jaxspec.host import memory
-from jaxspec.host.runner import Runner, abstract, ahead, put, whole_step
+from jaxspec.host.runner import Runner, abstract, ahead, put
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.step import Sizes, Step
-from tests.conftest import small_mesh, tiny_config, tiny_model
-
-MODEL = tiny_model(vocab=12, dtype="float32")
-PROMPTS = tiny_config(MODEL).batch.prompts
-
-
-def step_of(config: ResolvedConfig, data: int = 2, tensor: int = 1) -> Step:
-    return build_step(config, small_mesh(data, tensor), (1,), 11)
-
-
-def sizes(step: Step, programs: Any = None) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step, PROMPTS, programs or {})}
+from jaxspec.step import Step
+from tests.conftest import tiny_config
+from tests.host.memory_parts import MODEL, PROMPTS, plain_config, sizes, step_of
 
 
 def on_one_device(tree) -> int:
@@ -52,12 +39,20 @@ def on_one_device(tree) -> int:
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
 def test_parts_are_what_then_lies_on_a_device(data: int, tensor: int) -> None:
-    step = step_of(tiny_config(MODEL, mesh=MeshConfig(shard_above=0)), data, tensor)
+    fills = DynamicSamplingConfig(max_batches=3)
+    split, kl = MeshConfig(shard_above=0), KlConfig(beta=0.04)
+    config = tiny_config(MODEL, mesh=split, kl=kl, dynamic_sampling=fills)
+    step = step_of(config, data, tensor)
     found = sizes(step)
     state = jax.jit(step.fresh, out_shardings=step.state_shardings())()
     assert found["policy weights"] == on_one_device(state.learner.policy.network)
     assert found["the policy's optimizer"] == on_one_device(state.learner.policy.optimizer)
     assert found["the draft and its optimizer"] == on_one_device(state.learner.draft)
+    assert found["the reference policy"] == on_one_device(state.learner.reference) > 0
+    _, rows, _ = abstract(step, PROMPTS)
+    rows = rows.replace(plan=None)
+    nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rows), rows)
+    assert found["the batch that rollouts fill"] == on_one_device(nothing)
     ready = jax.jit(step.sync)(state)
     asked = abstract(step, PROMPTS)[2]
     nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), asked), asked)
@@ -73,12 +68,10 @@ def test_each_remedy_shrinks_its_part() -> None:
     assert fewer["the pool of keys and values"] <= whole["the pool of keys and values"] / 2
     adapters = sizes(step_of(tiny_config(MODEL, lora=LoraConfig(rank=1))))
     assert adapters["the policy's optimizer"] < whole["the policy's optimizer"] / 3
-
-
-def plain_config(tokens: int) -> ResolvedConfig:
-    """Without a draft, which compiles faster."""
-    config = tiny_config(MODEL, DraftConfig(kind="none"))
-    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, micro_tokens=tokens))
+    assert "the reference policy" not in whole
+    assert "the batch that rollouts fill" not in whole
+    lora, kl = LoraConfig(rank=1), KlConfig(beta=0.04)
+    assert "the reference policy" not in sizes(step_of(tiny_config(MODEL, lora=lora, kl=kl)))
 
 
 @functools.cache
@@ -152,228 +145,6 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
 
 
 # ---- the engine of an accelerator
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The devices pass for accelerators."""
-    monkeypatch.setattr(meshes, "accelerated", lambda mesh: True)
-    monkeypatch.setattr(memory, "accelerated", lambda mesh: True)
-
-
-GROUPS = 4
-
-
-def engine_config(new: int = 56, tokens: int = 0, **engine: Any) -> ResolvedConfig:
-    """128 rows of up to 64 tokens, whose keys and values take most of the memory."""
-    config = plain_config(tokens)
-    rollout = dataclasses.replace(config.rollout, max_new_tokens=new, engine=EngineConfig(**engine))
-    batch = dataclasses.replace(config.batch, prompts=GROUPS, group_size=128 // GROUPS)
-    return dataclasses.replace(
-        config, rollout=rollout, batch=batch, data=DataConfig(max_prompt_length=8)
-    )
-
-
-def engine_step(config: ResolvedConfig) -> Step:
-    return step_of(config, data=1)
-
-
-def test_the_engine_of_a_cpu_is_as_it_was() -> None:
-    config = engine_config()
-    step = engine_step(config)
-    assert step.sizes._replace(tokens=0) == Sizes(tokens=0, slots=256, page_size=0, pages=0)
-    assert automatic(config, step.mesh) == Automatic(tokens=True, slots=False, pages=False)
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_the_engine_of_an_accelerator_is_paged_and_what_is_asked_for_stays() -> None:
-    config = engine_config()
-    step = engine_step(config)
-    assert step.sizes[1:] == (256, 64, 0)
-    assert automatic(config, step.mesh) == Automatic(tokens=True, slots=True, pages=True)
-    for engine, sizes, left in (
-        ({"page_size": 0}, (256, 0, 0), (True, False)),
-        ({"page_size": 4, "slots": 9}, (9, 4, 0), (False, True)),
-        ({"page_size": 4, "pages": 99}, (256, 4, 99), (True, False)),
-    ):
-        config = engine_config(**engine)
-        assert engine_step(config).sizes[1:] == sizes
-        assert automatic(config, step.mesh)[1:] == left
-
-
-class Program(NamedTuple):
-    """A compiled program that takes so many bytes beside its arguments."""
-
-    temp_size_in_bytes: int
-    argument_size_in_bytes: int = 0
-    output_size_in_bytes: int = 0
-    alias_size_in_bytes: int = 0
-
-    def memory_analysis(self) -> "Program":
-        return self
-
-
-class Machine:
-    """What compiled programs would take of an accelerator, without compiling: so much a token of a
-    micro-batch, so much a slot."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, token: int, slot: int) -> None:
-        self.token, self.slot, self.compiled, self.alone = token, slot, [], 0
-        monkeypatch.setattr(memory, "generation_alone", self.generation_alone)
-
-    def generation(self, step: Step) -> int:
-        pool, weights = (
-            part.size
-            for part in memory.parts(step, GROUPS, {})
-            if part.name in ("the pool of keys and values", WEIGHTS)
-        )
-        return pool + weights + self.slot * step.generator.settings.slots
-
-    def generation_alone(self, step: Step, prompts: int) -> Program:
-        self.alone += 1
-        return Program(self.generation(step))
-
-    def __call__(self, step: Step) -> Runner:
-        self.compiled.append(step.sizes)
-        return Runner(
-            lambda *_: pytest.fail("nothing runs here"),
-            {"step": Program(max(self.generation(step), self.token * step.learner.tokens))},
-        )
-
-    def fit(
-        self, monkeypatch: pytest.MonkeyPatch, config: ResolvedConfig, limit: int
-    ) -> memory.Fitted:
-        monkeypatch.setattr(memory, "device_memory", lambda: limit)
-        step = engine_step(config)
-        fit = memory.fitted(step, GROUPS, self, automatic(config, step.mesh))
-        assert sum(part.size for part in fit.parts) <= limit
-        return fit
-
-    def total(self, config: ResolvedConfig) -> int:
-        step = engine_step(config)
-        return sum(sizes_of_engine(step, self(step).programs).values())
-
-
-WEIGHTS = "weights as generation reads them"
-
-
-def sizes_of_engine(step: Step, programs: Any) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step, GROUPS, programs)}
-
-
-@pytest.mark.usefixtures("accelerator")
-class TestFittingTheEngine:
-    def test_what_fits_has_all_pages_and_says_how_many(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 10)
-        fit = machine.fit(monkeypatch, config, machine.total(config))
-        assert fit.step.sizes == engine_step(config).sizes._replace(pages=GROUPS * 2 + 128 * 16)
-        assert machine.alone == 0
-        assert "128 slots, 2056 pages of 4 positions" in memory.told(fit.step, fit.parts, fit.limit)
-
-    def test_the_pool_takes_what_is_left_and_slots_follow_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 1000)
-        whole = machine.total(config)
-        pool = sizes_of_engine(engine_step(config), {})["the pool of keys and values"]
-        limit = whole - pool // 4
-        machine.compiled.clear()
-        fit = machine.fit(monkeypatch, config, limit)
-        assert fit.step.sizes.tokens == engine_step(config).sizes.tokens, (
-            "learning takes less than generation"
-        )
-        assert fit.step.sizes.slots == 128, (
-            "what three quarters of the pages hold halfway through the longest answers is every row"
-        )
-        assert 0.68 * 2056 < fit.step.sizes.pages < 0.75 * 2056
-        assert len(machine.compiled) == 2
-        fit = machine.fit(monkeypatch, config, whole - 3 * pool // 4)
-        pages = fit.step.sizes.pages
-        assert fit.step.sizes.slots == (pages - GROUPS * 2) // (8 + 1) < 128, (
-            "7 or 8 pages of the answer's half, and one of the prompt"
-        )
-
-    def test_micro_batches_shrink_alone_where_learning_takes_most(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config, machine = engine_config(page_size=4), Machine(monkeypatch, 10_000, 10)
-        tokens, whole = engine_step(config).sizes.tokens, machine.total(config)
-        machine.compiled.clear()
-        fit = machine.fit(monkeypatch, config, whole - 1)
-        assert [sizes.tokens for sizes in machine.compiled] == [tokens, tokens // 2]
-        assert fit.step.sizes[1:] == (256, 4, 2056)
-
-    def test_both_shrink_where_both_are_too_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config, machine = engine_config(page_size=4), Machine(monkeypatch, 1_000, 10)
-        step = engine_step(config)
-        limit = machine.total(config) // 8
-        machine.compiled.clear()
-        fit = machine.fit(monkeypatch, config, limit)
-        assert fit.step.sizes.tokens < step.sizes.tokens
-        assert fit.step.sizes.pages < 2056
-        assert len(machine.compiled) <= 5
-
-    def test_temporaries_of_many_slots_leave_fewer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config, machine = engine_config(page_size=4), Machine(monkeypatch, 10, 100_000)
-        fit = machine.fit(monkeypatch, config, 128 * 100_000 // 2)
-        assert fit.step.sizes.slots == 32
-        assert fit.step.sizes.pages == GROUPS * 2 + 32 * 16
-
-    def test_rows_of_one_page_are_fitted_by_slots(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config, machine = engine_config(page_size=0), Machine(monkeypatch, 10, 1000)
-        fit = machine.fit(monkeypatch, config, machine.total(config) // 2)
-        assert 32 <= fit.step.sizes.slots < 64
-        assert fit.step.sizes.page_size == fit.step.sizes.pages == 0
-
-    def test_what_is_asked_for_is_refused_with_what_fits(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        machine = Machine(monkeypatch, 10, 1000)
-        config = engine_config(page_size=4, pages=2000, slots=100)
-        limit = machine.total(config) * 3 // 4
-        words = (
-            r"--rollout.engine.pages, now 2000 and at least 24, --rollout.engine.slots, now 100.*;"
-            r" --rollout.engine.pages (\d+) should fit"
-        )
-        with pytest.raises(ConfigError, match=words) as caught:
-            machine.fit(monkeypatch, config, limit)
-        enough = int(re.findall(r"pages (\d+) should fit", str(caught.value))[0])
-        fit = machine.fit(monkeypatch, engine_config(page_size=4, pages=enough, slots=100), limit)
-        assert fit.step.sizes[1:] == (100, 4, enough)
-        with pytest.raises(ConfigError, match=r"at least 24.*less with"):
-            machine.fit(monkeypatch, engine_config(page_size=4), 200_000)
-
-    def test_real_programs_are_fitted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = engine_config(page_size=4, tokens=63, tail=False)  # one loop compiles faster
-        step = engine_step(config)
-        seen: list[Sizes] = []
-
-        def compiled(step: Step) -> Runner:
-            seen.append(step.sizes)
-            return whole_step(step, GROUPS)
-
-        monkeypatch.setattr(memory, "device_memory", lambda: 2**40)
-        whole = memory.fitted(step, GROUPS, compiled, automatic(config, step.mesh))
-        limit = sum(part.size for part in whole.parts) * 3 // 4
-        monkeypatch.setattr(memory, "device_memory", lambda: limit)
-        fit = memory.fitted(step, GROUPS, compiled, automatic(config, step.mesh))
-        assert limit * 2 // 3 < sum(part.size for part in fit.parts) <= limit
-        assert fit.step.sizes.pages < whole.step.sizes.pages == 2056
-        assert len(seen) == 3
-
-
-def test_a_program_that_runs_beside_the_state_counts_all_that_it_gets() -> None:
-    step = step_of(plain_config(200))
-    given = Program(temp_size_in_bytes=10**6, argument_size_in_bytes=10**7)
-    kept = sum(
-        part.size
-        for part in memory.parts(step, PROMPTS, {})
-        if part.name in ("policy weights", "the policy's optimizer")
-    )
-    assert sum(sizes(step, {"slice": given}).values()) == kept + 10**6 + 10**7
-    assert sum(sizes(step, {"train": given}).values()) == 10**6 + 10**7
 
 
 def kept() -> list[memory.Part]:

@@ -346,4 +346,11 @@ def test_the_end_token_and_the_limit_cut_the_block_at_every_offset(rule: Any, ne
         assert rollout.statistics.accepted[row].tolist() == [
             sum(k >= depth for k in kept) for depth in (1, 2, 3)
         ]
+        # four tokens a round, so that round n begins behind 4 n of them
+        in_quarter = [
+            [k for number, k in enumerate(kept) if 16 * number // new == quarter]
+            for quarter in range(4)
+        ]
+        assert rollout.statistics.offered[row].tolist() == list(map(len, in_quarter))
+        assert rollout.statistics.kept[row].tolist() == list(map(sum, in_quarter))
         np.testing.assert_allclose(rollout.logprobs[row], 0, atol=1e-9)

@@ -272,7 +272,7 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
         )
         return collect(advance(target, drafter(None, draft), draft, state, 1, chosen))
 
-    return np.asarray(run(last_token_prompts([1, 2])).statistics.kept)
+    return np.asarray(run(last_token_prompts([1, 2])).statistics.kept).sum(axis=1)
 
 
 @pytest.mark.slow
