@@ -4,7 +4,7 @@ import math
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts.kinds import kind_of
-from jaxspec.inputs.checked import INT32, require
+from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
 
 
@@ -22,7 +22,7 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
         f"{processes} processes do not divide {devices} devices; give each process the same number",
     )
     tensor = config.mesh.tensor
-    meshes = ", ".join(f"{devices // size} x {size}" for size in _divisors(devices))
+    meshes = ", ".join(f"{devices // size} x {size}" for size in divisors(devices))
     fits = f"meshes (data x tensor) that fit {devices} devices: {meshes}"
     require(
         devices % tensor == 0, f"mesh.tensor {tensor} does not divide {devices} devices; {fits}"
@@ -242,7 +242,3 @@ def _rows(config: ResolvedConfig) -> dict[str, int]:
 
 def _trained_offline(config: ResolvedConfig) -> bool:
     return config.offline.steps > 0 and config.rollout.draft.learned
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

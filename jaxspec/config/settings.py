@@ -25,7 +25,7 @@ from jaxspec.config.rollout import (
     VerifyRule,
 )
 from jaxspec.drafts.kinds import DraftKind, LookupKind
-from jaxspec.inputs.checked import Checked, ConfigError, Range, require
+from jaxspec.inputs.checked import Checked, ConfigError, Range, divisors, require
 from jaxspec.inputs.spec import (
     Count,
     DraftSpec,
@@ -118,12 +118,10 @@ class BatchConfig(Checked, prefix="batch."):
     longest row; 0: chosen by what memory allows. It changes nothing but rounding."""
 
     def check(self) -> None:
-        near = [size for size in range(1, self.prompts + 1) if self.prompts % size == 0]
-        require(
-            self.prompts % self.mini_batches == 0,
-            f"batch.mini_batches {self.mini_batches} does not divide batch.prompts {self.prompts};"
-            f" {', '.join(map(str, near))} do",
-        )
+        given = f"batch.mini_batches {self.mini_batches} does not divide batch.prompts"
+        if self.prompts % self.mini_batches:
+            near = ", ".join(map(str, divisors(self.prompts)))
+            raise ConfigError(f"{given} {self.prompts}; {near} do")
 
 
 @dataclass(frozen=True, kw_only=True)

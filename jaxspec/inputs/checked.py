@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +60,12 @@ def require(condition: bool, message: str) -> None:
     """Raises ConfigError with `message` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number, ascending: for messages about what does not."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.inputs.checked import ConfigError, called, read_from
+from jaxspec.inputs.checked import ConfigError, called, divisors, read_from
 from jaxspec.inputs.spec import HeadConfig, HeadSpec, ModelConfig, RopeSpec
 
 MODULES = (
@@ -314,3 +314,10 @@ def test_numbers_at_the_edges_are_taken() -> None:
 def test_whole_numbers_are_kept_as_floats_where_floats_are_wanted() -> None:
     kept = RolloutConfig(temperature=2).temperature
     assert (kept, type(kept)) == (2.0, float)
+
+
+def test_divisors_are_found_without_counting_up() -> None:
+    for number in (1, 2, 12, 16, 97, 360):
+        assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+    # counting to it would take minutes
+    assert len(divisors(2_000_000_000)) == 110
