@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is spent in compiling programs that run once: without optimisation and
-# with XLA's older emitters, which newer versions may not know any more, that takes a third of the
-# time.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# Most of the tests' time is spent in compiling programs that run once: without optimisation, in one
+# piece a program (for two workers on two cores), and with XLA's older emitters, which newer
+# versions may not know any more, that takes a quarter of the time.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
 )
 os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * metadata.version(
     "jaxlib"

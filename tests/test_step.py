@@ -366,6 +366,7 @@ def test_metrics_are_those_of_the_rollout() -> None:
     rounds = counts.rounds.sum()
     drafted = counts.drafted[:, 0].sum()
     assert drafted == rounds, "EAGLE-3 always has a draft"
+    assert (counts.kept.sum(), counts.offered.sum()) == (tokens, rounds)
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,
         "conditional_rate": counts.accepted.sum(0) / counts.offered_in_turn.sum(0),
@@ -387,10 +388,16 @@ def test_metrics_are_those_of_the_rollout() -> None:
             for name, values in by_depth.items()
             for depth, value in enumerate(values, start=1)
         },
+        **{
+            f"rollout/acceptance_length_quarter_{number}": kept / offered if offered else np.nan
+            for number, (kept, offered) in enumerate(
+                zip(counts.kept.sum(0), counts.offered.sum(0), strict=True), start=1
+            )
+        },
         "status/eos": (rows.tokens[np.arange(ROWS), rows.lengths - 1] == STOP[0]).sum(),
         "status/length": (rows.tokens[np.arange(ROWS), rows.lengths - 1] != STOP[0]).sum(),
         "status/failed": 0,
     }
     assert set(generated) == set(expected)
     for name, value in expected.items():
-        assert float(generated[name]) == pytest.approx(float(value)), name
+        assert float(generated[name]) == pytest.approx(float(value), nan_ok=True), name
