@@ -182,8 +182,12 @@ def _build_learner(
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         recompute=config.loss.logprobs == "recompute",
-        # the pass of a single update has the old logprobs, so none are reused
-        largest_factor=math.inf if config.on_policy else config.loss.reuse_below,
+        # where the pass that learns has the old logprobs, or nothing reads them, none are reused
+        largest_factor=(
+            config.loss.reuse_below
+            if config.reads_old_logprobs and not config.on_policy
+            else math.inf
+        ),
     )
 
 

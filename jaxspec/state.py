@@ -133,7 +133,7 @@ class Rollout(Tree):
     elsewhere."""
     status: Int[AnyArray, " B"]
     version: Int[AnyArray, " B"]
-    """Updates that the weights had seen which sampled the row."""
+    """Batches that the weights had learnt from which sampled the row."""
     statistics: Statistics
 
 
@@ -237,7 +237,7 @@ class Ready(Tree):
     target: PyTree
     drafter: Drafter
     version: Int[Array, ""]
-    """Updates that the policy has seen."""
+    """Batches that the policy has learnt from."""
 
 
 @pytree

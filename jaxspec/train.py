@@ -243,6 +243,7 @@ class Loop:
             try:
                 run.pool, finished, line = self.batches.taken(run.pool, scored, line)
             except Diverged:  # what was learnt so far is as good as ever
+                self.writer.write_samples(run.batch, scored.samples[:KEPT_SAMPLES])
                 self.save(run)
                 raise
         if finished is None:
@@ -335,12 +336,7 @@ def _line(
     batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]
 ) -> dict[str, Any]:
     """What is known of a batch before it is learnt from."""
-    rewards = {
-        "reward/mean": scored.reward,
-        **scored.outcomes,
-        "reward/frac_zero_std": 1 - float(scored.differing.mean()),
-    }
-    return {"step": batch, **seconds, **rewards, **generated}
+    return {"step": batch, **seconds, **scored.metrics, **generated}
 
 
 def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str = "") -> int:

@@ -227,6 +227,9 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
         return [line for line in printed if "by a factor of" in line]
 
     assert told(job, "once") == []
+    loop = loop_of(twice, tmp_path)
+    loop.report(a_line(0, **{name: NAN, "learner/recompute": 0}), [])
+    assert "by a factor of" not in capsys.readouterr().out
     (line,) = told(twice, "twice")
     assert "batch 1" in line
     assert "1.2 on average, which is above loss.reuse_below 1.05" in line

@@ -200,7 +200,7 @@ class StepOptions(Checked, prefix="--"):
     group: GroupSize = 8
     """Answers to each prompt (G)."""
     algorithm: AlgorithmName | Literal["default"] = "default"
-    """What `--algorithm` of a run sets."""
+    """What `--algorithm` of a run sets for advantages and loss; every rollout is a batch."""
     beta: Annotated[float, Range(least=0)] = 0.0
     """Weight of a KL term (kl.beta); 0: as the algorithm has it."""
     prompt: PromptLength = 64

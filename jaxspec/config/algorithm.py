@@ -93,7 +93,8 @@ USUAL_BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig(Checked, prefix="dynamic_sampling."):
-    """Batches of groups whose answers differ in reward: all others have advantages of 0."""
+    """Batches of groups whose answers differ in reward, before any is taken for length: in all
+    others advantages against the group are 0."""
 
     max_batches: Natural = 0
     """Rollouts that may fill a batch, at most; the policy then learns from the groups that it has.

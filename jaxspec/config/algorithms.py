@@ -19,7 +19,8 @@ _C = TypeVar("_C", bound=Config)
 
 
 class Algorithm(NamedTuple):
-    """What an algorithm sets; everything else stays as the config has it."""
+    """What an algorithm sets: all settings of these parts, to the usual ones where it names none;
+    everything else stays as the config has it."""
 
     about: str
     advantage: AdvantageConfig

@@ -84,6 +84,8 @@ def differing_keys(
 ) -> list[str]:
     """Lists the settings outside `free` that differ from a saved `to_json`, each as `key: saved ->
     now`."""
+    if config.optimizer.schedule != "constant":  # which ends after `steps`
+        free -= {"steps"}
     before, now = flat(saved), flat(to_json(config))
     pairs = {
         key: (before.get(key, "(absent)"), now.get(key, "(absent)"))

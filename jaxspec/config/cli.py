@@ -271,5 +271,5 @@ after it change single settings. NAME.py is looked up as given, then in configs/
   {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
   {command} --config rl_think.py --algorithm dapo --batch.epochs 2 --loss.clip_high 0.3
   {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)
---algorithm NAME changes defaults of advantage., loss., kl., overlong. and dynamic_sampling., to:
+--algorithm NAME sets advantage., loss., kl., overlong. and dynamic_sampling. to defaults, but for:
 {described()}"""

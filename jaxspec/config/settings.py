@@ -293,12 +293,24 @@ class Config(Checked):
             " --dynamic_sampling.max_batches 0",
         )
 
+        require(
+            not (self.overlong.filter and self.kl.beta and self.kl.where == "reward"),
+            f"overlong.filter with kl.beta {self.kl.beta:g} in the reward: answers that were cut"
+            " are not read, so their reward would be without it, and their group's baseline wrong;"
+            " set --kl.where loss, or --overlong.no_filter",
+        )
+
     @property
     def on_policy(self) -> bool:
         """Whether a batch has one update, and all its rows are of the policy that it updates."""
         fills = self.dynamic_sampling
         older = fills.max_batches > 0 and fills.surplus == "carry"
         return self.batch.mini_batches * self.batch.epochs == 1 and not older
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether anything in the loss is a ratio of policy to old policy, or weighs it."""
+        return self.loss.kind != "reinforce" or self.loss.importance != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

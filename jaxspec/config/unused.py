@@ -91,6 +91,11 @@ WITH_ANY_DRAFT = (
         "loss.kind reinforce",
         lambda c: c.loss.kind == "reinforce",
     ),
+    Unused(
+        "loss.logprobs loss.reuse_below",
+        "loss.kind reinforce, which has no ratio, and no loss.importance,",
+        lambda c: not c.reads_old_logprobs,
+    ),
     Unused("loss.dual_clip", "loss.kind cispo", lambda c: c.loss.kind == "cispo"),
     Unused("loss.clip_low loss.clip_high loss.dual_clip", _ON_POLICY, _on_policy),
     Unused("loss.reuse_below", _ON_POLICY, _on_policy),

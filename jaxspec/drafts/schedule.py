@@ -34,7 +34,8 @@ def observed(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTrend:
     rose = length > trend.best * (1 + RISE)
     after = AcceptanceTrend(
         length=length,
-        best=jnp.maximum(trend.best, length),
+        # what it rises by is counted from here, however slowly it does
+        best=jnp.where(rose, length, trend.best),
         stale=jnp.where(rose, 0, trend.stale + 1),
     )
     return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), after, trend)

@@ -41,6 +41,12 @@ class Scored(NamedTuple):
     differing: Bool[np.ndarray, " n"]
     """Groups whose rewards, before any was taken for length, are not all alike."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the rewards."""
+        alike = 1 - float(self.differing.mean())
+        return {"reward/mean": self.reward, **self.outcomes, "reward/frac_zero_std": alike}
+
 
 @dataclasses.dataclass
 class Pool:
@@ -124,7 +130,8 @@ class Batches:
         found = np.flatnonzero(scored.differing)
         rollouts = len(pool.lines) + 1
         if not pool.groups and not len(found) and rollouts >= settings.max_batches:
-            raise Diverged(_no_group(rollouts, rollouts * most))
+            told = over_rollouts([*pool.lines, line])
+            raise Diverged(_no_group(rollouts, rollouts * most, told))
         new, left = np.split(found, [most - pool.groups])
         batch = self._with_groups(pool.batch, scored.finished, new, pool.groups)
         pool = Pool(batch, pool.groups + len(new), [*pool.lines, line])
@@ -142,9 +149,9 @@ class Batches:
             "dynamic_sampling/carried": len(carried),
             "dynamic_sampling/dropped": len(left) - len(carried),
         }
-        learn = put(True, self._finished.learn)
-        full = self.replanned(batch.replace(learn=learn))
-        return next_one, full, over_rollouts(pool.lines) | counts
+        full = self.replanned(batch)
+        learn = put(bool(np.asarray(full.plan.used).any()), self._finished.learn)
+        return next_one, full.replace(learn=learn), over_rollouts(pool.lines) | counts
 
     def _with_groups(
         self, batch: Finished, rollout: Finished, groups: np.ndarray, first: int
@@ -290,8 +297,10 @@ class Batches:
         table = _sum_over_processes(table)
         counted = float(table[1].sum()) or math.nan
         plan, like = self._planned(table[2]), self._finished
+        # where overlong.filter leaves nothing to read, that is no fault of the update
+        learn = bool(table[2].any() or not table[1].any())
         rewards, valid, learn = put(
-            (table[0] + table[3], table[1] > 0, True), (like.rewards, like.valid, like.learn)
+            (table[0] + table[3], table[1] > 0, learn), (like.rewards, like.valid, like.learn)
         )
         samples = [
             {
@@ -305,10 +314,7 @@ class Batches:
                 asked, responses, scores.rewards, rounds, strict=True
             )
         ]
-        shares = {
-            f"reward/{outcome.name.lower()}": float(table[4 + outcome].sum()) / counted
-            for outcome in Outcome
-        }
+        shares = {_share(outcome): float(table[4 + outcome].sum()) / counted for outcome in Outcome}
         if overlong.buffer:
             shares["reward/overlong"] = float(table[3].sum()) / counted
         differing = dynamic_sampling.differing(table[0], table[1] > 0, group)
@@ -317,15 +323,21 @@ class Batches:
         return Scored(finished, reward, shares, samples[::group], differing)
 
 
-def _no_group(rollouts: int, groups: int) -> str:
+def _no_group(rollouts: int, groups: int, line: dict[str, Any]) -> str:
+    shares = ", ".join(f"{outcome.name.lower()} {line[_share(outcome)]:.0%}" for outcome in Outcome)
     return (
         f"dynamic sampling has found no group whose answers earn different rewards: none of"
-        f" {groups} in {rollouts} rollouts. Look at reward/mean in metrics.jsonl: near 1 the"
-        " problems are too easy for this policy, near 0 too hard, or the reward finds no answer"
-        " (samples.jsonl). Other problems, a larger --batch.group_size or a higher"
-        " --rollout.temperature are the usual remedies, and --dynamic_sampling.max_batches, now"
-        f" {rollouts}, lets it look further. Earlier checkpoints are intact"
+        f" {groups} in {rollouts} rollouts, whose mean reward is {line['reward/mean']:.3g}"
+        f" ({shares}; samples.jsonl has some answers). Near 1 the problems are too easy for this"
+        " policy; near 0 they are too hard, or the reward finds no answer. The same command makes"
+        " one more rollout; in a new --workdir other problems, a larger --batch.group_size, a"
+        f" higher --rollout.temperature or more --dynamic_sampling.max_batches, now {rollouts},"
+        " may find some"
     )
+
+
+def _share(outcome: Outcome) -> str:
+    return f"reward/{outcome.name.lower()}"
 
 
 def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:

@@ -132,9 +132,8 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     state, _, _ = abstract(step, run.config.batch.prompts)
     learner = state.learner
     draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
-    bare = state.replace(
-        learner=learner.replace(policy=learner.policy.replace(optimizer=None), draft=draft)
-    )
+    policy = learner.policy.replace(optimizer=None)
+    bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
     with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
     return bare

@@ -16,8 +16,8 @@ from jaxspec.state import Finished, PyTree
 def differing(
     rewards: Float[np.ndarray, " B"], valid: Bool[np.ndarray, " B"], group_size: int
 ) -> Bool[np.ndarray, " n"]:
-    """Groups in which two rows that have a reward have different ones: all others have advantages
-    of 0."""
+    """Groups in which two rows that have a reward have different ones: in all others advantages
+    against the group are 0."""
     rewards, valid = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
     least = np.where(valid, rewards, np.inf).min(axis=1)
     return least < np.where(valid, rewards, -np.inf).max(axis=1)

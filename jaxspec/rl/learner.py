@@ -140,10 +140,10 @@ class Learner:
         both on the weights that the update before left.
 
         A loss or a gradient that is not finite skips the update and counts it; so does a batch
-        without a label to learn. Where it is not `wanted` no micro-batch is read, nothing changes,
-        and metrics are NaN, or 0 for counts: without a branch, which would hold the state twice.
-        Metrics are means over the updates; those of the gap between recorded and own logprobs are
-        of the first.
+        without a label to learn, but not a mini-batch of another. Where it is not `wanted` no
+        micro-batch is read, nothing changes, and metrics are NaN, or 0 for counts: without a
+        branch, which would hold the state twice. Metrics are means over the updates; those of the
+        gap between recorded and own logprobs are of the first.
         """
         wanted = jnp.asarray(wanted)
         batch = self._placed(batch, wanted)
@@ -232,9 +232,10 @@ class Learner:
             found, batch = passes.logprobs(_reference(state), jnp.ones((), bool), batch)
             batch = batch.replace(reference_logprobs=found)
         recorded, again = batch.sampled_logprobs, state.recompute
+        current = batch.version == state.version
+        batch = batch.replace(current=current)
         if len(batch.plan.used) * self.epochs == 1:
-            current = again | (batch.version == state.version)
-            return batch.replace(old_logprobs=recorded, on_policy=current)
+            return batch.replace(old_logprobs=recorded, on_policy=again | current)
         found, batch = passes.logprobs(state.policy.network, again, batch)
         return batch.replace(old_logprobs=jnp.where(again, found, recorded.astype(found.dtype)))
 
@@ -246,8 +247,11 @@ class Learner:
         wanted: Bool[Array, ""],
         before: Updated,
     ) -> Updated:
-        """One update on a mini-batch."""
+        """One update on a mini-batch; nothing changes on one of which nothing is read, unless that
+        is all of the batch."""
         policy, draft = state.policy, state.draft
+        used = batch.plan.used
+        wanted &= (used[mini] > 0) | (jnp.sum(used) == 0)
         network = None if draft is None else draft.network
         gradients, sums, counts = self.passes.gradients(
             policy.network, network, state.online, batch, mini
@@ -262,8 +266,7 @@ class Learner:
             metrics |= self._read(batch, mini, sums, counts)
             first = before.turn == 0
             metrics |= {
-                name: jnp.where(first, value, jnp.nan)
-                for name, value in _of_gap(sums, counts).items()
+                name: jnp.where(first, value, jnp.nan) for name, value in _of_gap(sums).items()
             }
         if draft is not None and self.objective is not None:
             online = state.online & wanted
@@ -289,13 +292,13 @@ class Learner:
         self, batch: TrainBatch, mini: Int[Array, ""], sums: Sums, counts: Counts
     ) -> dict[str, Float[Array, ""]]:
         """Metrics of what was read, and how."""
-        least, used = jnp.maximum(counts.tokens, 1), batch.plan.used[mini]
-        positions = jnp.maximum(self.mesh.shape[DATA] * self.tokens * used, 1)
-        return {
-            "entropy": sums.entropy / least,
+        positions = self.mesh.shape[DATA] * self.tokens * batch.plan.used[mini]
+        means = {
+            "entropy": sums.entropy / counts.tokens,
             "learner/packing": counts.read / positions.astype(counts.read.dtype),
-            **{name: value / least for name, value in sums.measured.items()},
+            **{name: value / counts.tokens for name, value in sums.measured.items()},
         }
+        return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
 
     def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:
         """Metrics that are counts."""
@@ -340,16 +343,16 @@ def _reference(state: LearnerState) -> Decoder:
     return state.policy.network.base if state.reference is None else state.reference
 
 
-def _of_gap(sums: Sums, counts: Counts) -> dict[str, Float[Array, ""]]:
+def _of_gap(sums: Sums) -> dict[str, Float[Array, ""]]:
     """How far the policy's logprobs are from the recorded ones."""
-    least = jnp.maximum(counts.tokens, 1)
+    least = jnp.maximum(sums.gap.labels, 1)
     gap = {
         "rollout/logprob_gap_mean": sums.gap.absolute / least,
         "rollout/logprob_gap_max": sums.gap.largest,
         "rollout/probability_factor": sums.gap.factor / least,
         "rollout/kl": sums.gap.kl / least,
     }
-    return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in gap.items()}
+    return {name: jnp.where(sums.gap.labels > 0, value, jnp.nan) for name, value in gap.items()}
 
 
 def _where_wanted(wanted: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.rl.loss_terms import (
     Correction,
@@ -86,9 +86,12 @@ def _clipped(
     advantages = inputs.advantages
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
     if dual_clip:
+        high |= (advantages < 0) & (ratio > dual_clip)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
-    return Loss(loss, _of_ratio(inputs, ratio, clip_low, clip_high))
+    return Loss(loss, _of_ratio(ratio, low, high))
 
 
 def clipped_weight(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
@@ -100,7 +103,7 @@ def clipped_weight(inputs: LossInputs, clip_low: float = 1.0, clip_high: float =
     ratio = lax.stop_gradient(jnp.exp(_log_ratio(inputs)))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -clipped * inputs.advantages * inside(inputs, inputs.policy_logprobs)
-    return Loss(loss, _of_ratio(inputs, ratio, clip_low, clip_high))
+    return Loss(loss, _of_ratio(ratio, ratio < 1 - clip_low, ratio > 1 + clip_high))
 
 
 def plain_reinforce(inputs: LossInputs) -> Loss:
@@ -113,15 +116,14 @@ def _log_ratio(inputs: LossInputs) -> PerLabel:
 
 
 def _of_ratio(
-    inputs: LossInputs, ratio: PerLabel, clip_low: float, clip_high: float
+    ratio: PerLabel, low: Bool[Array, "B T"], high: Bool[Array, "B T"]
 ) -> dict[str, PerLabel]:
-    """Shares of labels whose gradient the clip takes, on either side."""
-    ratio, up = lax.stop_gradient(ratio), inputs.advantages > 0
-    down = inputs.advantages < 0
+    """Ratios, and the labels that are clipped on either side."""
+    ratio = lax.stop_gradient(ratio)
     return {
         "ratio/mean": ratio,
-        "ratio/clipped_low": (down & (ratio < 1 - clip_low)).astype(ratio.dtype),
-        "ratio/clipped_high": (up & (ratio > 1 + clip_high)).astype(ratio.dtype),
+        "ratio/clipped_low": low.astype(ratio.dtype),
+        "ratio/clipped_high": high.astype(ratio.dtype),
     }
 
 

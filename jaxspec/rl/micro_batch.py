@@ -39,6 +39,8 @@ class Gap(NamedTuple):
     policy."""
     largest: Float[Array, ""]
     """The largest |policy - sampled|."""
+    labels: Float[Array, ""]
+    """How many."""
 
     @classmethod
     def of(cls, policy: PyTree, sampled: PyTree, chosen: PyTree) -> "Gap":
@@ -51,6 +53,7 @@ class Gap(NamedTuple):
             factor=jnp.sum(factor),
             kl=jnp.sum(k3(log_ratio)),
             largest=jnp.max(size, initial=0),
+            labels=jnp.sum(chosen, dtype=size.dtype),
         )
 
     def plus(self, other: "Gap") -> "Gap":
@@ -137,7 +140,7 @@ class Losses:
         return Sums(
             policy_loss=zero,
             entropy=zero,
-            gap=Gap(zero, zero, zero, zero),
+            gap=Gap(*[zero] * len(Gap._fields)),
             measured=dict.fromkeys(self.measures, zero),
             draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
         )
@@ -219,6 +222,8 @@ class Losses:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
 
         inputs = self._inputs(logprobs, entropy, pack, row, batch)
+        # older rows differ by what was learnt since, which is no fault of what was recorded
+        current = pack.chosen if batch.current is None else pack.chosen & batch.current[row]
         loss, measured = jnp.zeros((), wide), {}
         if self.policy is not None:
             labels = jnp.sum(batch.chosen[:, 1:], axis=1, dtype=wide)[row]
@@ -232,7 +237,7 @@ class Losses:
         return Sums(
             policy_loss=loss,
             entropy=over_labels(lax.stop_gradient(entropy)),
-            gap=Gap.of(lax.stop_gradient(logprobs), inputs.sampled_logprobs, pack.chosen),
+            gap=Gap.of(lax.stop_gradient(logprobs), inputs.sampled_logprobs, current),
             measured=measured,
             draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
         )

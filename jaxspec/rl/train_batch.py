@@ -26,11 +26,13 @@ class TrainBatch(Tree):
     read."""
     advantages: Float[AnyArray, " B"]
     version: Int[AnyArray, " B"]
-    """Updates that the policy had seen when it sampled the row."""
+    """Batches that the policy had learnt from when it sampled the row."""
     plan: Plan
     old_logprobs: Float[AnyArray, "B S"] | None = None
     """Of each token under the policy before the updates on this batch; None: that of the pass that
     reads it."""
+    current: Bool[AnyArray, " B"] | None = None
+    """Rows that were sampled by the policy before the updates on this batch; None: all."""
     on_policy: Bool[AnyArray, " B"] | None = None
     """Rows whose old policy is the one of the pass that reads them, whatever `old_logprobs` says;
     None: none of them."""
@@ -79,16 +81,18 @@ def planned(
         load = np.zeros(shards, int)
         # positions left in each pack of each shard
         room: list[list[int]] = [[] for _ in range(shards)]
-        rows = np.flatnonzero(mini == number)
+        rows = np.flatnonzero((mini == number) & (read > 0))
         for row in rows[np.argsort(-read[rows], kind="stable")]:
             free = np.where(filled < places, load, np.iinfo(int).max)
             shard = int(np.argmin(free)) if shards > 1 else 0
             place, length = shard * places + filled[shard], int(read[row])
             order[place], filled[shard], load[shard] = row, filled[shard] + 1, load[shard] + length
-            if length:
-                pack, begin = _first_fit(room[shard], length, tokens)
-                micro[number, place], start[number, place] = pack, begin
+            pack, begin = _first_fit(room[shard], length, tokens)
+            micro[number, place], start[number, place] = pack, begin
         used[number] = max(map(len, room))
+    # last, so that what is read has its choice of places in every mini-batch
+    left = [place for place in range(len(read)) if place % places >= filled[place // places]]
+    order[left] = np.flatnonzero(read == 0)
     plan: dict[str, Any] = {"order": order, "micro": micro, "start": start, "used": used}
     return Plan(**plan)
 

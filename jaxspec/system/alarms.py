@@ -7,7 +7,7 @@ from typing import Any
 def of_gap(line: Mapping[str, Any], limit: float) -> str:
     """Recorded logprobs that are, from this batch on, too far from the learner's to be reused."""
     factor = line.get("rollout/probability_factor", 0.0)
-    if factor <= limit or line["learner/recompute"]:
+    if not factor > limit or line["learner/recompute"]:  # also where it is no number
         return ""
     return (
         f"warning: batch {line['step']}: probabilities that generation recorded differ from the"

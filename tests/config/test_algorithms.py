@@ -101,6 +101,10 @@ def test_bounds_of_tokens_on_ratios_of_answers_are_remarked() -> None:
             "--batch.group_size 1 --advantage.baseline none --dynamic_sampling.max_batches 3",
             "dynamic_sampling.max_batches 3 with batch.group_size 1",
         ),
+        (
+            "--overlong.filter --kl.beta 0.1 --kl.where reward",
+            "overlong.filter with kl.beta 0.1 in the reward",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_numbers(words: str, said: str) -> None:

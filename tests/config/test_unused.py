@@ -40,6 +40,7 @@ USELESS = [
     ("--kl.estimator k1", "kl.beta 0"),
     ("--kl.beta 0.1 --kl.where reward --kl.importance", "kl.where reward"),
     ("--overlong.penalty 2", "overlong.buffer 0"),
+    ("--loss.kind reinforce --batch.epochs 2 --loss.logprobs recompute", "loss.kind reinforce"),
     ("--dynamic_sampling.surplus carry", "dynamic_sampling.max_batches 0"),
     ("--model.path folder --model.layers 4", "model.path"),
     ("--model.path folder --model.norm_eps 1e-5", "model.path"),

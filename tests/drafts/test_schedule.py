@@ -38,6 +38,8 @@ def test_a_draft_learns_until_it_rises_no_more_and_again_where_it_falls_behind()
     patience = schedule.PATIENCE
     rising = [1 + 0.1 * step for step in range(20)]
     assert all(learns(rising))
+    # slower than the smallest rise from one batch to the next, but a rise
+    assert all(learns([1.004**step for step in range(60)]))
     settled = learns([2.0] * (patience + 3))
     assert settled == [True] * patience + [False] * 3
     # 1 % less is noise, 5 % less is a policy that has moved

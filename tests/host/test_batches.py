@@ -120,6 +120,17 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
         assert sorted(read.tolist()) == [row for row in range(len(responses)) if row != 5]
 
 
+def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
+    config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True))
+    job = make_job(config, small_mesh(4, 2))
+    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    responses = ["1"] * PROMPTS * GROUP
+    for status, learn in (([LENGTH] * len(responses), False), ([FAILED] * len(responses), True)):
+        # where all failed, an update is skipped and counted
+        scored = batches.score_training(0, answered(job, batches, responses, status))
+        assert bool(scored.finished.learn) == learn
+
+
 def test_a_mini_batch_has_whole_groups(job: Job) -> None:
     config = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, mini_batches=4))
     job = make_job(config, small_mesh(4, 2))

@@ -108,6 +108,13 @@ def test_dual_clip() -> None:
     inputs = inputs_of(policy, [[1.0, -1.0, -4.0]], old_logprobs=[[-1.0, -1, -1]])
     dual = functools.partial(PPO, dual_clip=3.0)
     assert float(mean(inputs, dual)) == pytest.approx(4.1667, abs=5e-5)
+    # a token whose gradient the bound takes counts like one that the clip takes
+    assert np.asarray(dual(inputs).measured["ratio/clipped_high"]).tolist() == [[0, 0, 1]]
+    assert np.asarray(PPO(inputs).measured["ratio/clipped_high"]).tolist() == [[0, 0, 0]]
+    # the bound on weights does not ask for the sign of the advantage
+    weights = clipped_weight(inputs, clip_low=0.2, clip_high=4.0).measured
+    assert np.asarray(weights["ratio/clipped_high"]).tolist() == [[0, 0, 1]]
+    assert np.asarray(weights["ratio/clipped_low"]).tolist() == [[1, 0, 0]]
     assert float(mean(inputs, PPO)) == pytest.approx((-0.5 + 1 + 40) / 3)
 
 

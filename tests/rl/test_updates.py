@@ -204,10 +204,33 @@ def test_one_update_has_the_old_logprobs_of_its_own_rows_for_nothing() -> None:
     ratio = np.exp(np.asarray(logprobs_of(policy(), older)) - older.sampled)[older.chosen]
     assert metrics["ratio/mean"] == pytest.approx(ratio.mean(), abs=1e-12)
     assert metrics["learner/lag"] == 1
+    # what was learnt since they were sampled is no fault of the record
+    assert np.isnan(metrics["rollout/probability_factor"])
+    mixed = Rows()
+    mixed.version[::2] = -1
+    _, metrics = learnt(step_of(loss=loss, kl=off, minis=1, epochs=1), policy(), mixed)
+    gap = np.abs(np.asarray(logprobs_of(policy(), mixed)) - mixed.sampled)
+    newer = mixed.chosen & (mixed.version == 0)[:, None]
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(gap[newer].mean(), abs=1e-12)
     again = LossConfig(**LOSS, logprobs="recompute", importance="tis")
     _, metrics = learnt(step_of(loss=again, kl=off, minis=1, epochs=1), policy(), older)
     assert metrics["ratio/mean"] == 1
     assert metrics["importance/mean"] == pytest.approx(np.minimum(ratio, 2).mean(), abs=1e-12)
+
+
+def test_a_mini_batch_of_nothing_is_passed_over() -> None:
+    """As where dynamic sampling found few groups: neither an update nor a skipped one."""
+    rows = Rows()
+    rows.chosen[ROWS // 2 :] = False
+    after, metrics = learnt(step_of(minis=2, epochs=1), policy(), rows)
+    weights, loss = by_hand(policy(), rows, 1, 1, recompute=False)
+    assert_close(optimizers.parameters(after.policy.network), weights)
+    assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-11)
+    assert (metrics["skipped/policy"], metrics["skipped_in_row/policy"]) == (0, 0)
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=0.1)
+    rows.chosen[:] = False
+    _, metrics = learnt(step_of(minis=2, epochs=1), policy(), rows)
+    assert (metrics["skipped/policy"], metrics["skipped_in_row/policy"]) == (2, 2)
 
 
 def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> None:
@@ -216,7 +239,8 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
     still = dataclasses.replace(step.learner, policy_optimizer=optax.sgd(1e-9))
     state, told = still.start(policy(), None, online=False), []
     learn = jax.jit(still.learn)
-    for rows in (near, far, near):
+    for version, rows in enumerate((near, far, near)):
+        rows.version[:] = version
         state, metrics = learn(state, rows.on(step))
         told.append(
             (float(metrics["rollout/probability_factor"]) > 1.05, int(metrics["learner/recompute"]))
