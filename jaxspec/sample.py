@@ -129,7 +129,8 @@ def sampling_config(run: ResolvedConfig, options: Options, words: Sequence[str])
         run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
     )
     # one row is no group to learn from
-    batch = replace(run.batch, prompts=1, group_size=max(2, options.samples))
+    group = max(2, options.samples)
+    batch = replace(run.batch, prompts=1, group_size=group, mini_batches=1)
     training = replace(
         run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1)
     )  # answers may be shorter than in training

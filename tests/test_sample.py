@@ -22,6 +22,8 @@ from jaxspec.config.check import check
 from jaxspec.config.cli import override
 from jaxspec.config.settings import (
     DraftConfig,
+    DynamicSamplingConfig,
+    KlConfig,
     LookupConfig,
     MeshConfig,
     OfflineConfig,
@@ -50,9 +52,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with checkpoints 1 (its draft is blind) and 3 (its draft is the policy
-    itself), saved from a mesh of eight."""
+    itself), saved from a mesh of eight; it made two updates a batch, near a reference policy, from
+    batches that several rollouts fill."""
     folder = tmp_path_factory.mktemp("run")
-    job = make_job(CONFIG, small_mesh(8, 1))
+    trained = dataclasses.replace(
+        CONFIG,
+        batch=dataclasses.replace(CONFIG.batch, mini_batches=2),
+        kl=KlConfig(beta=0.1),
+        dynamic_sampling=DynamicSamplingConfig(max_batches=2),
+    )
+    job = make_job(trained, small_mesh(8, 1))
     save = Checkpoints(folder / "checkpoints")
     finished = jax.jit(lambda: job.step.nothing_finished(16))()
     start = jax.jit(job.step.start, out_shardings=job.step.state_shardings())
@@ -62,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         save.save(number, (start(policy(), draft), finished), {"batch": number})
     save.close()
-    (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
+    (folder / "config.json").write_text(json.dumps(to_json(trained)))
     return folder
 
 
