@@ -275,10 +275,8 @@ MUTANTS = [
         "-",
         "plain rounds in a row share their noise",
         "rollout/round.py",
-        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype)),"
-        " None, None, None)",
-        "return _Noise(sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels,"
-        " dtype)), None, None, None)",
+        "own = sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype))",
+        "own = sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels, dtype))",
         "rollout/test_monte_carlo.py::test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square[3]",
     ),
     Mutant(

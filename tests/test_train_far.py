@@ -26,7 +26,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path: Path) -> None:
     # both processes find the first run's draft
     offline = {"offline__steps": 20, "offline__samples": 128, "offline__rows": 32}
-    changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3, **offline}
+    # groups change shards on their way into a batch
+    filled = {"dynamic_sampling__max_batches": 4, "dynamic_sampling__surplus": "carry"}
+    changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3, **offline, **filled}
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
     script = [
         "bash",
@@ -46,6 +48,9 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
         assert line["reward/mean"] == expected["reward/mean"]
         assert line["rollout/tokens"] == expected["rollout/tokens"]
         assert line["rollout/rounds"] == expected["rollout/rounds"]
+        for name in ("rollouts", "groups", "carried", "dropped"):
+            name = f"dynamic_sampling/{name}"
+            assert line[name] == expected[name], name
     expected = weights(final_arrays(tmp_path / "one"))
     for name, value in weights(final_arrays(tmp_path / "two")).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
