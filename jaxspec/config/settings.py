@@ -145,8 +145,8 @@ class OptimizerConfig(Checked, prefix="optimizer."):
     """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
     bfloat16 halves them."""
     offload: bool = False
-    """Whether the policy's moments lie in the host's memory but for its update; every call moves
-    them there and back."""
+    """Whether the policy's moments lie in the host's memory but for its update; every update moves
+    them there and back, and is compiled by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ def of_acceptance(line: Mapping[str, Any], before: float, share: float) -> str:
         " skipped/draft (did the draft's own update break it? a lower"
         " --draft_training.learning_rate), at grad_norm/policy and rollout/target_entropy (did the"
         " policy jump, or get less certain?), at rollout/coverage and"
-        " rollout/expected_acceptance_1 (fewer drafts, or worse ones?), and at samples.jsonl (other"
-        " prompts?)"
+        " rollout/expected_acceptance_1 (fewer drafts, as draft_length auto may choose, or worse"
+        " ones?), and at samples.jsonl (other prompts?)"
     )
 
 
