@@ -41,6 +41,9 @@ REFUSED = {
     "--rollout.draft.kind none": ("offline.", "draft_training."),
 }
 """Beside a command's own words, beginnings of options that would do nothing, or that it sets."""
+NO_DRAFT = ("--algorithm", "--kl.beta", "--staged")
+"""Of training commands that are about something else than drafts: training one and compiling with
+it is most of their time."""
 SET_UP = ("test.sh", "venv.sh", "newest.sh")
 """Scripts of launch/ that install and test: CI runs them itself."""
 
@@ -58,6 +61,8 @@ def typed(text: str) -> Iterator[tuple[str, str]]:
 def shorter(program: str, words: list[str]) -> list[str]:
     """The same with the options that make it short, but for those that it says itself."""
     said = " ".join(words)
+    if program == "train" and "--rollout.draft" not in said and set(NO_DRAFT) & set(words):
+        words, said = [*words, "--rollout.draft.kind", "none"], said + " --rollout.draft.kind none"
     taken = tuple(name for word, names in REFUSED.items() if word in said for name in names)
     return words + [
         word
@@ -162,6 +167,8 @@ def test_options_that_a_command_sets_or_refuses_are_not_added() -> None:
         "--rollout.engine.no_tail",
     ]
     assert shorter("sample", words) == words
+    assert "none" in shorter("train", ["--kl.beta", "0.1"])
+    assert "none" not in shorter("train", ["--kl.beta", "0.1", "--rollout.draft.kind", "mtp"])
     plain = shorter("train", ["--rollout.draft.kind", "none"])
     assert not [word for word in plain if word.startswith(("--offline.", "--draft_training."))]
     assert list(typed("```sh\ncat > a <<'END'\n1\n2\nEND\nb \\\n  c\n```\n")) == [
