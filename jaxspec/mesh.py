@@ -3,7 +3,7 @@
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,19 @@ def shardings(
         return NamedSharding(mesh, P(*fits))
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function of every data shard by itself: a `shard_map` that is manual over `data` alone,
+    in which all that goes between data shards is what the function says."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={DATA},
+        check_vma=False,
+    )
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is spent in compiling programs that run once: without optimisation, in one
-# piece a program (for two workers on two cores), and with XLA's older emitters, which newer
-# versions may not know any more, that takes a quarter of the time.
+# Most of the tests' time is spent in compiling programs that run once: without optimisation and
+# with XLA's older emitters, which newer versions may not know any more, that takes a third of the
+# time, and in one piece a program (for two workers on two cores) a quarter less.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

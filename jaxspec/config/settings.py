@@ -118,10 +118,11 @@ class BatchConfig(Checked, prefix="batch."):
     longest row; 0: chosen by what memory allows. It changes nothing but rounding."""
 
     def check(self) -> None:
-        given = f"batch.mini_batches {self.mini_batches} does not divide batch.prompts"
         if self.prompts % self.mini_batches:
-            near = ", ".join(map(str, divisors(self.prompts)))
-            raise ConfigError(f"{given} {self.prompts}; {near} do")
+            raise ConfigError(
+                f"batch.mini_batches {self.mini_batches} does not divide batch.prompts"
+                f" {self.prompts}; {', '.join(map(str, divisors(self.prompts)))} do"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

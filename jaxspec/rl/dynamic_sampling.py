@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import DATA
+from jaxspec.mesh import DATA, on_each_shard
 from jaxspec.rl.train_batch import from_shards
 from jaxspec.state import Finished, PyTree
 
@@ -57,13 +57,7 @@ def filled(batch: Finished, rollout: Finished, taken: Int[Array, " n"], mesh: Me
 
         return jax.tree.map(chosen, batch, moved)
 
-    mapped = jax.shard_map(
-        on_a_shard,
-        mesh=mesh,
-        in_specs=rows,
-        out_specs=rows,
-        axis_names={DATA},
-        check_vma=False,
+    moved = on_each_shard(mesh, on_a_shard, rows, rows)(
+        batch.replace(learn=None), rollout.replace(learn=None), taken
     )
-    moved = mapped(batch.replace(learn=None), rollout.replace(learn=None), taken)
     return moved.replace(learn=batch.learn)

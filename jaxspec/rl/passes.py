@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.order import after, computed
-from jaxspec.mesh import DATA
+from jaxspec.mesh import DATA, on_each_shard
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
@@ -44,7 +44,7 @@ class Passes:
         """The batch with every row on the shard, and at the place, that the plan says."""
         specs = _specs(batch)
         move = partial(exchanged, shards=self.mesh.shape[DATA])
-        return self._mapped(move, (specs,), specs)(batch)
+        return on_each_shard(self.mesh, move, (specs,), specs)(batch)
 
     def gradients(
         self,
@@ -78,7 +78,9 @@ class Passes:
         shards, specs = self._shards((policy, None))
         run = partial(self._logprobs_on_a_shard, shards=shards)
         by_row = _specs(batch)
-        return self._mapped(run, (specs[0], P(), by_row), (P(DATA), by_row))(policy, wanted, batch)
+        return on_each_shard(self.mesh, run, (specs[0], P(), by_row), (P(DATA), by_row))(
+            policy, wanted, batch
+        )
 
     def in_row_order(self, by_place: Float[Array, " B"], batch: TrainBatch) -> Float[Array, " B"]:
         """Numbers of the rows at their places, back in the order of the rows."""
@@ -90,19 +92,11 @@ class Passes:
             by_row = jnp.zeros_like(values).at[rows.astype(jnp.int32)].set(values)
             return lax.dynamic_slice_in_dim(by_row, lax.axis_index(DATA) * len(order), len(order))
 
-        return self._mapped(on_a_shard, (P(DATA), P(DATA)), P(DATA))(by_place, batch.plan.order)
+        return on_each_shard(self.mesh, on_a_shard, (P(DATA), P(DATA)), P(DATA))(
+            by_place, batch.plan.order
+        )
 
     # ---- what is common to them
-
-    def _mapped(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
-            axis_names={DATA},
-            check_vma=False,
-        )
 
     def _shards(self, networks: Pair) -> tuple[Shards, Pair]:
         """How networks are split, in all and over `data`."""
@@ -132,7 +126,7 @@ class Passes:
         run = partial(self._on_a_shard, shards=shards, learning=learning)
         gradients = self._trained(specs) if learning else (None, None)
         inputs = (*specs, P(), _specs(batch), P())
-        mapped = self._mapped(run, inputs, (gradients, P(), P()))
+        mapped = on_each_shard(self.mesh, run, inputs, (gradients, P(), P()))
         return mapped(policy, draft, online, batch, mini)
 
     def _trained(self, networks: Pair) -> Pair:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import DATA
+from jaxspec.mesh import DATA, on_each_shard
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import length_chooser, slots
 from jaxspec.rollout.decode_state import (
@@ -207,7 +207,7 @@ def generate(
         return collect(advance(target, drafter, draft, state, jnp.iinfo(jnp.int32).max, settings))
 
     inputs, numbers = _begin_inputs(prompts)
-    return _on_each_shard(mesh, shard, inputs, P(DATA))(target, drafter, prompts, numbers, key)
+    return on_each_shard(mesh, shard, inputs, P(DATA))(target, drafter, prompts, numbers, key)
 
 
 def begin_sharded(
@@ -243,7 +243,7 @@ def begin_sharded(
     state = jax.eval_shape(
         shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
     )
-    return _on_each_shard(mesh, shard, inputs, _state_specs(state))(
+    return on_each_shard(mesh, shard, inputs, _state_specs(state))(
         target, drafter, prompts, numbers, key
     )
 
@@ -265,7 +265,7 @@ def advance_sharded(
         return advance(target, drafter, draft, state, max_rounds, settings)
 
     specs = _state_specs(state)
-    return _on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
+    return on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
         target, drafter, state, max_rounds
     )
 
@@ -281,14 +281,3 @@ def _state_specs(state: DecodeState) -> PyTree:
     """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
     else."""
     return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), state)
-
-
-def _on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names={DATA},
-        check_vma=False,
-    )

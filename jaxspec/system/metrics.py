@@ -225,8 +225,6 @@ def read(workdir: Path) -> list[dict[str, Any]]:
 def over_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The metrics of a batch that several rollouts fill: sums of seconds, tokens and counts of
     rows, means of everything else over the rollouts that have it."""
-    if len(lines) == 1:
-        return dict(lines[0])
     merged = {}
     for name in {name: None for line in lines for name in line}:
         found = [value for line in lines if not math.isnan(value := line.get(name, math.nan))]
