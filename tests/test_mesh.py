@@ -92,6 +92,24 @@ def test_rows_and_replicas() -> None:
     assert meshes.replicated(mesh).is_fully_replicated
 
 
+@pytest.mark.parametrize(("data", "tensor"), [(8, 1), (4, 2), (1, 1)])
+def test_shards_and_their_members_see_their_own_part(data: int, tensor: int) -> None:
+    """And a `tensor` axis of one device is not in the program: it would be in every line."""
+    mesh, rows = small_mesh(data, tensor), jnp.arange(32.0).reshape(8, 4)
+
+    def of_a_member(part: jax.Array) -> jax.Array:
+        return part * part.shape[1]
+
+    def of_a_shard(rows: jax.Array) -> jax.Array:
+        split = P(None, "tensor")
+        return meshes.on_each_member(of_a_member, split, split)(rows) + rows.shape[0]
+
+    run = jax.jit(meshes.on_each_shard(mesh, of_a_shard, P("data"), P("data")))
+    np.testing.assert_array_equal(run(rows), np.asarray(rows) * (4 // tensor) + 8 // data)
+    program = run.lower(rows).as_text()
+    assert tensor > 1 or "sharding_constraint" not in program, program
+
+
 class Device(NamedTuple):
     """What `rows_here` asks of a device."""
 

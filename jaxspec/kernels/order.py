@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from jaxspec.mesh import TENSOR, accelerated
+from jaxspec.mesh import TENSOR, accelerated, on_each_member
 
 WHOLE = P()
 Sign = Bool[Array, ""]
@@ -39,10 +39,7 @@ def computed(leaf: Array, spec: P = WHOLE) -> Sign:
         return here(leaf)
     # Each member looks at its own part, and finds what the others find.
     peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        here, mesh=mesh, in_specs=peers, out_specs=P(), axis_names={TENSOR}, check_vma=False
-    )(leaf)
+    return on_each_member(here, peers, P())(leaf)
 
 
 def after(value: Array, signs: list[Sign]) -> Array:

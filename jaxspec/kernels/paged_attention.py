@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels.visible import Visible
-from jaxspec.mesh import TENSOR
+from jaxspec.mesh import TENSOR, on_each_member
 
 QUERIES = 64
 """Rows of a product of a warp group: so many queries may share a head of keys and values."""
@@ -83,13 +83,11 @@ def paged_parts(
     def run(*arrays: Array) -> list[Array]:
         return _kernel(*arrays, visible=visible)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if TENSOR in mesh.auto_axes and mesh.shape[TENSOR] > 1:  # a kernel is not split by itself
-        by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
-        run = jax.shard_map(
-            run, in_specs=by_head, out_specs=P(None, TENSOR), axis_names={TENSOR}, check_vma=False
-        )
-    largest, total, weighted = run(tile, keys, values, layer[None], pages, limits, needed)
+    # the compiler does not split a kernel by itself
+    by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
+    largest, total, weighted = on_each_member(run, by_head, P(None, TENSOR))(
+        tile, keys, values, layer[None], pages, limits, needed
+    )
     over = jnp.max(largest, axis=2, keepdims=True)
     scale = jnp.exp(largest - jnp.where(over == -jnp.inf, 0, over))
     joined = (

@@ -16,7 +16,7 @@ from jax.extend import backend
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import TENSOR
+from jaxspec.mesh import TENSOR, on_each_member
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
 LARGEST_HEAD = 128
@@ -107,14 +107,5 @@ def attend_causal(
         mask = tokamax.mask(k_start=first[:, None], is_causal=True)
         return tokamax.implementations[implementation](query, key, value, mask=mask)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if TENSOR in mesh.auto_axes and mesh.shape[TENSOR] > 1:
-        by_head = P(None, None, TENSOR)
-        run = jax.shard_map(
-            run,
-            in_specs=(by_head,) * 3 + (P(),),
-            out_specs=by_head,
-            axis_names={TENSOR},
-            check_vma=False,
-        )
-    return run(query, key, value, first)
+    by_head = P(None, None, TENSOR)
+    return on_each_member(run, (by_head,) * 3 + (P(),), by_head)(query, key, value, first)

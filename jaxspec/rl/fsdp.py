@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxspec.kernels.order import Sign, after, computed
-from jaxspec.mesh import DATA, TENSOR
+from jaxspec.mesh import DATA, TENSOR, on_each_member
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.lora import Adapted, applied
 from jaxspec.state import PyTree
@@ -207,10 +207,7 @@ def _between_shards(collective: Callable[[Array], Array], leaf: Array, spec: P) 
     if TENSOR not in tuple(spec):
         return collective(leaf)
     peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        collective, mesh=mesh, in_specs=peers, out_specs=peers, axis_names={TENSOR}, check_vma=False
-    )(leaf)
+    return on_each_member(collective, peers, peers)(leaf)
 
 
 def _split_axis(spec: P) -> int:

@@ -3,6 +3,7 @@ with an optimizer of its own."""
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +38,30 @@ class Updated(NamedTuple):
 
     policy: Trained
     draft: Trained | None
-    seen: dict[str, Float[Array, ""]]
-    """Sums of metrics over the updates that had any."""
-    measured: dict[str, Float[Array, ""]]
-    """How many updates had them."""
     turn: Int[Array, ""]
     """A number that is there once all of the last update is."""
+
+
+class Measured(NamedTuple):
+    """Metrics of the updates so far, by name."""
+
+    sums: Metrics
+    """Over the updates that had a number."""
+    counts: Metrics
+    """How many updates had one."""
+
+    def plus(self, found: Metrics) -> "Measured":
+        there = {name: ~jnp.isnan(value) for name, value in found.items()}
+        numbers = {name: jnp.where(there[name], value, 0) for name, value in found.items()}
+        return jax.tree.map(
+            lambda total, one: total + one.astype(total.dtype), self, Measured(numbers, there)
+        )
+
+    def means(self) -> Metrics:
+        return {
+            name: jnp.where(count > 0, self.sums[name] / jnp.maximum(count, 1), jnp.nan)
+            for name, count in self.counts.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,27 +171,29 @@ class Learner:
         minis = len(batch.plan.used)
         count = minis * self.epochs
 
-        def update(number: Int[Array, ""], done: Updated) -> Updated:
-            here = state.replace(policy=done.policy, draft=done.draft)
-            then = tied(batch, done.turn) if self.losses.ordered and count > 1 else batch
-            return self._update(here, then, number % minis, wanted, done)
+        @partial(jax.jit, inline=True)  # traced once, for what it measures and for the loop
+        def update(number: Int[Array, ""], at: Updated) -> tuple[Updated, Metrics]:
+            here = state.replace(policy=at.policy, draft=at.draft)
+            then = tied(batch, at.turn) if self.losses.ordered and count > 1 else batch
+            return self._update(here, then, number % minis, wanted, at.turn)
 
-        start = Updated(state.policy, state.draft, {}, {}, jnp.int32(0))
-        shapes = jax.eval_shape(update, jnp.int32(0), start)
-        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in shapes.seen.items()}
-        done = start._replace(seen=zeros, measured=zeros)
+        def go_on(
+            number: Int[Array, ""] | int, before: tuple[Updated, Measured]
+        ) -> tuple[Updated, Measured]:
+            at, found = update(jnp.asarray(number, jnp.int32), before[0])
+            return at, before[1].plus(found)
+
+        done = Updated(state.policy, state.draft, jnp.int32(0))
+        _, found = jax.eval_shape(update, jnp.int32(0), done)
+        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in found.items()}
+        measured = Measured(zeros, zeros)
         # in a loop XLA moves nothing to the host and back
         if count == 1 or isinstance(self.policy_optimizer, optimizers.Offloaded):
             for number in range(count):
-                done = update(jnp.int32(number), done)
+                done, measured = go_on(number, (done, measured))
         else:
-            done = lax.fori_loop(0, count, update, done)
-        metrics = {
-            name: jnp.where(
-                done.measured[name] > 0, total / jnp.maximum(done.measured[name], 1), jnp.nan
-            )
-            for name, total in done.seen.items()
-        }
+            done, measured = lax.fori_loop(0, count, go_on, (done, measured))
+        metrics = measured.means()
         metrics |= self._counted(state, batch, done)
         metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
@@ -245,10 +266,10 @@ class Learner:
         batch: TrainBatch,
         mini: Int[Array, ""],
         wanted: Bool[Array, ""],
-        before: Updated,
-    ) -> Updated:
-        """One update on a mini-batch; nothing changes on one of which nothing is read, unless that
-        is all of the batch."""
+        turn: Int[Array, ""],
+    ) -> tuple[Updated, Metrics]:
+        """One update on a mini-batch, and its metrics, NaN where it has none; nothing changes on
+        one of which nothing is read, unless that is all of the batch."""
         policy, draft = state.policy, state.draft
         used = batch.plan.used
         wanted &= (used[mini] > 0) | (jnp.sum(used) == 0)
@@ -264,7 +285,7 @@ class Learner:
             )
             metrics |= {"loss/policy": loss, "grad_norm/policy": norm}
             metrics |= self._read(batch, mini, sums, counts)
-            first = before.turn == 0
+            first = turn == 0
             metrics |= {
                 name: jnp.where(first, value, jnp.nan) for name, value in _of_gap(sums).items()
             }
@@ -272,21 +293,11 @@ class Learner:
             online = state.online & wanted
             draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
             metrics |= of_draft
-        seen, measured = dict(before.seen), dict(before.measured)
-        for name, value in metrics.items():
-            there = ~jnp.isnan(value)
-            seen[name] = seen.get(name, 0) + jnp.where(there, value, 0)
-            measured[name] = measured.get(name, 0) + there.astype(value.dtype)
-        turn = before.turn + 1
+        turn = turn + 1
         if self.losses.ordered:
             turn = after(turn, [computed(value) for value in metrics.values()])
-        return Updated(
-            policy=self._kept_split(policy),
-            draft=None if draft is None else self._kept_split(draft),
-            seen=seen,
-            measured=measured,
-            turn=turn,
-        )
+        kept = None if draft is None else self._kept_split(draft)
+        return Updated(self._kept_split(policy), kept, turn), metrics
 
     def _read(
         self, batch: TrainBatch, mini: Int[Array, ""], sums: Sums, counts: Counts

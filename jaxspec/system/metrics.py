@@ -4,17 +4,34 @@ samples of its responses."""
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
-
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import shown
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """As if a module were not installed, unless it is imported already."""
+    modules: dict[str, Any] = sys.modules
+    hidden = modules.setdefault(name, None) is None
+    try:
+        yield
+    finally:
+        if hidden:
+            del modules[name]
+
+
+# tensorboardX imports torch wherever it finds it, which takes seconds and its memory, for what is
+# not used here.
+with _without("torch"):
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2, summary_pb2
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
 # The classes of generated modules are made at import, out of the type checker's sight.

@@ -3,6 +3,8 @@
 import json
 import math
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -156,3 +158,10 @@ def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
         "rollout/tokens_per_s": 40.0,
         "rollout/generation_tokens_per_s": 80.0,
     }
+
+
+def test_a_program_does_not_import_torch_where_it_is_installed() -> None:
+    """TensorBoard's library would, and that is half of the time of a program's imports."""
+    pytest.importorskip("torch")
+    code = "import sys, jaxspec.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
