@@ -348,7 +348,7 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
         saved, as `unsaved` says.
     """
     summary: dict[str, float] = {}
-    if job.step.generator.draft is not None:
+    if job.config.compare_plain and job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
         made = compare(job.step, run.state, batches.compare(run.rollouts - 1))
         summary = {

@@ -22,7 +22,7 @@ CUTS = (
     "rollout/test_generate.py::"
     "test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]"
 )
-SLOTS = "rollout/test_slots.py::test_slots_are_full_until_nobody_waits"
+SLOTS = "rollout/test_slots.py::test_rows_that_lose_their_pages_go_on_as_if_they_had_kept_them"
 MUTANTS = [
     Mutant(
         "1",

@@ -39,6 +39,7 @@ SMALL = {
     "steps": 8,
     "save_every": 2,
     "eval_every": 4,
+    "no_compare_plain": True,
 }
 
 
@@ -51,9 +52,9 @@ def command(workdir: Path, **changes: object) -> list[str]:
         part
         for name, value in settings.items()
         for part in (f"--{name}", str(value))
-        if value is not True
+        if not isinstance(value, bool)
     ]
-    flags += [f"--{name}" for name, value in settings.items() if value is True]
+    flags += [f"--{name}" for name, value in settings.items() if value is True]  # False: unnamed
     return ["--config", str(ROOT / "configs" / "rl_think.py"), "--workdir", str(workdir), *flags]
 
 

@@ -27,6 +27,7 @@ SHORTER = {
         "steps": "2",
         "data.eval_prompts": "8",
         "rollout.engine.no_tail": "",
+        "no_compare_plain": "",
     },
     "train_sft": _SMALL_POLICY,
     "train_draft": _SMALL_POLICY | _SMALL_DRAFT,
@@ -38,7 +39,7 @@ REFUSED = {
     "--model.path": ("model.",),
     "--sft.steps": ("sft.",),
     "--offline.steps": ("offline.",),
-    "--rollout.draft.kind none": ("offline.", "draft_training."),
+    "--rollout.draft.kind none": ("offline.", "draft_training.", "no_compare_plain"),
 }
 """Beside a command's own words, beginnings of options that would do nothing, or that it sets."""
 NO_DRAFT = ("--algorithm", "--kl.beta", "--staged")
@@ -165,12 +166,14 @@ def test_options_that_a_command_sets_or_refuses_are_not_added() -> None:
         "--data.eval_prompts",
         "8",
         "--rollout.engine.no_tail",
+        "--no_compare_plain",
     ]
     assert shorter("sample", words) == words
     assert "none" in shorter("train", ["--kl.beta", "0.1"])
     assert "none" not in shorter("train", ["--kl.beta", "0.1", "--rollout.draft.kind", "mtp"])
     plain = shorter("train", ["--rollout.draft.kind", "none"])
-    assert not [word for word in plain if word.startswith(("--offline.", "--draft_training."))]
+    of_drafts = "--offline.", "--draft_training.", "--no_compare_plain"
+    assert not [word for word in plain if word.startswith(of_drafts)]
     assert list(typed("```sh\ncat > a <<'END'\n1\n2\nEND\nb \\\n  c\n```\n")) == [
         ("cat > a ", "1\n2\n"),
         ("b    c", ""),

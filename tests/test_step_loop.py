@@ -181,21 +181,17 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "tensor", "kind", "rank", "algorithm"),
     [
         (4, 2, "eagle3", 0, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (8, 1, "eagle3", 0, {}),
-                (4, 2, "mtp", 0, {}),
-                (4, 2, "model", 0, {}),
-                (4, 2, "eagle3", 2, {}),
-                (4, 2, "eagle3", 0, TWO_UPDATES),
-                (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
-            ]
-        ),
+        (8, 1, "eagle3", 0, {}),
+        (4, 2, "mtp", 0, {}),
+        (4, 2, "model", 0, {}),
+        (4, 2, "eagle3", 2, {}),
+        (4, 2, "eagle3", 0, TWO_UPDATES),
+        (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
     ],
 )
 def test_no_loop_that_talks_runs_beside_another_that_talks(

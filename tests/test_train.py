@@ -68,7 +68,7 @@ def comparable(line: dict) -> dict:
 @pytest.fixture(scope="module")
 def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("run")
-    output = launch(cache, workdir).finish()
+    output = launch(cache, workdir, no_compare_plain=False).finish()
     for row in (
         "reward",
         "acceptance_length",

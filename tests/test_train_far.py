@@ -34,7 +34,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
         "bash",
         str(ROOT / "launch" / "multiprocess_cpu.sh"),
         "2",
-        *command(tmp_path / "two", **changes),
+        *command(tmp_path / "two", no_compare_plain=False, **changes),
     ]
     variables = environment(cache, 4) | {
         "DEVICES_PER_PROCESS": "4",
@@ -142,7 +142,7 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
             "steps": steps,
         }
         words = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-        more = ("--rollout.engine.no_tail", *more)
+        more = ("--rollout.engine.no_tail", "--no_compare_plain", *more)
         return launched(
             "jaxspec.train",
             "--config",

@@ -252,6 +252,9 @@ class Config(Checked):
     """Batches between checkpoints (the last is always saved)."""
     eval_every: Count = 20
     """Batches between held-out evaluations (first and last always)."""
+    compare_plain: bool = True
+    """At the end, time the last batch with and without the draft: two more programs to compile, and
+    a plain rollout."""
     profile: str = ""
     """Calls to trace (one a batch, or a rollout), as FIRST:END without the last (10:12 are two);
     the trace for ui.perfetto.dev goes to `workdir`. Empty: none."""

@@ -142,7 +142,7 @@ def by_draft() -> tuple[Unused, ...]:
     others = [name for name in settings if name not in (*of_lookups, *of_training, "model.ignore")]
     return (
         Unused(
-            "rollout.draft.draft_length draft_training.alarm",
+            "compare_plain rollout.draft.draft_length draft_training.alarm",
             _KIND,
             lambda c: not c.rollout.draft.drafts,
         ),

@@ -84,6 +84,7 @@ USELESS = [
     ("--draft_training.no_online --draft_training.every 2", "draft_training.online off"),
     ("--rollout.draft.kind ngram --draft_training.every auto", "kind ngram"),
     ("--rollout.draft.kind none --draft_training.alarm 0.5", "kind none"),
+    ("--rollout.draft.kind none --no_compare_plain", "kind none"),
     ("--draft_training.ttt_steps 1 --draft_training.decay 0.5", "draft_training.ttt_steps 1"),
     (
         "--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3",

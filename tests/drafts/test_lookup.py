@@ -220,7 +220,12 @@ def test_slots_offer_what_their_rows_would() -> None:
     kept, kept_lengths = rows_of([earlier[min(number // size, groups - 1)] for number in row], 20)
     state = HistoryState(texts=kept[:, None], lengths=kept_lengths[:, None])
     for draft, given in ((history(length, size, 1, 3), state), (ngram(length, "latest", 1, 3), ())):
-        found = draft.propose(None, TARGET, given, None, context, refuse, draft.length)[2]
+
+        @jax.jit
+        def proposed(given: Any, context: Context, draft: Draft = draft) -> Proposal:
+            return draft.propose(None, TARGET, given, None, context, refuse, draft.length)[2]
+
+        found = jax.tree.map(np.asarray, proposed(given, context))
         for slot, number in enumerate(row[:9]):
             own, first = texts[number][: lengths[slot]], number - number % size
             group = [
@@ -351,8 +356,10 @@ def test_preferring_hands_everything_on_to_both() -> None:
     prompts = tiny_prompts(2)
     taps = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
     caches = [draft.empty_cache(network, 2, 12) for draft in (both, learned)]
-    state, cache = both.prefill(network, target, prompts, taps, caches[0])
-    wanted, wanted_cache = learned.prefill(network, target, prompts, taps, caches[1])
+    (state, cache), (wanted, wanted_cache) = (
+        jax.jit(draft.prefill)(network, target, prompts, taps, cache)
+        for draft, cache in zip((both, learned), caches, strict=True)
+    )
     jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
     assert cache is not None
     assert all(leaf.any() for leaf in jax.tree.leaves((cache.keys, cache.values)))
@@ -365,6 +372,6 @@ def test_preferring_hands_everything_on_to_both() -> None:
     )
     for ours, theirs in (
         (ours_repeated, alone),
-        (both.commit(ours_repeated, kept), learned.commit(alone, kept)),
+        (jax.jit(both.commit)(ours_repeated, kept), jax.jit(learned.commit)(alone, kept)),
     ):
         jax.tree.map(np.testing.assert_array_equal, ours.learned, theirs)

@@ -16,7 +16,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import frequencies
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained
-from tests.conftest import tiny_model, value_and_grad
+from tests.conftest import FOR_LONG_RUNS, tiny_model, value_and_grad
 from tests.dense import positions_of
 
 QWEN3 = {
@@ -110,9 +110,10 @@ def trained(
         value, gradients = value_and_grad(lambda network: loss(network, *batch), learnt.network)
         return optimizers.update(learnt, gradients, value, optimizer)[0], None
 
-    return jax.jit(lambda learnt, batches: jax.lax.scan(step, learnt, batches)[0])(
-        optimizers.start(policy, optimizer), batches
-    ).network
+    return jax.jit(
+        lambda learnt, batches: jax.lax.scan(step, learnt, batches)[0],
+        compiler_options=FOR_LONG_RUNS,
+    )(optimizers.start(policy, optimizer), batches).network
 
 
 def with_config(policy: Decoder, config: ModelSpec) -> Decoder:

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 BASELINES = (no_baseline, group_mean, others_mean)
 SCALES = (unscaled, over_population, over_sample, over_others, over_batch, whitened)
+compiled = jax.jit(advantages, static_argnames=("group_size", "baseline", "scale"))
 
 
 def found(
@@ -39,7 +41,7 @@ def found(
     count = len(rewards)
     mask = jnp.ones(count, bool) if valid is None else jnp.asarray(valid)
     tokens = jnp.ones(count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    return np.asarray(advantages(rewards, mask, tokens, group, baseline, scale))
+    return np.asarray(compiled(rewards, mask, tokens, group, baseline, scale))
 
 
 # ---- worked numbers

@@ -21,6 +21,8 @@ from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed
 
 pytestmark = pytest.mark.usefixtures("x64")
 
+start = jax.jit(optimizers.start, static_argnums=1)
+update = jax.jit(optimizers.update, static_argnums=3)
 WEIGHTS = {"a": np.array([[1.0, -2.0], [0.5, 3.0]]), "b": np.array([0.1, -0.1])}
 
 
@@ -39,7 +41,7 @@ def test_clip_then_adamw(decay: float) -> None:
     0.95."""
     clip, rate = 1.0, 0.01
     optimizer = optimizers.adamw(rate, clip, decay)
-    learner = optimizers.start(as_jax(WEIGHTS), optimizer)
+    learner = start(as_jax(WEIGHTS), optimizer)
     weights = {name: value.copy() for name, value in WEIGHTS.items()}
     first, second = (
         {name: np.zeros_like(value) for name, value in WEIGHTS.items()} for _ in range(2)
@@ -48,7 +50,7 @@ def test_clip_then_adamw(decay: float) -> None:
         raw = gradients(scale, number)
         norm = np.sqrt(sum((part**2).sum() for part in raw.values()))
         assert (norm > clip) == (number != 2)
-        learner, found = optimizers.update(learner, as_jax(raw), jnp.asarray(1.0), optimizer)
+        learner, found = update(learner, as_jax(raw), jnp.asarray(1.0), optimizer)
         assert float(found) == pytest.approx(norm)  # the norm before the clip
         for name in WEIGHTS:
             slope = raw[name] * min(1.0, clip / norm)
@@ -121,7 +123,7 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
     mesh = small_mesh(data, tensor)
 
     def updated(optimizer: optax.GradientTransformation) -> Any:
-        state = optimizers.start(policy, optimizer)
+        state = start(policy, optimizer)
         state = jax.device_put(state, shardings(mesh, state, LOGICAL_AXES, TRAIN_RULES))
         update = jax.jit(
             lambda state, slope: optimizers.update(state, slope, jnp.ones(()), optimizer)[0]
@@ -132,6 +134,13 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
 
     by_muon, by_adamw = (updated(optimizer) for optimizer in made)
     alone = optax.contrib.muon(rate, consistent_rms=0.2)
+
+    @jax.jit
+    def update_alone(slope: Any, state: Any, weights: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = alone.update(slope, state, weights)
+        return optax.apply_updates(weights, changes), state
+
     before, after = in_layers(policy), in_layers(by_muon)
     of_slopes = [in_layers(slope) for slope in slopes]
     for name, matrices in before.items():
@@ -140,9 +149,7 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
             state = alone.init(weights)
             for each in of_slopes:
                 slope: Any = {"w": jnp.asarray(each[name][layer])}
-                with jax.numpy_dtype_promotion("standard"):
-                    changes, state = alone.update(slope, state, weights)
-                weights = optax.apply_updates(weights, changes)
+                weights, state = update_alone(slope, state, weights)
             np.testing.assert_allclose(after[name][layer], weights["w"], rtol=0, atol=1e-9)
     for name in ("embedding", "norm", "head"):
         ours, theirs = (getattr(network, name)[...] for network in (by_muon, by_adamw))
@@ -161,9 +168,9 @@ def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
     )
     assert len(axes) == 2 * 7
     optimizer = optimizers.kept_in("bfloat16", optimizers.muon(0.1, 1.0))
-    learner = optimizers.start(policy, optimizer)
+    learner = start(policy, optimizer)
     slope = jax.tree.map(jnp.ones_like, weights)
-    learner, _ = optimizers.update(learner, slope, jnp.ones(()), optimizer)
+    learner, _ = update(learner, slope, jnp.ones(()), optimizer)
     names = {
         getattr(path[-1], "name", ""): leaf.dtype.name
         for path, leaf in jax.tree_util.tree_leaves_with_path(learner.optimizer)

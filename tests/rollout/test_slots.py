@@ -1,6 +1,7 @@
 """Slots, pages, evictions and the tail: in coupled mode the tokens are those of plain decoding with
 a slot and a row of cache for each."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +101,7 @@ LAYOUTS = [
     Layout("history", 3, 6, 2, 0),
     Layout("hf", 4, 3, 16, data=8),
     Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), slow=False),
-    Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 2, 3)),
+    Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 3)),
     Layout("mtp 2", 3, 32, tail=(8, 2), lengths=(0, 2, 3)),
     Layout("model", 2, 8, 5, 2, (4,), lengths=(0, 1, 2)),
     Layout("history", 3, 16, tail=(4,), lengths=(1, 3)),
@@ -184,58 +185,59 @@ def assert_is_whole(state: DecodeState) -> None:
     assert rows_may_wait(state) or set(state.row.tolist()) <= {*range(rows + 1)}
 
 
-def test_slots_are_full_until_nobody_waits() -> None:
-    """Also with refill in another order, evictions, and in slices, after each of which the engine
-    is whole; by the rule of the law."""
+LONG = 16
+"""Tokens: rows lose their pages when they have some, and the last rows need several slices."""
+BY_LAW = Settings(GROUP, LONG, SPREAD._replace(stop_ids=STOP[:1]), block_rule)
+ORDER = np.random.default_rng(3).permutation(8 * GROUP)
+
+
+@functools.cache
+def sliced(settings: Settings, rounds: int) -> Rollout:
+    """Rollouts in slices of some rounds, after each of which the engine is whole; rows take their
+    turn in another order than they lie in."""
     target = plain()[0]
     draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
-    order = jnp.asarray(np.random.default_rng(3).permutation(8 * GROUP), jnp.int32)
 
-    def run(settings: Settings, slices: int, order: jax.Array) -> Rollout:
-        @jax.jit
-        def start(prompts: Prompts) -> DecodeState:
-            state = begin(
-                target,
-                drafter(network, draft),
-                draft,
-                prompts,
-                jnp.int32(0),
-                jax.random.key(5),
-                settings,
-            )
-            return state.replace(queue=state.queue.replace(order=order))
+    @jax.jit
+    def start(prompts: Prompts) -> DecodeState:
+        given, key = drafter(network, draft), jax.random.key(5)
+        state = begin(target, given, draft, prompts, jnp.int32(0), key, settings)
+        return state.replace(queue=state.queue.replace(order=jnp.asarray(ORDER, jnp.int32)))
 
-        step = jax.jit(
-            lambda state: advance(target, drafter(network, draft), draft, state, slices, settings)
-        )
-        state = start(coupled_prompts())
-        for _ in range(50):
-            state = step(state)
-            assert_is_whole(state)
-        assert (np.asarray(collect(state).status) != RUNNING).all()
-        ended = jax.jit(lambda state: refill(state, GROUP, 4, True))(state)
-        assert not np.asarray(ended.pages.references).any()
-        return jax.tree.map(np.asarray, collect(state))
-
-    # tokens: rows lose their pages when they have some, and the last rows need several slices
-    long = 16
-    settings = Settings(GROUP, long, SPREAD._replace(stop_ids=STOP[:1]), block_rule)
-    whole = run(settings, 1000, order)
-    some = run(settings._replace(slots=6, tail=(2,)), 3, order)
-    evicting = run(
-        settings._replace(slots=6, page_size=2, pages=fewest(2, 3, new=long) + 4, tail=(2,)),
-        4,
-        order,
+    step = jax.jit(
+        lambda state: advance(target, drafter(network, draft), draft, state, rounds, settings)
     )
-    for found in (some, evicting):
-        assert_same_rows(found, whole)
-        np.testing.assert_array_equal(found.statistics.accepted, whole.statistics.accepted)
+    state = start(coupled_prompts())
+    for _ in range(50):
+        state = step(state)
+        assert_is_whole(state)
+    assert (np.asarray(collect(state).status) != RUNNING).all()
+    ended = jax.jit(lambda state: refill(state, GROUP, 4, True))(state)
+    assert not np.asarray(ended.pages.references).any()
+    return jax.tree.map(np.asarray, collect(state))
+
+
+def test_slots_are_full_until_nobody_waits() -> None:
+    """By the rule of the law, whose tokens are those of slots for all rows."""
+    whole, some = sliced(BY_LAW, 1000), sliced(BY_LAW._replace(slots=6, tail=(2,)), 3)
+    assert_same_rows(some, whole)
+    np.testing.assert_array_equal(some.statistics.accepted, whole.statistics.accepted)
     full = occupied(some, int(some.statistics.ended.max()))
     assert (full[: some.statistics.began.max()] == 6).all()
     np.testing.assert_array_equal(
-        np.argsort(some.statistics.began, kind="stable")[:6], np.sort(np.asarray(order)[:6])
+        np.argsort(some.statistics.began, kind="stable")[:6], np.sort(ORDER[:6])
     )
-    np.testing.assert_array_equal(evicting.statistics.rounds, whole.statistics.rounds)
+
+
+def test_rows_that_lose_their_pages_go_on_as_if_they_had_kept_them() -> None:
+    whole = sliced(BY_LAW, 1000)
+    pages = fewest(2, 3, new=LONG) + 4
+    evicting = sliced(BY_LAW._replace(slots=6, page_size=2, pages=pages, tail=(2,)), 4)
+    assert_same_rows(evicting, whole)
+    for name in ("accepted", "rounds"):
+        np.testing.assert_array_equal(
+            getattr(evicting.statistics, name), getattr(whole.statistics, name), err_msg=name
+        )
     waited = evicting.statistics.ended - evicting.statistics.began > evicting.statistics.rounds
     assert waited.sum() > 5, "rows were evicted, or the case tests less than it says"
 
