@@ -253,7 +253,7 @@ MUTANTS = [
         "rollout/slots.py",
         "draft=jax.tree.map(put, state.draft, fewer.draft),",
         "draft=state.draft,",
-        SLOTS,
+        "rollout/test_slots.py::test_slots_are_full_until_nobody_waits",
     ),
     Mutant(
         "-",

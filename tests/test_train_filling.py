@@ -122,7 +122,7 @@ class Step:
 
 @functools.cache
 def state_of(job: Job) -> TrainState:
-    state = job.step.start(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
+    state = jax.jit(job.step.start)(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
     return jax.device_put(state, job.step.state_shardings())
 
 

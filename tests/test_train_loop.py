@@ -40,7 +40,7 @@ def job() -> Job:
 @pytest.fixture(scope="module")
 def state(job: Job) -> TrainState:
     """A sound one."""
-    state = job.step.start(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
+    state = jax.jit(job.step.start)(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
     return jax.device_put(state, job.step.state_shardings())
 
 
