@@ -44,6 +44,7 @@ SMALL = {
 
 
 def command(workdir: Path, **changes: object) -> list[str]:
+    """Arguments of a small run; of flags, True names one, and False leaves one of `SMALL` out."""
     changed = {name.replace("__", "."): value for name, value in changes.items()}
     idle = {"sft.rows"} if changed.get("sft.steps") == 0 else set()  # refused where they do nothing
     idle |= {"data.digits"} if changed.get("data.path") else set()
@@ -54,7 +55,7 @@ def command(workdir: Path, **changes: object) -> list[str]:
         for part in (f"--{name}", str(value))
         if not isinstance(value, bool)
     ]
-    flags += [f"--{name}" for name, value in settings.items() if value is True]  # False: unnamed
+    flags += [f"--{name}" for name, value in settings.items() if value is True]
     return ["--config", str(ROOT / "configs" / "rl_think.py"), "--workdir", str(workdir), *flags]
 
 

@@ -69,6 +69,7 @@ def comparable(line: dict) -> dict:
 def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("run")
     output = launch(cache, workdir, no_compare_plain=False).finish()
+    assert "comparing with plain decoding" in output
     for row in (
         "reward",
         "acceptance_length",
@@ -129,7 +130,8 @@ def test_a_finished_run_says_so_and_can_be_extended(
 def undisturbed_in_phases(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of their own round otherwise than the one of them all."""
     workdir = tmp_path_factory.mktemp("staged")
-    launch(cache, workdir, staged=True, rollout__slice_rounds=1).finish()
+    output = launch(cache, workdir, staged=True, rollout__slice_rounds=1).finish()
+    assert "comparing with plain decoding" not in output  # --no_compare_plain
     return workdir
 
 

@@ -107,7 +107,7 @@ class TestProgram:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
         }
-        command = self.command("--offline.steps", "2500")
+        command = self.command("--offline.steps", "4000")
         with subprocess.Popen(command, **options) as process:
             deadline = time.monotonic() + 300
             while not list(tmp_path.glob("*.partial/learner.npz")) and time.monotonic() < deadline:
@@ -122,6 +122,6 @@ class TestProgram:
             subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2)
         )
         assert "going on at step" in first
-        assert "2500/2500" not in second
+        assert "4000/4000" not in second
         start = "eagle3 on 16 held-out responses"
         assert first[first.index(start) :] == second[second.index(start) :]

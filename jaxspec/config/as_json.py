@@ -12,18 +12,8 @@ from jaxspec.inputs.checked import classes_in, require, types_of
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 _ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
 _SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
-FREE_ON_RESUME = frozenset(
-    {
-        "steps",
-        "workdir",
-        "save_every",
-        "eval_every",
-        "compare_plain",
-        "profile",
-        *_SPEED,
-        *_MESH,
-    }
-)
+_WHEN = ("steps", "save_every", "eval_every", "compare_plain", "profile")
+FREE_ON_RESUME = frozenset({"workdir", *_WHEN, *_SPEED, *_MESH})
 """Keys that may differ when a run is resumed: they change where and how long it runs, not what it
 computes."""
 

@@ -25,6 +25,7 @@ from jaxspec.config.settings import (
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted, merged
 from jaxspec.rl import optimizers
+from jaxspec.rl.learner import Learner
 from jaxspec.rl.loss_terms import ESTIMATORS, KlPenalty
 from jaxspec.rl.train_batch import TrainBatch, plan_layout, read_lengths, whole_rows
 from jaxspec.state import LearnerState
@@ -187,6 +188,17 @@ def test_several_updates_are_those_written_out(
     assert metrics["ratio/clipped_low"] + metrics["ratio/clipped_high"] > 0.02
     assert metrics["learner/recompute"] == recompute
     assert metrics["kl"] > 0
+
+
+def test_an_update_is_traced_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing one takes a large part of the time that a program takes to start."""
+    traced: list[Any] = []
+    update = Learner._update
+    monkeypatch.setattr(Learner, "_update", lambda *given: traced.append(0) or update(*given))
+    step = step_of(minis=2, epochs=2)
+    state = step.learner.start(policy(), None, online=False)
+    jax.eval_shape(step.learner.learn, state, Rows().on(step))
+    assert len(traced) == 1
 
 
 def test_one_update_has_the_old_logprobs_of_its_own_rows_for_nothing() -> None:
