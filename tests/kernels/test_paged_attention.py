@@ -1,7 +1,7 @@
 """The kernel against its plain twin, interpreted on a CPU; and what becomes of it when programs are
 lowered for GPUs that are not there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import paged_attention
 from jaxspec.kernels.visible import Visible, causal
-from jaxspec.mesh import DATA, TENSOR
+from jaxspec.mesh import DATA, TENSOR, make_mesh
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, extend
 from jaxspec.models.contiguous import empty_cache
@@ -56,6 +56,7 @@ CASES = [
     Case("turns of a draft", (70, 130), first=1, period=2, drafted=3, shared=4),
     Case("as many queries as fit", (65, 30), block=8, shared=8),
 ]
+LONG = Case("more pages than blocks", (5000, 17, 1200, 2600, 3), shared=4)
 
 
 def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
@@ -110,6 +111,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 )
 def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> None:
     """Up to the rounding of weights to bfloat16, which both do."""
+    with interpreted():
+        assert_like_its_twin(case, jax.jit)
+
+
+def assert_like_its_twin(case: Case, compiled: Callable[[Callable], Callable]) -> None:
     cache, query = cache_of(case), query_of(case)
     layer = 1 if isinstance(cache.keys, tuple) else jnp.int32(1)
     wide = cache.replace(
@@ -118,14 +124,37 @@ def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> 
             for name in ("keys", "values")
         }
     )
-    wanted = attend_cache(query.astype(jnp.float32), wide, layer, case.visible)
-    with interpreted():
-        found = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.visible))(
-            query, cache
-        )
+    wanted = jax.jit(lambda query, cache: attend_cache(query, cache, layer, case.visible))(
+        query.astype(jnp.float32), wide
+    )
+    found = compiled(lambda query, cache: attend_cache(query, cache, layer, case.visible))(
+        query, cache
+    )
     assert found.dtype == jnp.bfloat16
     assert np.isfinite(np.asarray(wanted)).all()
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
+def test_on_a_gpu_it_is_the_attention_of_its_plain_twin(case: Case) -> None:
+    if not any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("needs a GPU")
+    here = []
+
+    def on_the_gpu(function: Callable) -> Callable:
+        def shard(*arrays: Any) -> jax.Array:
+            here.append(paged_attention.runs_here())
+            return function(*arrays)
+
+        mesh = make_mesh(1, 1)
+        return jax.jit(
+            jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        )
+
+    assert_like_its_twin(case, on_the_gpu)
+    if not here[0]:
+        pytest.skip("the kernel is for Hopper GPUs, and this is none")
 
 
 def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: Any) -> None:
