@@ -25,6 +25,7 @@ from jaxspec.build import automatic
 from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
 from jaxspec.data.problems import load_problems, remarks
+from jaxspec.data.scoring import scorer_of
 from jaxspec.host import memory
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
@@ -76,6 +77,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             told = remarks(config.data, *problems, config.batch.prompts)
             for line in (*algorithms.remarks(config), *told):
                 job.say(line)
+            scorer = scorer_of(config, *problems)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run
@@ -84,7 +86,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             runner = None
             if newest <= 2 * config.steps or newest % 2 == 0 or job.step.fills:
                 job, runner = compiled(job, stack)
-            batches = Batches(job, *problems)
+            batches = Batches(job, *problems, scorer)
             run = resume(job, checkpoints, batches)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
@@ -97,7 +99,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 # The checkpoint of its end was damaged; the one before it has a batch, which is
                 # planned anew for the micro-batches of the programs that are compiled only here.
                 job, runner = compiled(job, stack)
-                history, batches = batches.history, Batches(job, *problems)
+                history, batches = batches.history, Batches(job, *problems, scorer)
                 batches.history, run.finished = history, batches.replanned(run.finished)
             job.say(f"batch {run.batch} of {config.steps} is next")
             workdirs.claim(job, workdir, this_start)
@@ -208,8 +210,7 @@ class Loop:
         return turn and not last and "eval/exact_match" not in line
 
     def call(self, run: RunState) -> bool:
-        """One call: learns what is pending and, unless all batches are done, generates and scores
-        a rollout; False when interrupted."""
+        """Learns what is pending, generates and scores what is left; False when interrupted."""
         number, last = run.rollouts, run.batch >= self.job.config.steps
         began = time.perf_counter()
         prompts = self.batches.nothing(number) if last else self.batches.train(number)
@@ -227,10 +228,15 @@ class Loop:
             return False
         if not last:
             began = time.perf_counter()
-            scored = self.batches.score_training(number, result.rollout)
-            reward_seconds = time.perf_counter() - began
-            seconds = {"time/data": data_seconds, "time/reward": reward_seconds, **result.seconds}
-            seconds["time/step"] += data_seconds + reward_seconds
+            try:
+                scored = self.batches.score_training(number, result.rollout)
+            except Diverged:  # as in `take`
+                run.finished = self.batches.nothing_finished()
+                self.save(run)
+                raise
+            host = {"time/data": data_seconds, "time/reward": time.perf_counter() - began}
+            seconds = result.seconds | host
+            seconds["time/step"] += sum(host.values())
             run.rollouts = number + 1
             self.take(run, scored, _line(run.batch, scored, seconds, result.generated))
         return True

@@ -13,6 +13,7 @@ from jaxspec.config.algorithm import (
     LossConfig,
     OverlongConfig,
 )
+from jaxspec.config.reward import RewardConfig
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -37,6 +38,7 @@ from jaxspec.inputs.spec import (
     Natural,
     Positive,
 )
+from jaxspec.rewards.extract import Style
 
 __all__ = [
     "AUTO_LENGTHS",
@@ -64,6 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "ResolvedConfig",
+    "RewardConfig",
     "RolloutConfig",
     "SftConfig",
     "Temperature",
@@ -166,9 +169,10 @@ class DataConfig(Checked, prefix="data."):
     """Column of the problem text."""
     answer_column: str = "answer"
     """Column of the reference answer."""
-    answer_style: Literal["hash", "boxed", "answer_line"] = "hash"
-    """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, or on
-    the last `Answer:` line."""
+    answer_style: Style = "hash"
+    """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
+    last `Answer:` line, in `either` of these two; `dapo`: DAPO's own rule for that line and what
+    equals it, which is stricter (`42.` is not 42)."""
     instruction: str = ""
     """Text appended to each problem of `path`, such as how to mark the final answer."""
     max_prompt_length: Annotated[int, Range(least=2)] = 8
@@ -265,6 +269,7 @@ class Config(Checked):
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

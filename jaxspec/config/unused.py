@@ -120,6 +120,17 @@ WITH_ANY_DRAFT = (
         "dynamic_sampling.max_batches 0",
         lambda c: c.dynamic_sampling.max_batches == 0,
     ),
+    Unused(
+        "reward.verifier data.answer_style",
+        "reward.parts {c.reward.all_parts}",
+        lambda c: not {"answer", "stated"} & {*c.reward.all_parts},
+    ),
+    Unused(
+        "reward.workers reward.deadline",
+        "no reward.function and reward.verifier exact",
+        lambda c: not c.reward.function and c.reward.verifier == "exact",
+    ),
+    Unused("reward.rows reward.max_failed", "no reward.function", lambda c: not c.reward.function),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
     Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),

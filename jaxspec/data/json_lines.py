@@ -8,6 +8,7 @@ import os
 import re
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class RowParser:
         """
         row = json_line(line, self.where(index))
         problem = self._column(row, "prompt_column", index)
-        answer = reference_answer(self._column(row, "answer_column", index))
+        answer = self._answer(row, index)
         if not problem.strip():
             return Problem("", (), answer, index)
         text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
@@ -59,7 +60,14 @@ class RowParser:
             )
         with read_from(self.where(index)):
             prompt = self.tokenizer.render(text)
-            return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index)
+            return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index, row)
+
+    def answer(self, line: bytes, index: int) -> str:
+        """Return the reference answer in `line`, as `parse` does; nothing is tokenised."""
+        return self._answer(json_line(line, self.where(index)), index)
+
+    def _answer(self, row: dict[str, Any], index: int) -> str:
+        return reference_answer(self._column(row, "answer_column", index))
 
     def where(self, index: int) -> str:
         """Return the place of row `index` for a message."""
@@ -116,8 +124,16 @@ class JsonLines(Problems):
     def __getitem__(self, index: int) -> Problem:
         if not 0 <= index < len(self):
             raise IndexError(f"problem {index} of {len(self)}")
+        return self._parser.parse(*self._line(index))
+
+    def _line(self, index: int) -> tuple[bytes, int]:
         offset, size, row, _ = self._places[index].tolist()
-        return self._parser.parse(os.pread(self._file, size, offset), row)
+        return os.pread(self._file, size, offset), row
+
+    def references(self) -> Iterator[tuple[str, str]]:
+        """The line of each problem, for a message, and its reference answer."""
+        for line, row in map(self._line, range(len(self))):
+            yield self._parser.where(row), self._parser.answer(line, row)
 
     def shared(self, other: JsonLines) -> int:
         """Return how many of these problems are among those of `other`."""
@@ -125,16 +141,18 @@ class JsonLines(Problems):
 
 
 def reference_answer(text: str) -> str:
-    """Return the normalised answer of a reference: what follows its last `####`, else its last
-    \\boxed{}, else all of it.
+    """Return the answer of a reference: what follows its last `####`, else its last \\boxed{}, else
+    all of it.
 
-    An empty box, without another, is no answer.
+    An empty box, without another, is no answer, and neither is what has an empty normal form.
     """
     _, mark, rest = text.rpartition("####")
     if mark:
-        return normalise(rest.strip().partition("\n")[0])
-    whole = "" if _EMPTY_BOX.search(text) else text
-    return normalise(extract(text, "boxed") or whole)
+        answer = rest.strip().partition("\n")[0]
+    else:
+        whole = "" if _EMPTY_BOX.search(text) else text
+        answer = extract(text, "boxed") or whole
+    return answer.strip() if normalise(answer) else ""
 
 
 def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt as it is tokenised, its ids, the normalised reference answer, and the number of its
-    row in the source."""
+    """A prompt as it is tokenised, its ids, the reference answer, and the number of its row in the
+    source."""
 
     prompt: str
     ids: tuple[int, ...]
     answer: str
     index: int
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Everything that the row says."""
 
 
 class LeftOut(NamedTuple):
@@ -59,6 +61,10 @@ class Problems(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Problem: ...
+
+    def references(self) -> Iterator[tuple[str, str]]:
+        """The place of each problem, for a message, and its reference answer."""
+        return ((f"problem {problem.index + 1}", problem.answer) for problem in self)
 
     def __iter__(self) -> Iterator[Problem]:
         return (self[index] for index in range(len(self)))

@@ -17,9 +17,12 @@ from jaxspec import mesh as meshes
 from jaxspec.data.history import History
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import PromptStream, pad_prompts
+from jaxspec.data.scoring import scorer_of
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
-from jaxspec.rewards.exact import Outcome, score
+from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.pool import PoolError
+from jaxspec.rewards.scorer import Rows, Scorer
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
@@ -35,7 +38,7 @@ class Scored(NamedTuple):
     reward: float
     """Mean over the rows that have one; NaN where none has."""
     outcomes: dict[str, float]
-    """Share of those rows by outcome."""
+    """Share of the rows that ended by outcome, some of which leave a row without a reward."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
     differing: Bool[np.ndarray, " n"]
@@ -64,8 +67,11 @@ class Batches:
     """Prompts by number of the rollout, from the training stream or the held-out problems, their
     rewards, and what is learnt from together."""
 
-    def __init__(self, job: Job, problems: Problems, held_out: Problems):
+    def __init__(
+        self, job: Job, problems: Problems, held_out: Problems, scorer: Scorer | None = None
+    ):
         self._job, self._held_out = job, held_out
+        self._scorer = scorer or scorer_of(job.config)
         self._stream = PromptStream(problems, job.config.seed)
         self._prompts, self._group = job.config.batch.prompts, job.config.batch.group_size
         self.history = History(job.config.rollout.past)
@@ -280,21 +286,24 @@ class Batches:
             for row, start, end in zip(tokens, starts, ends, strict=True)
         ]
         asked = [problem for problem in problems.values() for _ in range(group)]
-        scores = score(
-            responses, [problem.answer for problem in asked], job.config.data.answer_style
-        )
-        has_reward = np.isin(status, (EOS, LENGTH))
+        scores = self._scores(asked, responses)
+        ended = np.isin(status, (EOS, LENGTH))
+        has_reward = ended & scores.known
         overlong, longest = job.config.overlong, job.config.rollout.max_new_tokens
         lost = overlong_penalty(ends - starts, longest, overlong.buffer, overlong.penalty)
         # One row of the table a reward, one whether it counts, one the tokens to read, one what
-        # length takes from the reward, one for each outcome; zeros where another process fills in.
-        table = np.zeros((4 + len(Outcome), len(self._owned)), np.float32)
+        # length takes from the reward, one for each outcome, one whether it ended; zeros where
+        # another process fills in.
+        table = np.zeros((5 + len(Outcome), len(self._owned)), np.float32)
         table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
         table[2, rows] = self._read(ends, status, has_reward)
         table[3, rows] = np.where(has_reward, lost, 0)
         for outcome in Outcome:
-            table[4 + outcome, rows] = has_reward & (scores.outcomes == outcome)
+            table[4 + outcome, rows] = ended & (scores.outcomes == outcome)
+        table[-1, rows] = ended
         table = _sum_over_processes(table)
+        count = float(table[-1].sum())
+        self._require_few(count - float(table[1].sum()), count, scores.reason)
         counted = float(table[1].sum()) or math.nan
         plan, like = self._planned(table[2]), self._finished
         # where overlong.filter leaves nothing to read, that is no fault of the update
@@ -307,20 +316,48 @@ class Batches:
                 "prompt": problem.prompt,
                 "response": response,
                 "answer": problem.answer,
-                "reward": float(reward),
-                "rounds": int(count),
+                "reward": float(scores.rewards[row]) if scores.known[row] else None,
+                "outcome": Outcome(scores.outcomes[row]).name.lower(),
+                "rounds": int(rounds[row]),
             }
-            for problem, response, reward, count in zip(
-                asked, responses, scores.rewards, rounds, strict=True
-            )
+            for row, (problem, response) in enumerate(zip(asked, responses, strict=True))
         ]
-        shares = {_share(outcome): float(table[4 + outcome].sum()) / counted for outcome in Outcome}
+        shares = {
+            _share(outcome): float(table[4 + outcome].sum()) / (count or math.nan)
+            for outcome in Outcome
+        }
         if overlong.buffer:
             shares["reward/overlong"] = float(table[3].sum()) / counted
         differing = dynamic_sampling.differing(table[0], table[1] > 0, group)
         finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         reward = float(table[0].sum()) / counted
         return Scored(finished, reward, shares, samples[::group], differing)
+
+    def _scores(self, problems: list[Problem], responses: list[str]) -> Scores:
+        """Scores of responses; raises Diverged where the pool is broken."""
+        asked = [(problem.prompt, problem.answer, problem.columns) for problem in problems]
+        prompts, answers, columns = zip(*asked, strict=True) if asked else ((), (), ())
+        try:
+            return self._scorer(Rows(prompts, responses, answers, columns))
+        except PoolError as error:
+            raise Diverged(
+                f"rewards cannot be found any more: {error}. The same command goes on from the"
+                " newest checkpoint"
+            ) from error
+
+    def _require_few(self, failed: float, rows: float, reason: str) -> None:
+        """Whether the user's function failed on few rows of a rollout, which are left out."""
+        if not failed:
+            return
+        most, told = self._job.config.reward.max_failed, "reward.function gave no reward for"
+        told = f"{told} {failed:.0f} of {rows:.0f} responses"
+        reason = reason or "another process knows why"
+        if failed > most * rows:
+            raise Diverged(
+                f"{told}, and reward.max_failed is {most:g}: {reason}. Mend the function; the same"
+                " command goes on from the newest checkpoint"
+            )
+        self._job.say(f"warning: {told}, which are left out: {reason}")
 
 
 def _no_group(rollouts: int, groups: int, line: dict[str, Any]) -> str:

@@ -6,16 +6,47 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Style = Literal["hash", "boxed", "answer_line"]
+Style = Literal["hash", "boxed", "answer_line", "either", "dapo"]
 
 # characters from the end of a response that are searched, so that the work does not grow with its
 # length
 WINDOW = 4096
 
+DAPO_WINDOW = 300
+"""Characters from the end that DAPO's rule searches."""
+
 _BRACES = re.compile(r"\\[{}]|\\boxed\s{0,8}\{|[{}]")
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,8}(\S[^\n]*)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
+_DAPO_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_DAPO_SPELLING = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_DAPO_UNITS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits"
+    " cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s}"
+    ' \\text{.} \\text{}^2 \\text{}^3 \\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'
+)
+"""What is removed, in this order. What the rule names with a line break is not in one line."""
+_DAPO_FORMS = (
+    (re.compile(r"(.*?)\$(.*?)\$(.*)"), r"$\2$"),
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
 
 
 def extract(text: str, style: Style) -> str | None:
@@ -24,7 +55,9 @@ def extract(text: str, style: Style) -> str | None:
 
     `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced
     \\boxed{}; `answer_line`: what follows the last `Answer:`, in or out of a box or markdown
-    emphasis. A number that is merely the last one in the text is no answer.
+    emphasis; `either`: the last box, else that line; `dapo`: what follows the last `Answer:` in the
+    last 300 characters, as it stands (DAPO, arXiv 2503.14476, in its code). A number that is merely
+    the last one in the text is no answer.
     """
     tail = text.rpartition("</think>")[2][-WINDOW:]
     match style:
@@ -34,6 +67,10 @@ def extract(text: str, style: Style) -> str | None:
             found = _last_box(tail)
         case "answer_line":
             found = _last_answer_line(tail)
+        case "either":
+            found = _last_box(tail) or _last_answer_line(tail)
+        case "dapo":
+            found = next(reversed(_DAPO_LINE.findall(tail[-DAPO_WINDOW:])), None)
     return (found or "").strip() or None
 
 
@@ -49,6 +86,25 @@ def normalise(answer: str) -> str:
     whole, fraction = number[2].lstrip("0") or "0", (number[3] or "").rstrip("0")
     size = f"{whole}.{fraction}" if fraction else whole
     return f"-{size}" if number[1] == "-" and size != "0" else size
+
+
+def is_number(answer: str) -> bool:
+    """Whether `answer` is a plain number, which equals another only if their normal forms do."""
+    number = _NUMBER.fullmatch(normalise(answer))
+    return number is not None and bool(number[2] or number[3])
+
+
+def dapo_form(answer: str) -> str:
+    """Return `answer` as DAPO's rule compares it, by Minerva's substitutions (Lewkowycz et al.,
+    arXiv 2206.14858, appendix D.1). It is stricter than `normalise`: `42.` is not `42`."""
+    text = answer.rpartition("=")[2]
+    for word, other in (*_DAPO_SPELLING, *((unit, "") for unit in _DAPO_UNITS.split())):
+        text = text.replace(word, other)
+    for form, other in _DAPO_FORMS:
+        text = form.sub(other, text)
+    text = text.replace("$", "")
+    bare = text.replace(",", "")
+    return (bare if bare.isdigit() else text).strip()
 
 
 def _after_hash(text: str) -> str | None:

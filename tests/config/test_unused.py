@@ -93,6 +93,9 @@ USELESS = [
     ("--draft_training.no_online --offline.steps 0 --draft_training.grad_clip 1", "not trained"),
     ("--offline.steps 0 --offline.samples 100", "offline.steps 0"),
     ("--offline.steps 0 --offline.learning_rate 1e-4", "offline.steps 0"),
+    ("--reward.deadline 9", "no reward.function and reward.verifier exact"),
+    ("--reward.verifier math --reward.max_failed 0.5", "no reward.function"),
+    ("--reward.function own.py:reward --reward.verifier math", "reward.parts ('function',)"),
 ]
 
 
@@ -137,6 +140,8 @@ class TestUseless:
             "--draft_training.no_online --draft_training.loss kl",
             "--offline.steps 0 --draft_training.learning_rate 1e-4 --offline.samples 2048",
             "--lora.alpha 32 --sft.steps 0 --sft.rows 64",  # the defaults
+            "--reward.function own.py:f --reward.rows 8 --reward.deadline 9 --reward.workers 2",
+            "--reward.verifier math --reward.workers 2 --reward.parts stated answer",
         ],
     )
     def test_what_is_of_use_is_taken(self, words: str) -> None:

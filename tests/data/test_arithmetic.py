@@ -15,7 +15,8 @@ from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import Exercise, count, make_exercise, worked_solution
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.rewards.exact import Outcome, score
+from jaxspec.rewards.outcome import Outcome
+from jaxspec.rewards.scorer import Rows, Scorer
 
 STEP = re.compile(r"(\d)([+-])(\d)[+-](\d)=(\d)(\d)")
 TASKS = ("add", "subtract", "mixed")
@@ -131,7 +132,9 @@ def test_corpus_solves_few_of_its_questions(task):
         for match in begun
     ]
     responses = [match.string[match.end() :] for match in begun]
-    outcomes = Counter(score(responses, answers, "hash").outcomes.tolist())
+    outcomes = Counter(
+        Scorer("hash")(Rows(responses, responses, answers, [{}] * len(responses))).outcomes.tolist()
+    )
     assert 0.08 < outcomes[Outcome.CORRECT] / len(begun) < 0.2
     assert outcomes[Outcome.NO_ANSWER] / len(begun) > 0.4
     assert sum(text.startswith("?") for text in documents) / len(documents) == pytest.approx(

@@ -20,6 +20,9 @@ from jaxspec.data.problems import load_problems
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, FAILED, LENGTH, Prompts, Rollout
 from tests.conftest import small_mesh
 
@@ -94,6 +97,40 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
     assert bool(scored.finished.learn)
+
+
+class Fails(Scorer):
+    """It knows nothing of some rows."""
+
+    def __init__(self, rows: set[int]) -> None:
+        self._unknown = rows
+
+    def __call__(self, rows: Rows) -> Scores:
+        known = np.array([row not in self._unknown for row in range(len(rows.responses))])
+        outcomes = np.where(known, Outcome.CORRECT, Outcome.ERROR).astype(np.int8)
+        return Scores(known.astype(np.float32), outcomes, known, "asked to" * (not known.all()))
+
+
+def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are no zeros, and too many of them end the run."""
+    problems = load_problems(CONFIG.data, job.tokenizer)
+    responses, status = ["#1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP
+    batches = Batches(job, *problems, Fails({3}))
+    scored = batches.score_training(0, answered(job, batches, responses, status))
+    valid = np.arange(len(responses)) != 3
+    np.testing.assert_array_equal(scored.finished.valid, valid)
+    np.testing.assert_array_equal(scored.finished.rewards, valid.astype(np.float32))
+    assert scored.reward == 1
+    assert scored.outcomes["reward/error"] == pytest.approx(1 / 16)
+    assert sum(scored.outcomes.values()) == pytest.approx(1)
+    assert (
+        "no reward for 1 of 16 responses, which are left out: asked to" in capsys.readouterr().out
+    )
+    batches = Batches(job, *problems, Fails({3, 4}))
+    with pytest.raises(Diverged, match=r"2 of 16 responses, and .* is 0\.1: asked to"):
+        batches.score_training(0, answered(job, batches, responses, status))
 
 
 def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:

@@ -1,0 +1,239 @@
+"""The rewards of responses: parts that are added up, each with its outcome."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.rewards.extract import Style, dapo_form, extract, is_number, normalise
+from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.pool import PoolError, RewardPool
+
+CANARIES = (
+    ("\\frac{1}{2}", "0.5", True),
+    ("x^2+2x+1", "(x+1)^2", True),
+    ("\\frac{1}{2}", "2", False),
+)
+"""References, answers, and whether these are equal, which the verifier must find every time."""
+
+
+class Rows(NamedTuple):
+    """What is judged, row by row."""
+
+    prompts: Sequence[str]
+    responses: Sequence[str]
+    answers: Sequence[str]
+    """References."""
+    columns: Sequence[dict[str, Any]]
+    """What the data says of each row."""
+
+
+class Judged(NamedTuple):
+    """What a part gives a row."""
+
+    reward: float
+    outcome: Outcome
+    reason: str = ""
+    """Why it gives nothing."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it gives anything."""
+        return not self.reason
+
+
+class Begun(NamedTuple):
+    """Rows that are being judged."""
+
+    rows: Rows
+    outcomes: list[Outcome | None]
+    """Of the answers; None: the pool will say."""
+    calls: list[slice]
+    """Rows of each call of the user's function."""
+    number: int | None
+    """Of the pool's batch, which has the canaries first, then answers, then calls; None: there is
+    none."""
+
+
+class Scorer:
+    """Rewards of rows, which are weighted sums of parts.
+
+    Args:
+      style: how responses state their answers.
+      parts: as in `reward.parts`.
+      weights: of each part.
+      pool: workers, where a part needs them.
+      verifies: whether an answer that is not equal as text or number may be as mathematics.
+      rows: that a user's function is called with, at most.
+    """
+
+    def __init__(
+        self,
+        style: Style = "hash",
+        parts: Sequence[str] = ("answer",),
+        weights: Sequence[float] = (1.0,),
+        pool: RewardPool | None = None,
+        verifies: bool = False,
+        rows: int = 32,
+    ) -> None:
+        self._style: Style = style
+        self._weights = dict(zip(parts, weights, strict=True))
+        self._pool, self._rows = pool, rows
+        self._verifies = verifies and "answer" in parts
+
+    def __call__(self, rows: Rows) -> Scores:
+        """The scores of rows; raises as `begin` and `end` do."""
+        return self.end(self.begin(rows))
+
+    def begin(self, rows: Rows) -> Begun:
+        """Has the workers begin with rows.
+
+        Raises:
+          ValueError: there are different numbers of prompts, responses, answers and columns.
+          PoolError: the pool is broken.
+        """
+        whole = list(zip(*rows, strict=True))
+        found = [extract(response, self._style) for _, response, _, _ in whole]
+        outcomes = [
+            self._settled(each, answer)
+            for each, (_, _, answer, _) in zip(found, whole, strict=True)
+        ]
+        tasks: list[list[Any]] = []
+        if self._verifies:
+            tasks += [["equal", reference, answer] for reference, answer, _ in CANARIES]
+            tasks += [
+                ["equal", rows.answers[row], found[row]]
+                for row, outcome in enumerate(outcomes)
+                if outcome is None
+            ]
+        calls = []
+        if "function" in self._weights:
+            starts = range(0, len(whole), self._rows)
+            calls = [slice(start, min(start + self._rows, len(whole))) for start in starts]
+            tasks += [["rows", *(list(column[call]) for column in rows)] for call in calls]
+        number = self._pool.submit(tasks) if self._pool and tasks else None
+        return Begun(rows, outcomes, calls, number)
+
+    def end(self, begun: Begun) -> Scores:
+        """The scores of rows that were begun with, once all are there.
+
+        Raises:
+          PoolError: the pool is broken, or the verifier does not know what is equal any more.
+        """
+        answers = [] if begun.number is None or not self._pool else self._pool.collect(begun.number)
+        if self._verifies:
+            answers = answers[self._sung(answers) :]
+        verdicts = iter(answers)
+        outcomes = [_verdict(next(verdicts)) if each is None else each for each in begun.outcomes]
+        rewarded: list[Judged] = []
+        for call, answer in zip(begun.calls, verdicts, strict=True):
+            rewarded += _of_call(answer, call.stop - call.start)
+        judged = [
+            [
+                self._part(part, response, outcome, rewarded[row] if rewarded else None)
+                for part in self._weights
+            ]
+            for row, (response, outcome) in enumerate(
+                zip(begun.rows.responses, outcomes, strict=True)
+            )
+        ]
+        return self._added(judged)
+
+    def unreadable(self, answers: Sequence[str]) -> list[int]:
+        """Which references are no mathematics that the verifier can read; raises PoolError."""
+        if not self._verifies or self._pool is None:
+            return []
+        asked = [number for number, answer in enumerate(answers) if not is_number(answer)]
+        read = self._pool([["readable", answers[number]] for number in asked])
+        return [number for number, answer in zip(asked, read, strict=True) if answer is not True]
+
+    def _settled(self, found: str | None, answer: str) -> Outcome | None:
+        """What is known of an answer without a worker."""
+        if found is None:
+            return Outcome.NO_ANSWER
+        form = dapo_form if self._style == "dapo" else normalise
+        if form(found) == form(answer):
+            return Outcome.CORRECT
+        if self._verifies and not (is_number(found) and is_number(answer)):
+            return None
+        return Outcome.WRONG
+
+    @staticmethod
+    def _sung(answers: Sequence[Any]) -> int:
+        """How many canaries there are, all of which must be alive."""
+        for (reference, answer, equal), verdict in zip(CANARIES, answers, strict=False):
+            if verdict is not equal:
+                raise PoolError(
+                    f"the verifier says {verdict!r} to whether {answer} equals {reference}, which"
+                    f" is {equal}: no reward of it can be trusted"
+                )
+        return len(CANARIES)
+
+    @staticmethod
+    def _part(part: str, response: str, outcome: Outcome, given: Judged | None) -> Judged:
+        match part:
+            case "answer":
+                return Judged(float(outcome == Outcome.CORRECT), outcome)
+            case "stated":
+                holds = outcome != Outcome.NO_ANSWER
+            case "thought":
+                holds = thinks_first(response)
+            case _:
+                assert given is not None, "every row was given to the function"
+                return given
+        return Judged(float(holds), Outcome.CORRECT if holds else Outcome.WRONG)
+
+    def _added(self, judged: Sequence[Sequence[Judged]]) -> Scores:
+        """Sums over the parts. The outcome is that of what judges the answer, if something does."""
+        weights = list(self._weights.values())
+        names = list(self._weights)
+        first = next((i for i, name in enumerate(names) if name in ("answer", "function")), 0)
+        rewards, outcomes, known, reason = [], [], [], ""
+        for parts in judged:
+            lost = next((part for part in parts if not part.known), None)
+            rewards.append(
+                0.0
+                if lost
+                else sum(w * part.reward for w, part in zip(weights, parts, strict=True))
+            )
+            outcomes.append((lost or parts[first]).outcome)
+            known.append(lost is None)
+            reason = reason or (lost.reason if lost else "")
+        return Scores(
+            np.array(rewards, np.float32),
+            np.array(outcomes, np.int8),
+            np.array(known, bool),
+            reason,
+        )
+
+
+def thinks_first(response: str) -> bool:
+    """Whether a response begins with one <think>...</think> (the first mark may stand in the
+    prompt), and has something after it."""
+    thought, mark, rest = response.partition("</think>")
+    opened = thought.strip().removeprefix("<think>")
+    once = "<think>" not in opened + rest and "</think>" not in rest
+    return bool(mark and opened.strip() and rest.strip()) and once
+
+
+def _verdict(answer: Any) -> Outcome:
+    """Of the verifier. One that is late, or dies, over what a response says counts as wrong: or
+    else to hang or break it would pay."""
+    if isinstance(answer, bool):
+        return Outcome.CORRECT if answer else Outcome.WRONG
+    return Outcome.TIMEOUT
+
+
+def _of_call(answer: dict[str, Any], count: int) -> list[Judged]:
+    """What a call of a user's function gives each of its rows."""
+    if "timeout" in answer:
+        return [Judged(0.0, Outcome.TIMEOUT, "a call was not through in time")] * count
+    if "rewards" not in answer:
+        reason = answer.get("error", "a call ended its process")
+        return [Judged(0.0, Outcome.ERROR, reason)] * count
+    return [
+        Judged(0.0, Outcome.ERROR, outcome)
+        if reward is None
+        else Judged(reward, Outcome[outcome.upper()])
+        for reward, outcome in answer["rewards"]
+    ]

@@ -1,0 +1,176 @@
+"""What a worker of the pool does with a task; it is forked by `keeper.py`, and JAX is not there.
+
+A task is a list that starts with its kind, an answer a value of JSON.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MEMORY = 3 * 2**30
+"""Bytes of address space of a worker that runs checks of jaxspec alone."""
+SHOWN = 300
+"""Characters of what went wrong."""
+_MARKED = re.compile(r"(?<!\\)\$|\\boxed")
+"""What says where mathematics stands; an escaped dollar is money."""
+OUTCOMES = "correct", "wrong", "no_answer"
+"""What a user's function may call a response."""
+
+
+def work(tasks: Connection, function: str, seconds: float) -> None:
+    """Answers tasks until their end. The first message says that the worker is ready, or why it
+    cannot be; importing is done by then, and is not on any task's clock."""
+    os.setsid()  # whoever ends this process ends what it has started, too
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # what a function prints would go where the run tells its progress
+        os.dup2(nowhere, number)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        call = imported(function) if function else None
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
+        _send(tasks, {"failed": told(error)})
+        return
+    if not function:
+        with contextlib.suppress(ValueError, OSError):  # not every system limits it
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _send(tasks, {"ready": True})
+    while True:
+        try:
+            kind, *arguments = json.loads(tasks.recv_bytes())
+        except EOFError:
+            return
+        # The keeper ends a worker that is late. Should there be no keeper any more, this does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 5)
+        match kind:
+            case "equal":
+                answer = math_equal(*arguments)
+            case "readable":
+                answer = bool(_parsed(*arguments))
+            case _:
+                assert call is not None, "rows are given to a function only where there is one"
+                answer = rewards_of(call, *arguments)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(tasks, answer)
+
+
+def _send(tasks: Connection, answer: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
+        tasks.send_bytes(json.dumps(answer).encode())
+
+
+# ---- mathematics
+
+
+def math_equal(reference: str, answer: str) -> bool:
+    """Whether math-verify takes an answer for the reference. What it cannot read is not equal."""
+    from math_verify import verify  # pyright: ignore[reportMissingImports]
+
+    wanted = _parsed(reference)
+    # Its own limits on time are alarms, which cannot stop what runs inside one operation.
+    return bool(wanted) and bool(verify(wanted, _parsed(answer), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads in an answer; empty where it reads nothing."""
+    from math_verify import parse  # pyright: ignore[reportMissingImports]
+
+    marked = text if _MARKED.search(text) else f"\\boxed{{{text}}}"
+    return parse(marked, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+# ---- a user's function
+
+
+def imported(function: str) -> Callable[..., Any]:
+    """The function that `package.module:name` or `file.py:name` names.
+
+    Raises:
+      ValueError, ImportError, AttributeError, TypeError: there is no such function; whatever its
+        module raises.
+    """
+    where, mark, name = function.rpartition(":")
+    if not mark or not where or not name:
+        raise ValueError("write it as package.module:name or file.py:name")
+    if where.endswith(".py"):
+        path = Path(where).expanduser()
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"  # noqa: PT018
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(where)
+    found = getattr(module, name)
+    if not callable(found):
+        raise TypeError(f"{name} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
+    """What a function gives for some rows: a reward with an outcome for each, or why there is
+    none."""
+    try:
+        found = call(*rows)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        found = list(found)
+    except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is told
+        return {"error": told(error)}
+    if len(found) != len(rows[0]):
+        return {"error": f"it gave {len(found)} rewards for {len(rows[0])} rows"}
+    return {"rewards": [_one(each) for each in found]}
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _one(given: Any) -> list[Any]:
+    """A reward and its outcome, or None and what is wrong with it."""
+    reward, outcome = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    try:
+        number = float(reward)  # pyright: ignore[reportArgumentType] - it may be anything
+    except (TypeError, ValueError):
+        return [None, f"it gave {reprs(given)}, which is no number"]
+    if not math.isfinite(number):
+        return [None, f"it gave {number}, which is not finite"]
+    if outcome is None:
+        outcome = "correct" if number > 0 else "wrong"
+    if outcome not in OUTCOMES:
+        return [None, f"it gave the outcome {reprs(outcome)}, which is none of {list(OUTCOMES)}"]
+    return [number, outcome]
+
+
+def reprs(value: Any) -> str:
+    """A value in a message."""
+    return repr(value)[:SHOWN]
+
+
+def told(error: BaseException) -> str:
+    """An error in one line, with the line of the user's code that raised it."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__:
+            place = f" ({Path(name).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    reason = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' * bool(reason)}{reason}"[:SHOWN] + place

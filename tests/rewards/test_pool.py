@@ -1,0 +1,328 @@
+"""The pool of workers: verdicts of a real verifier, bounded in time whatever is judged, and a
+user's function that does all it should not."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.rewards import scorer as scoring
+from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.pool import PoolError, RewardPool
+from jaxspec.rewards.scorer import Rows, Scorer
+
+SHARED = Path(__file__).parents[3] / "shared/data"
+needs_data = pytest.mark.skipif(not SHARED.exists(), reason="no shared data here")
+CASES = SHARED / "verifier_cases"
+DEADLINE = 1.5
+EASY = [("\\frac{1}{2}", "0.5", True), ("2\\sqrt{3}", "\\sqrt{12}", True), ("x+1", "x-1", False)]
+HANGS = "1", "9^{9^{9^{9}}}"
+
+
+def children(parent: int) -> list[int]:
+    """Processes below another, at any depth."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True)
+    pairs = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()[1:]]
+    below, found = [parent], []
+    while below:
+        at = below.pop()
+        found += (nearer := [pid for pid, ppid in pairs if ppid == at])
+        below += nearer
+    return found
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (CASES / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    pytest.importorskip("math_verify")
+    with RewardPool(2, DEADLINE) as made:
+        made([])
+        yield made
+
+
+def equal(pool: RewardPool, pairs: list[tuple[str, str]]) -> list[Any]:
+    return pool([["equal", reference, answer] for reference, answer in pairs])
+
+
+def easy(pool: RewardPool, times: int = 1) -> bool:
+    pairs = [(reference, answer) for reference, answer, _ in EASY] * times
+    return equal(pool, pairs) == [verdict for _, _, verdict in EASY] * times
+
+
+# ---- the verifier
+
+
+def test_what_hangs_is_ended_in_time_and_the_pool_is_whole(pool: RewardPool) -> None:
+    before = time.monotonic()
+    assert equal(pool, [HANGS]) == [{"timeout": True}]
+    assert time.monotonic() - before < DEADLINE + 0.5
+    assert easy(pool)
+
+
+def test_answers_keep_their_places_beside_what_hangs(pool: RewardPool) -> None:
+    pairs = [(str(number), f"\\frac{{{2 * number}}}{{2}}") for number in range(20)]
+    pairs[7] = HANGS
+    found = equal(pool, pairs)
+    assert found.pop(7) == {"timeout": True}
+    assert found == [True] * 19
+
+
+def test_a_worker_that_dies_is_replaced(pool: RewardPool) -> None:
+    number = pool.submit([["equal", *HANGS]])
+    for pid in children(pool._process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    [answer] = pool.collect(number)
+    assert answer in ({"died": True}, {"timeout": True})
+    assert easy(pool)
+
+
+@pytest.mark.parametrize("how", ["thread", "asyncio"])
+def test_verdicts_do_not_depend_on_where_they_are_asked_for(pool: RewardPool, how: str) -> None:
+    """math-verify's own limits on time raise in any thread but the main one."""
+    if how == "asyncio":
+
+        async def ask() -> list[bool]:
+            return await asyncio.gather(*(asyncio.to_thread(easy, pool) for _ in range(4)))
+
+        assert all(asyncio.run(ask()))
+        return
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(easy(pool, 5))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_answers_are_taken_by_number_in_any_order(pool: RewardPool) -> None:
+    first, second = pool.submit([["equal", "1", "1"]]), pool.submit([["equal", "1", "2"]])
+    assert pool.collect(second) == [False]
+    assert pool.collect(first) == [True]
+
+
+def test_nothing_is_left_of_a_pool_however_it_ends(pool: RewardPool) -> None:
+    with RewardPool(2, DEADLINE) as other:
+        assert easy(other)
+        below = children(other._process.pid)
+        assert len(below) == 2
+    assert not any(map(alive, below))
+    program = (
+        "import os, signal; from jaxspec.rewards.pool import RewardPool;"
+        " pool = RewardPool(2, 1.0); pool([]);"
+        " print(pool._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    keeper = int(killed.stdout)
+    deadline = time.monotonic() + 20
+    while alive(keeper) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(keeper)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be asked about it does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def test_a_verifier_that_errs_is_found_out(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Canaries: or else every reward would silently be zero."""
+    rows = Rows([""], [r"\boxed{\sqrt{12}}"], [r"2\sqrt{3}"], [{}])
+    scorer = Scorer("boxed", pool=pool, verifies=True)
+    assert scorer(rows).rewards.tolist() == [1]
+    monkeypatch.setattr(scoring, "CANARIES", (*scoring.CANARIES, ("2", "3", True)))
+    with pytest.raises(PoolError, match="3 equals 2"):
+        scorer(rows)
+
+
+def test_a_late_verdict_is_wrong_by_name(pool: RewardPool) -> None:
+    responses = [f"\\boxed{{{HANGS[1]}}}", r"\boxed{\frac{2}{2}}", "1"]
+    scores = Scorer("boxed", pool=pool, verifies=True)(Rows(responses, responses, "111", [{}] * 3))
+    assert scores.outcomes.tolist() == [Outcome.TIMEOUT, Outcome.CORRECT, Outcome.NO_ANSWER]
+    assert scores.rewards.tolist() == [0, 1, 0]
+    assert scores.known.all()
+
+
+def test_references_that_cannot_be_read_are_found(pool: RewardPool) -> None:
+    scorer = Scorer("boxed", pool=pool, verifies=True)
+    assert scorer.unreadable(["1", r"\frac{1}{2}", r"\text{}", "(3,4)"]) == [2]
+
+
+@needs_data
+@pytest.mark.slow
+def test_the_verdicts_on_cases_of_other_projects(pool: RewardPool) -> None:
+    """The bars that the pool must hold: pairs without a convention of taste, and pairs that are
+    equal or different by construction."""
+    for name, least, most_wrong in (("pairs.jsonl", 142, 1), ("derived_pairs.jsonl", 595, 0)):
+        all_cases = [case for case in cases(name) if "convention" not in case]
+        found = equal(pool, [(case["gold"], case["pred"]) for case in all_cases])
+        right = [
+            (verdict is True) == case["expected"]
+            for case, verdict in zip(all_cases, found, strict=True)
+        ]
+        wrongly = [
+            case
+            for case, verdict in zip(all_cases, found, strict=True)
+            if verdict is True and not case["expected"]
+        ]
+        assert sum(right) >= least
+        assert len(wrongly) <= most_wrong
+
+
+@needs_data
+@pytest.mark.slow
+def test_hostile_responses_are_settled_in_time(pool: RewardPool) -> None:
+    scorer = Scorer("boxed", pool=pool, verifies=True)
+    for case in cases("hostile.jsonl"):
+        before = time.monotonic()
+        scores = scorer(Rows([""], [case["response"]], [case["gold"]], [{}]))
+        assert time.monotonic() - before < DEADLINE + 0.5, case["id"]
+        if case["expected"] is not None:
+            assert scores.rewards.tolist() == [case["expected"]], case["id"]
+        assert easy(pool), case["id"]
+
+
+@needs_data
+@pytest.mark.slow
+def test_all_solutions_of_math500_are_accepted(pool: RewardPool) -> None:
+    lines = next((SHARED / "math500").glob("*.jsonl")).read_text(encoding="utf-8").splitlines()
+    problems = [json.loads(line) for line in lines]
+    solutions = [problem["solution"] for problem in problems]
+    answers = [problem["answer"] for problem in problems]
+    scorer = Scorer("boxed", pool=pool, verifies=True)
+    assert scorer.unreadable(answers) == []
+    scores = scorer(Rows(solutions, solutions, answers, [{}] * len(answers)))
+    assert len(answers) == 500
+    assert np.flatnonzero(scores.rewards == 0).tolist() == []
+
+
+# ---- a user's function
+
+MODULE = """
+import asyncio, os, sys, time
+
+def by_row(prompts, responses, answers, rows):
+    return [float(r == a) + row["bonus"] for r, a, row in zip(responses, answers, rows)]
+
+async def late_but_good(prompts, responses, answers, rows):
+    await asyncio.sleep(0.01)
+    return [(1, "correct") if r == a else (-1, "no_answer") for r, a in zip(responses, answers)]
+
+def naughty(prompts, responses, answers, rows):
+    what = responses[0]
+    if what == "sleep": time.sleep(60)
+    if what == "spin":
+        while True: pass
+    if what == "raise": raise LookupError("no such thing")
+    if what == "exit": sys.exit(3)
+    if what == "kill": os.kill(os.getpid(), 9)
+    if what == "print":
+        print("x" * 2**20); print("y" * 2**20, file=sys.stderr); os.write(1, b"z" * 2**20)
+    if what == "short": return []
+    if what == "text": return ["good"]
+    if what == "nan": return [float("nan")]
+    if what == "outcome": return [(1.0, "splendid")]
+    if what == "nothing": return None
+    if what == "fork":
+        if os.fork() == 0: time.sleep(60)
+    return [0.5]
+
+number = 7
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own_reward.py"
+    path.write_text(MODULE, encoding="utf-8")
+    return path
+
+
+def judged(pool: RewardPool, responses: list[str], rows: int = 32, **columns: Any) -> Scores:
+    scorer = Scorer("hash", ("function",), (1.0,), pool, rows=rows)
+    return scorer(Rows(responses, responses, ["4"] * len(responses), [columns] * len(responses)))
+
+
+def test_a_function_of_ones_own_gets_whole_rows(file: Path) -> None:
+    with RewardPool(2, 5.0, f"{file}:by_row") as pool:
+        scores = judged(pool, ["4", "5", "4", "6", "4"], rows=2, bonus=0.25)
+        assert scores.rewards.tolist() == [1.25, 0.25, 1.25, 0.25, 1.25]
+        assert scores.known.all()
+
+
+def test_it_may_be_asynchronous_and_name_outcomes(file: Path) -> None:
+    with RewardPool(1, 5.0, f"{file}:late_but_good") as pool:
+        scores = judged(pool, ["4", "5"])
+        assert scores.rewards.tolist() == [1, -1]
+        assert scores.outcomes.tolist() == [Outcome.CORRECT, Outcome.NO_ANSWER]
+
+
+def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Path) -> None:
+    said = {
+        "sleep": "not through in time",
+        "spin": "not through in time",
+        "raise": "LookupError: no such thing (own_reward.py, line 16)",
+        "exit": "SystemExit: 3",
+        "kill": "a call ended its process",
+        "short": "0 rewards for 1 rows",
+        "text": "'good', which is no number",
+        "nan": "nan, which is not finite",
+        "outcome": "'splendid', which is none of",
+        "nothing": "TypeError",
+    }
+    responses = [word for bad in said for word in (bad, "good")] + ["print", "fork"]
+    with RewardPool(2, 1.0, f"{file}:naughty") as pool:
+        scores = judged(pool, responses, rows=1)
+        known = [response not in said for response in responses]
+        assert scores.known.tolist() == known
+        assert scores.rewards.tolist() == [0.5 * one for one in known]
+        late = [Outcome(outcome) == Outcome.TIMEOUT for outcome in scores.outcomes]
+        assert late == [response in ("sleep", "spin") for response in responses]
+        for response, reason in said.items():
+            assert reason in judged(pool, [response]).reason
+        below = children(pool._process.pid)
+    assert not any(map(alive, below))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_reward.py:missing", "AttributeError: module 'own_reward' has no attribute 'missing'"),
+        ("own_reward.py:number", "number is a int, which cannot be called"),
+        ("nowhere.py:reward", "FileNotFoundError"),
+        ("no_such_package.rewards:reward", "ModuleNotFoundError"),
+        ("own_reward", "write it as package.module:name or file.py:name"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(file: Path, name: str, said: str) -> None:
+    where = name.replace("own_reward.py", str(file)).replace("nowhere.py", f"{file.parent}/no.py")
+    with RewardPool(2, 5.0, where) as pool, pytest.raises(PoolError, match=re.escape(said)):
+        pool([])
+
+
+def test_the_address_space_of_this_process_is_its_own(pool: RewardPool) -> None:
+    """The limit is the workers'."""
+    assert easy(pool)
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
