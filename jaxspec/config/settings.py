@@ -13,7 +13,7 @@ from jaxspec.config.algorithm import (
     LossConfig,
     OverlongConfig,
 )
-from jaxspec.config.reward import RewardConfig
+from jaxspec.config.data import DataConfig, RewardConfig
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -38,7 +38,6 @@ from jaxspec.inputs.spec import (
     Natural,
     Positive,
 )
-from jaxspec.rewards.extract import Style
 
 __all__ = [
     "AUTO_LENGTHS",
@@ -154,41 +153,6 @@ class OptimizerConfig(Checked, prefix="optimizer."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Checked, prefix="data."):
-    """Prompts with checkable answers: generated tasks, or JSON lines."""
-
-    path: str = ""
-    """JSON-lines file of training problems; empty: generated arithmetic tasks."""
-    eval_path: str = ""
-    """JSON-lines file of held-out problems; empty: the last `eval_prompts` rows of `path` are held
-    out."""
-    tokenizer: str = ""
-    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of
-    model.path, else the built-in characters."""
-    prompt_column: str = "question"
-    """Column of the problem text."""
-    answer_column: str = "answer"
-    """Column of the reference answer."""
-    answer_style: Style = "hash"
-    """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
-    last `Answer:` line, in `either` of these two; `dapo`: DAPO's own rule for that line and what
-    equals it, which is stricter (`42.` is not 42)."""
-    instruction: str = ""
-    """Text appended to each problem of `path`, such as how to mark the final answer."""
-    max_prompt_length: Annotated[int, Range(least=2)] = 8
-    """Longest prompt, in tokens; longer problems are left out and counted."""
-    task: Literal["add", "subtract", "mixed"] = "add"
-    """Family of the generated tasks."""
-    digits: Annotated[int, Range(least=1, most=4)] = 2
-    """Difficulty of the generated tasks: digits of the operands, 1 to 4."""
-    format: Literal["worked", "text"] = "worked"
-    """Warm-start data: `worked` solves each prompt step by step (some steps wrong); `text` is a
-    mixed corpus to continue."""
-    eval_prompts: Count = 64
-    """Held-out problems for `eval/exact_match`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MeshConfig(Checked, prefix="mesh."):
     """Devices as `data` x `tensor`."""
 
@@ -211,6 +175,9 @@ class SftConfig(Checked, prefix="sft."):
     """Sequences a batch."""
     learning_rate: Positive = 4e-3
     """Peak AdamW learning rate; cosine decay to a tenth."""
+    format: Literal["worked", "text"] = "worked"
+    """`worked` solves each prompt step by step (some steps wrong); `text` is a mixed corpus to
+    continue."""
     wrong_steps: Annotated[float, Range(least=0, below=1)] = 0.3
     """Share of worked steps with a wrong digit, so that the start is imperfect."""
 

@@ -72,6 +72,11 @@ WITH_ANY_DRAFT = (
     ),
     Unused(
         "rollout.enable_thinking",
+        "data.prompt_format {c.data.prompt_format}",
+        lambda c: c.data.prompt_format != "chat",
+    ),
+    Unused(
+        "rollout.enable_thinking data.prompt_format",
         "the built-in tokenizer (no data.tokenizer, no model.path)",
         lambda c: not c.data.tokenizer and not c.model.path,
     ),
@@ -84,7 +89,7 @@ WITH_ANY_DRAFT = (
         lambda c: not c.data.path,
     ),
     Unused("data.task data.digits", "data.path", lambda c: bool(c.data.path) and not _generic(c)),
-    Unused("data.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
+    Unused("sft.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
     Unused("sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _generic(c)),
     Unused(
         "loss.clip_low loss.clip_high loss.dual_clip",

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jaxspec.config.settings import DataConfig
+from jaxspec.config.settings import DataConfig, SftConfig
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError
 
@@ -142,7 +142,7 @@ def longest_response(digits: int) -> int:
 
 def sample_sft_batch(
     data: DataConfig,
-    wrong_steps: float,
+    sft: SftConfig,
     tokenizer: Tokenizer,
     rng: np.random.Generator,
     rows: int,
@@ -150,14 +150,14 @@ def sample_sft_batch(
 ) -> SftBatch:
     """Return `rows` training documents of at most `length` tokens, each closed by the end token.
 
-    `data.format` `worked` gives prompts with their solutions; `text` gives the corpus, where
+    `sft.format` `worked` gives prompts with their solutions; `text` gives the corpus, where
     everything but the beginning token is trained.
     Raises `ConfigError` where a document could be longer than `length`.
     """
     question = make_exercise(data.task, data.digits, 0, held_out=False).question
     before = (
         len(tokenizer.chat(question))
-        if data.format == "worked"
+        if sft.format == "worked"
         else len(tokenizer.bos_ids) + len(f"?{question}")
     )
     if length < before + longest_response(data.digits):
@@ -169,13 +169,13 @@ def sample_sft_batch(
     tokens = np.full((rows, length), tokenizer.pad_id, np.int32)
     prompt_lengths, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     for row in range(rows):
-        if data.format == "worked":
+        if sft.format == "worked":
             exercise = _draw(data.task, data.digits, rng)
             prompt = tokenizer.chat(exercise.question)
-            response = worked_solution(exercise, rng, wrong_steps)
+            response = worked_solution(exercise, rng, sft.wrong_steps)
         else:
             prompt = [*tokenizer.bos_ids]
-            response = corpus_text(data.task, data.digits, rng, wrong_steps)
+            response = corpus_text(data.task, data.digits, rng, sft.wrong_steps)
         ids = [*prompt, *tokenizer.encode(response), tokenizer.stop_ids[0]]
         tokens[row, : len(ids)] = ids
         prompt_lengths[row], lengths[row] = len(prompt), len(ids)

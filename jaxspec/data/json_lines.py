@@ -48,7 +48,8 @@ class RowParser:
         Raises `ConfigError` naming file, line and column.
         """
         row = json_line(line, self.where(index))
-        problem = self._column(row, "prompt_column", index)
+        chat = self._messages(row, index)
+        problem = chat[-1]["content"] if chat else self._column(row, "prompt_column", index)
         answer = self._answer(row, index)
         if not problem.strip():
             return Problem("", (), answer, index)
@@ -59,7 +60,8 @@ class RowParser:
                 " data.tokenizer to a tokenizer's folder"
             )
         with read_from(self.where(index)):
-            prompt = self.tokenizer.render(text)
+            asked = [*chat[:-1], {"role": "user", "content": text}] if chat else text
+            prompt = self.tokenizer.render(asked)
             return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index, row)
 
     def answer(self, line: bytes, index: int) -> str:
@@ -73,15 +75,43 @@ class RowParser:
         """Return the place of row `index` for a message."""
         return f"{self.key} {self.path}, line {index + 1}"
 
+    def _messages(self, row: dict[str, Any], index: int) -> list[dict[str, str]]:
+        """The messages of a problem that is a chat, up to the last of the user; empty where it is a
+        text."""
+        value = self._value(row, "prompt_column", index)
+        if not isinstance(value, list):
+            return []
+        chat = messages_of(value)
+        asked = [place for place, each in enumerate(chat or ()) if each["role"] == "user"]
+        if not chat or not asked or not all(is_whole_text(each["content"]) for each in chat):
+            raise ConfigError(
+                f"{self.where(index)}: column {self.config.prompt_column!r} holds a list that is no"
+                " chat; its messages must be objects with a text for `role` and `content` (or"
+                " `from` and `value`), and the user must ask something"
+            )
+        return chat[: asked[-1] + 1]
+
+    def _value(self, row: dict[str, Any], setting: str, index: int) -> Any:
+        """What a row has in the column that a setting names: by its whole name, or along its
+        dots."""
+        name: str = getattr(self.config, setting)
+        value: Any = row
+        for part in [name] if name in row else name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                columns = listed(map(shown, row)) or "none"
+                raise ConfigError(
+                    f"{self.where(index)}: no column {shown(name)} among {columns};"
+                    f" {self._remedy(row, setting)}"
+                )
+            value = value[part]
+        return value
+
     def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
         name: str = getattr(self.config, setting)
-        if name not in row:
-            columns = listed(map(shown, row)) or "none"
-            raise ConfigError(
-                f"{self.where(index)}: no column {shown(name)} among {columns};"
-                f" {self._remedy(row, setting)}"
-            )
-        value, holds = row[name], f"{self.where(index)}: column {name!r} holds"
+        value, holds = (
+            self._value(row, setting, index),
+            f"{self.where(index)}: column {name!r} holds",
+        )
         if isinstance(value, str) and not is_whole_text(value):
             raise ConfigError(f"{holds} half of a character, {shown(value)}; correct the text")
         kind, remedy = type(value).__name__, f"set --data.{setting} to a column of text"
@@ -138,6 +168,27 @@ class JsonLines(Problems):
     def shared(self, other: JsonLines) -> int:
         """Return how many of these problems are among those of `other`."""
         return int(np.isin(self._places[:, 3], other._places[:, 3]).sum())
+
+
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""What the layout with `from` and `value` (ShareGPT, Magpie) calls who speaks."""
+
+
+def messages_of(chat: list[Any]) -> list[dict[str, str]] | None:
+    """Return the messages of a chat with `role` and `content`, whichever of the two layouts it is
+    written in; None where it is written in neither."""
+    found = []
+    for message in chat:
+        if not isinstance(message, dict):
+            return None
+        role, text = (
+            message.get(name, message.get(other))
+            for name, other in (("role", "from"), ("content", "value"))
+        )
+        if not isinstance(role, str) or not isinstance(text, str):
+            return None
+        found.append({"role": _SPEAKERS.get(role, role), "content": text})
+    return found
 
 
 def reference_answer(text: str) -> str:

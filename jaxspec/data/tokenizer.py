@@ -40,7 +40,8 @@ class Tokenizer:
     """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
 
     `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends
-    known from elsewhere; `enable_thinking` is handed to the chat template.
+    known from elsewhere; `enable_thinking` is handed to the chat template; `prompt_format` is as in
+    the setting `data.prompt_format`.
     Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
     """
 
@@ -51,9 +52,11 @@ class Tokenizer:
         source: str,
         end_ids: Iterable[int] = (),
         enable_thinking: bool = True,
+        prompt_format: str = "chat",
     ) -> None:
         self._backend, self._settings = backend, dict(settings)
         self.source, self.enable_thinking = source, enable_thinking
+        self._prompt_format = prompt_format
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         require(
             self.size > 0,
@@ -95,14 +98,33 @@ class Tokenizer:
         kept = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped]
         return self._backend.decode(kept, skip_special_tokens=True)
 
-    def render(self, problem: str) -> str:
-        """Return `problem` as a prompt: the chat template with one user message, or behind the
-        beginning token if there is no template."""
+    def render(self, problem: str | Sequence[Mapping[str, str]]) -> str:
+        """Return `problem`, a text or the messages of a chat, as a prompt: by the chat template; or
+        behind the beginning token, where there is none or another format is asked for.
+
+        Raises `ConfigError` for several messages without a template.
+        """
+        if self._prompt_format == "chat" and self._template is not None:
+            whole = isinstance(problem, str)
+            messages = [{"role": "user", "content": problem}] if whole else problem
+            what = "a single user message" if whole else "these messages"
+            return self._fill(self._template, messages, what, add_generation_prompt=True)
+        if not isinstance(problem, str):
+            require(
+                len(problem) == 1,
+                f"a chat of {len(problem)} messages needs a chat template, and {self._why_none};"
+                " give the last message alone",
+            )
+            problem = problem[0]["content"]
+        if self._prompt_format not in ("chat", "raw"):
+            problem = self._prompt_format.replace("{problem}", problem)
+        return self._specials["bos_token"] + problem if self.bos_ids else problem
+
+    @property
+    def _why_none(self) -> str:
         if self._template is None:
-            return self._specials["bos_token"] + problem if self.bos_ids else problem
-        messages = [{"role": "user", "content": problem}]
-        what = "a single user message"
-        return self._fill(self._template, messages, what, add_generation_prompt=True)
+            return f"{self.source} has none"
+        return f"data.prompt_format is {shown(self._prompt_format)}"
 
     def chat(self, problem: str) -> list[int]:
         """Return the ids of `render(problem)`."""
@@ -240,9 +262,11 @@ class Tokenizer:
         return ChatTemplate(found, self.source) if found else None
 
 
-def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
+def load_tokenizer(
+    folder: str, enable_thinking: bool = True, prompt_format: str = "chat"
+) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat
-    template.
+    template, and `prompt_format` is as in the setting `data.prompt_format`.
 
     Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends
     of generation_config.json.
@@ -273,7 +297,8 @@ def load_tokenizer(folder: str, enable_thinking: bool = True) -> Tokenizer:
     # padding
     backend.no_truncation()
     backend.no_padding()
-    tokenizer = Tokenizer(backend, settings, folder, _ends(generation_config), enable_thinking)
+    ends = _ends(generation_config)
+    tokenizer = Tokenizer(backend, settings, folder, ends, enable_thinking, prompt_format)
     _check_template(tokenizer, chat_template if os.path.lexists(chat_template) else config)
     return tokenizer
 

@@ -107,11 +107,11 @@ def training_text(
     """
     length = config.row_length
     if config.offline.text == "generic":
-        corpus = dataclasses.replace(config.data, format="text")
+        corpus = dataclasses.replace(config.sft, format="text")
         rng = stream_rng(config.seed, Stream.CORPUS)
         return answered(
             arithmetic.sample_sft_batch(
-                corpus, config.sft.wrong_steps, tokenizer, rng, config.offline.samples, length
+                config.data, corpus, tokenizer, rng, config.offline.samples, length
             )
         )
     return (

@@ -210,7 +210,11 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         nothing to train it on.
     """
     thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
-    tokenizer = load_tokenizer(folder, thinking) if folder else character_tokenizer()
+    tokenizer = (
+        load_tokenizer(folder, thinking, config.data.prompt_format)
+        if folder
+        else character_tokenizer()
+    )
     tokenizer.check_vocab(config.model.vocab)
     _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):

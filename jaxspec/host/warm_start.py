@@ -61,9 +61,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     )
     for number in range(1, sft.steps + 1):
         texts = answered(
-            arithmetic.sample_sft_batch(
-                config.data, sft.wrong_steps, job.tokenizer, rng, sft.rows, length
-            )
+            arithmetic.sample_sft_batch(config.data, sft, job.tokenizer, rng, sft.rows, length)
         )
         state, metrics = update(state, texts_to_learn(*texts, mesh, learner.tokens))
         progress.update(number, loss=float(metrics["loss/policy"]))
@@ -80,7 +78,7 @@ def policy_key(job: Job) -> str:
     shape = (
         config.data.task,
         config.data.digits,
-        config.data.format,
+        config.sft.format,
         config.data.max_prompt_length,
         config.rollout.max_new_tokens,
     )

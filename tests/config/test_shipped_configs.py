@@ -43,6 +43,14 @@ def test_config_files(name: str) -> None:
         check(ResolvedConfig.of(config), devices=1)
 
 
+@pytest.mark.parametrize("scale", ["qwen3_0.6b", "qwen3_8b"])
+def test_a_base_model_gets_no_chat_template(scale: str) -> None:
+    zero, _ = read_config(CONFIGS / "rl_zero.py", scale)
+    think, _ = read_config(CONFIGS / "rl_think.py", scale)
+    assert "{problem}" in zero.data.prompt_format
+    assert think.data.prompt_format == "chat"
+
+
 @pytest.mark.parametrize(
     ("name", "program"), list(zip(NAMES, ("train_draft", "train", "train"), strict=True))
 )

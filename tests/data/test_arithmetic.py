@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config.settings import DataConfig
+from jaxspec.config.settings import DataConfig, SftConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import Exercise, count, make_exercise, worked_solution
 from jaxspec.data.tokenizer import character_tokenizer
@@ -146,9 +146,11 @@ def test_corpus_solves_few_of_its_questions(task):
 @pytest.mark.parametrize(("digits", "length"), [(1, 20), (2, 56), (4, 56)])
 def test_batches(form, digits, length):
     tokenizer = character_tokenizer()
-    data = DataConfig(format=form, digits=digits, task="mixed")
-    batch = arithmetic.sample_sft_batch(data, 0.1, tokenizer, np.random.default_rng(0), 32, length)
-    again = arithmetic.sample_sft_batch(data, 0.1, tokenizer, np.random.default_rng(0), 32, length)
+    data, sft = DataConfig(digits=digits, task="mixed"), SftConfig(format=form, wrong_steps=0.1)
+    batch, again = (
+        arithmetic.sample_sft_batch(data, sft, tokenizer, np.random.default_rng(0), 32, length)
+        for _ in range(2)
+    )
     np.testing.assert_array_equal(batch.tokens, again.tokens)
     held_out = {e.question for e in both_sides("mixed", digits)[1]} if digits <= 2 else set()
     for tokens, start, end in zip(*batch, strict=True):
@@ -170,5 +172,6 @@ def test_too_short_rows_are_refused():
         ConfigError, match=r"data\.digits 4 .* up to 55 tokens, more than .* = 24; raise"
     ):
         arithmetic.sample_sft_batch(
-            DataConfig(digits=4), 0.1, character_tokenizer(), np.random.default_rng(0), 4, 24
+            *(DataConfig(digits=4), SftConfig(), character_tokenizer()),
+            *(np.random.default_rng(0), 4, 24),
         )

@@ -79,6 +79,31 @@ def test_template_file_wins_and_sees_special_tokens(folder):
     assert load_tokenizer(str(folder)).render("2+2=") == "<bos>?2+2=;"
 
 
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %};"
+
+
+@pytest.mark.parametrize(
+    ("prompt_format", "prompt"),
+    [
+        ("chat", "<bos>[user]1+1=;"),
+        ("raw", "<bos>1+1="),
+        ("Problem: {problem}\nSolution:", "<bos>Problem: 1+1=\nSolution:"),
+    ],
+)
+def test_a_problem_is_written_in_the_format_that_is_asked_for(folder, prompt_format, prompt):
+    """A base model must not get a chat template, also where its tokenizer has one."""
+    edit(folder / "tokenizer_config.json", chat_template=CHAT)
+    tokenizer = load_tokenizer(str(folder), prompt_format=prompt_format)
+    assert tokenizer.render("1+1=") == prompt
+    assert tokenizer.render([{"role": "user", "content": "1+1="}]) == prompt
+    chat = [{"role": "system", "content": "?"}, {"role": "user", "content": "1+1="}]
+    if prompt_format == "chat":
+        assert tokenizer.render(chat) == "<bos>[system]?[user]1+1=;"
+    else:
+        with pytest.raises(ConfigError, match=r"a chat of 2 messages .*data\.prompt_format is"):
+            tokenizer.render(chat)
+
+
 def test_named_templates_give_the_default(folder):
     edit(
         folder / "tokenizer_config.json",

@@ -1,4 +1,4 @@
-"""Settings of rewards: what a response is paid for, and the processes that find out."""
+"""Settings of data and rewards: what is asked, and what a response is paid for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,53 @@ from typing import Annotated, Literal
 
 from jaxspec.inputs.checked import Checked, Range, require
 from jaxspec.inputs.spec import Count, Natural, Positive
+from jaxspec.rewards.extract import Style
 
 RewardPart = Literal["answer", "stated", "thought", "function"]
 Weight = Annotated[float, Range()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Checked, prefix="data."):
+    """Prompts with checkable answers: generated tasks, or JSON lines."""
+
+    path: str = ""
+    """JSON-lines file of training problems; empty: generated arithmetic tasks."""
+    eval_path: str = ""
+    """JSON-lines file of held-out problems; empty: the last `eval_prompts` rows of `path` are held
+    out."""
+    tokenizer: str = ""
+    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of
+    model.path, else the built-in characters."""
+    prompt_column: str = "question"
+    """Column of the problem: its text, or the messages of a chat, of which those up to the last of
+    the user are asked. A dot leads into an object: a.b."""
+    answer_column: str = "answer"
+    """Column of the reference answer, with dots as well."""
+    prompt_format: str = "chat"
+    """How a problem becomes a prompt: `chat`: by the tokenizer's chat template; `raw`: as it is,
+    for a model that was only taught to go on; or a text of your own with {problem} in it."""
+    answer_style: Style = "hash"
+    """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
+    last `Answer:` line, in `either` of these two; `dapo`: DAPO's own rule for that line and what
+    equals it, which is stricter (`42.` is not 42)."""
+    instruction: str = ""
+    """Text appended to each problem of `path`, such as how to mark the final answer."""
+    max_prompt_length: Annotated[int, Range(least=2)] = 8
+    """Longest prompt, in tokens; longer problems are left out and counted."""
+    task: Literal["add", "subtract", "mixed"] = "add"
+    """Family of the generated tasks."""
+    digits: Annotated[int, Range(least=1, most=4)] = 2
+    """Difficulty of the generated tasks: digits of the operands, 1 to 4."""
+    eval_prompts: Count = 64
+    """Held-out problems for `eval/exact_match`."""
+
+    def check(self) -> None:
+        require(
+            self.prompt_format in ("chat", "raw") or "{problem}" in self.prompt_format,
+            f"data.prompt_format is {self.prompt_format!r}; it must be chat, raw, or a text with"
+            " {problem} in it",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
