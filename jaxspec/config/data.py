@@ -35,8 +35,8 @@ class DataConfig(Checked, prefix="data."):
     for a model that was only taught to go on; or a text of your own with {problem} in it."""
     answer_style: Style = "hash"
     """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
-    last `Answer:` line, in `either` of these two; `dapo`: DAPO's own rule for that line and what
-    equals it, which is stricter (`42.` is not 42)."""
+    last `Answer:` line, in `either` of these two, in the last block of `code`; `dapo`: DAPO's own
+    rule for that line and what equals it, which is stricter (`42.` is not 42)."""
     instruction: str = ""
     """Text appended to each problem of `path`, such as how to mark the final answer."""
     max_prompt_length: Annotated[int, Range(least=2)] = 8
@@ -60,9 +60,11 @@ class DataConfig(Checked, prefix="data."):
 class RewardConfig(Checked, prefix="reward."):
     """What a response is paid for."""
 
-    verifier: Literal["exact", "math"] = "exact"
-    """When an answer equals the reference: as text and number; or also as mathematics, by
-    math-verify (extra `math`), in processes whose time is bounded."""
+    verifier: Literal["exact", "math", "code"] = "exact"
+    """When an answer is right: `exact`: it equals the reference as text or number; `math`: or as
+    mathematics, by math-verify (extra `math`); `code`: as a program, the reference's tests pass."""
+    run_code: bool = False
+    """Run programs that the policy writes, which `code` needs."""
     function: str = ""
     """A function of your own, as package.module:name or file.py:name: function(prompts, responses,
     answers, rows), lists of one length, returns a number for each, or (number, outcome); may be
@@ -84,6 +86,12 @@ class RewardConfig(Checked, prefix="reward."):
     """Share of a rollout's responses that the function may fail on before the run ends."""
 
     def check(self) -> None:
+        require(
+            self.verifier != "code" or self.run_code,
+            "reward.verifier code runs programs that the policy writes, in processes that are"
+            " contained as far as this system can (docs/rewards.md); say so with"
+            " --reward.run_code",
+        )
         named, given = bool(self.function), bool(self.parts)
         require(
             not given or named == ("function" in self.parts),

@@ -126,9 +126,14 @@ WITH_ANY_DRAFT = (
         lambda c: c.dynamic_sampling.max_batches == 0,
     ),
     Unused(
-        "reward.verifier data.answer_style",
+        "reward.verifier reward.run_code data.answer_style",
         "reward.parts {c.reward.all_parts}",
         lambda c: not {"answer", "stated"} & {*c.reward.all_parts},
+    ),
+    Unused(
+        "reward.run_code",
+        "reward.verifier {c.reward.verifier}",
+        lambda c: c.reward.verifier != "code",
     ),
     Unused(
         "reward.workers reward.deadline",

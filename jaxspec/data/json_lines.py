@@ -69,6 +69,9 @@ class RowParser:
         return self._answer(json_line(line, self.where(index)), index)
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
+        if self.config.answer_style == "code":
+            tests = self._value(row, "answer_column", index)
+            return assertions_of(row, tests) or self._column(row, "answer_column", index)
         return reference_answer(self._column(row, "answer_column", index))
 
     def where(self, index: int) -> str:
@@ -189,6 +192,21 @@ def messages_of(chat: list[Any]) -> list[dict[str, str]] | None:
             return None
         found.append({"role": _SPEAKERS.get(role, role), "content": text})
     return found
+
+
+def assertions_of(row: dict[str, Any], tests: Any) -> str:
+    """Return a program of tests, as MBPP has it (a list of asserts, and what they need) or
+    HumanEval (a function `check`, and what it is called with); empty where `tests` is neither a
+    text nor a list of texts."""
+    parts = [tests] if isinstance(tests, str) else tests
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        return ""
+    before = [row.get(name) for name in ("test_imports", "test_setup_code")]
+    lines = [part for each in before for part in (each if isinstance(each, list) else [each])]
+    entry, program = row.get("entry_point"), "\n".join(parts)
+    if isinstance(entry, str) and "def check(" in program:
+        program += f"\ncheck({entry})"
+    return "\n".join([*(line for line in lines if isinstance(line, str)), program]).strip()
 
 
 def reference_answer(text: str) -> str:

@@ -26,9 +26,9 @@ def scorer_of(config: Config, *sources: Problems) -> Scorer:
         sound; it cannot read some answers, which are listed.
     """
     settings = config.reward
-    verifies = settings.verifier == "math" and "answer" in settings.all_parts
+    verifies = settings.verifier != "exact" and "answer" in settings.all_parts
     require(
-        not verifies or importlib.util.find_spec("math_verify") is not None,
+        settings.verifier != "math" or importlib.util.find_spec("math_verify") is not None,
         "reward.verifier math needs math-verify, which is not installed: pip install"
         " 'jaxspec-rl[math]', or set --reward.verifier exact",
     )
@@ -37,7 +37,7 @@ def scorer_of(config: Config, *sources: Problems) -> Scorer:
         workers = settings.workers or min(MOST_WORKERS, max(1, meshes.cores() - 1))
         pool = RewardPool(workers, settings.deadline, settings.function)
     style, parts = config.data.answer_style, settings.all_parts
-    scorer = Scorer(style, parts, settings.all_weights, pool, verifies, settings.rows)
+    scorer = Scorer(style, parts, settings.all_weights, pool, settings.verifier, settings.rows)
     try:
         if pool is not None:
             pool([])  # hears whether the function was imported
@@ -51,8 +51,8 @@ def scorer_of(config: Config, *sources: Problems) -> Scorer:
         first = [f"{places[row]}: {shown(answers[row])}" for row in itertools.islice(bad, _LISTED)]
         require(
             not bad,
-            f"{len(bad)} reference answers are no mathematics that reward.verifier math can read:"
+            f"{len(bad)} reference answers cannot be read by reward.verifier {settings.verifier}:"
             f" {listed(first)}{' and others' * (len(bad) > _LISTED)}; correct or remove them, or"
-            " set --reward.verifier exact",
+            " choose another verifier",
         )
     return scorer

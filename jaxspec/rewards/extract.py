@@ -6,15 +6,18 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Style = Literal["hash", "boxed", "answer_line", "either", "dapo"]
+Style = Literal["hash", "boxed", "answer_line", "either", "dapo", "code"]
 
 # characters from the end of a response that are searched, so that the work does not grow with its
 # length
 WINDOW = 4096
 
+CODE_WINDOW = 2**15
+"""The same for programs."""
 DAPO_WINDOW = 300
 """Characters from the end that DAPO's rule searches."""
 
+_LANGUAGES = "", "python", "python3", "py"
 _BRACES = re.compile(r"\\[{}]|\\boxed\s{0,8}\{|[{}]")
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,8}(\S[^\n]*)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
@@ -56,10 +59,13 @@ def extract(text: str, style: Style) -> str | None:
     `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced
     \\boxed{}; `answer_line`: what follows the last `Answer:`, in or out of a box or markdown
     emphasis; `either`: the last box, else that line; `dapo`: what follows the last `Answer:` in the
-    last 300 characters, as it stands (DAPO, arXiv 2503.14476, in its code). A number that is merely
-    the last one in the text is no answer.
+    last 300 characters, as it stands (DAPO, arXiv 2503.14476, in its code); `code`: the last whole
+    block between ``` marks. A number that is merely the last one in the text is no answer.
     """
-    tail = text.rpartition("</think>")[2][-WINDOW:]
+    after = text.rpartition("</think>")[2]
+    if style == "code":
+        return _last_program(after[-CODE_WINDOW:])
+    tail = after[-WINDOW:]
     match style:
         case "hash":
             found = _after_hash(tail)
@@ -124,6 +130,13 @@ def _last_box(text: str) -> str | None:
         elif brace[0] == "{" or brace[0].startswith("\\boxed"):
             opened.append((brace[0] != "{", brace.end()))
     return None if last is None else text[slice(*last)]
+
+
+def _last_program(text: str) -> str | None:
+    pieces = text.split("```")
+    whole = pieces[1:-1:2]  # what no mark closes is cut off
+    language, _, program = whole[-1].partition("\n") if whole else ("", "", "")
+    return program if program.strip() and language.strip() in _LANGUAGES else None
 
 
 def _last_answer_line(text: str) -> str | None:

@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
+from jaxspec.rewards.code import adopt_orphans, end_descendants
 from jaxspec.rewards.worker import work
 
 START = 120.0
@@ -94,8 +95,9 @@ class Keeper:
                     if waits and time.monotonic() >= worker.ends:
                         self._lost(worker)
                 self._tell()
-        for worker in self._workers:
-            self._end(worker)
+        while self._workers:
+            self._end(self._workers[0])
+            del self._workers[0]
 
     def _assign(self) -> None:
         """Gives tasks to idle workers; a second try only while nothing else runs."""
@@ -106,7 +108,8 @@ class Keeper:
             if self._queue[0].again and busy:
                 return
             task = self._queue.popleft()
-            share = (1 - FIRST) if task.again else 1.0 if self._function else FIRST
+            theirs = task.content[0] == "rows"
+            share = (1 - FIRST) if task.again else 1.0 if theirs else FIRST
             worker.task, worker.ends = task, time.monotonic() + share * self._seconds
             with contextlib.suppress(BrokenPipeError):  # its end is heard next
                 worker.tasks.send_bytes(json.dumps(task.content).encode())
@@ -155,7 +158,7 @@ class Keeper:
         if task is None:
             return
         batch = self._batches[task.batch]
-        if not (self._function or task.again) and batch.again < ALONE:
+        if not (task.content[0] == "rows" or task.again) and batch.again < ALONE:
             batch.again += 1
             self._queue.appendleft(dataclasses.replace(task, again=True))
         else:
@@ -196,13 +199,14 @@ class Keeper:
         away.close()
         return Worker(pid, here, time.monotonic() + START)
 
-    @staticmethod
-    def _end(worker: Worker) -> None:
+    def _end(self, worker: Worker) -> None:
         worker.tasks.close()
         for end in (os.killpg, os.kill):  # it may not have a session of its own yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 end(worker.pid, signal.SIGKILL)
         os.waitpid(worker.pid, 0)
+        # what it started and let go is this process's now
+        end_descendants([other.pid for other in self._workers if other is not worker])
 
 
 def main() -> None:
@@ -211,8 +215,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # who asks may still have work to finish; its end is the end
         signal.signal(number, signal.SIG_IGN)
-    if not function:
+    with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  # pyright: ignore[reportMissingImports] - for all workers
+    adopt_orphans()
     Keeper(Connection(int(descriptor)), int(workers), float(seconds), function).serve()
 
 

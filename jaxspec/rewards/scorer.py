@@ -1,6 +1,6 @@
 """The rewards of responses: parts that are added up, each with its outcome."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +9,18 @@ from jaxspec.rewards.extract import Style, dapo_form, extract, is_number, normal
 from jaxspec.rewards.outcome import Outcome, Scores
 from jaxspec.rewards.pool import PoolError, RewardPool
 
-CANARIES = (
-    ("\\frac{1}{2}", "0.5", True),
-    ("x^2+2x+1", "(x+1)^2", True),
-    ("\\frac{1}{2}", "2", False),
-)
-"""References, answers, and whether these are equal, which the verifier must find every time."""
+CANARIES = {
+    "math": (
+        ("\\frac{1}{2}", "0.5", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("\\frac{1}{2}", "2", False),
+    ),
+    "code": (
+        ("assert two() == 2", "def two():\n    return 2", True),
+        ("assert two() == 2", "def two():\n    return 3", False),
+    ),
+}
+"""By verifier, references, answers, and whether these are right, which it must find every time."""
 
 
 class Rows(NamedTuple):
@@ -63,7 +69,7 @@ class Scorer:
       parts: as in `reward.parts`.
       weights: of each part.
       pool: workers, where a part needs them.
-      verifies: whether an answer that is not equal as text or number may be as mathematics.
+      verifier: as in `reward.verifier`.
       rows: that a user's function is called with, at most.
     """
 
@@ -73,13 +79,14 @@ class Scorer:
         parts: Sequence[str] = ("answer",),
         weights: Sequence[float] = (1.0,),
         pool: RewardPool | None = None,
-        verifies: bool = False,
+        verifier: str = "exact",
         rows: int = 32,
     ) -> None:
         self._style: Style = style
         self._weights = dict(zip(parts, weights, strict=True))
         self._pool, self._rows = pool, rows
-        self._verifies = verifies and "answer" in parts
+        self._verifier = verifier if "answer" in parts else "exact"
+        self._canaries = CANARIES.get(self._verifier, ())
 
     def __call__(self, rows: Rows) -> Scores:
         """The scores of rows; raises as `begin` and `end` do."""
@@ -99,13 +106,13 @@ class Scorer:
             for each, (_, _, answer, _) in zip(found, whole, strict=True)
         ]
         tasks: list[list[Any]] = []
-        if self._verifies:
-            tasks += [["equal", reference, answer] for reference, answer, _ in CANARIES]
-            tasks += [
-                ["equal", rows.answers[row], found[row]]
-                for row, outcome in enumerate(outcomes)
-                if outcome is None
-            ]
+        pairs = [(reference, answer) for reference, answer, _ in self._canaries]
+        pairs += [
+            (rows.answers[row], found[row])
+            for row, outcome in enumerate(outcomes)
+            if outcome is None
+        ]
+        tasks += [[self._verifier, *pair] for pair in pairs]
         calls = []
         if "function" in self._weights:
             starts = range(0, len(whole), self._rows)
@@ -121,9 +128,8 @@ class Scorer:
           PoolError: the pool is broken, or the verifier does not know what is equal any more.
         """
         answers = [] if begun.number is None or not self._pool else self._pool.collect(begun.number)
-        if self._verifies:
-            answers = answers[self._sung(answers) :]
         verdicts = iter(answers)
+        self._listen(verdicts)
         outcomes = [_verdict(next(verdicts)) if each is None else each for each in begun.outcomes]
         rewarded: list[Judged] = []
         for call, answer in zip(begun.calls, verdicts, strict=True):
@@ -140,34 +146,36 @@ class Scorer:
         return self._added(judged)
 
     def unreadable(self, answers: Sequence[str]) -> list[int]:
-        """Which references are no mathematics that the verifier can read; raises PoolError."""
-        if not self._verifies or self._pool is None:
+        """Which references the verifier cannot read; raises PoolError."""
+        if self._verifier == "exact" or self._pool is None:
             return []
-        asked = [number for number, answer in enumerate(answers) if not is_number(answer)]
-        read = self._pool([["readable", answers[number]] for number in asked])
+        code = self._verifier == "code"
+        asked = [number for number, answer in enumerate(answers) if code or not is_number(answer)]
+        read = self._pool([["readable", self._verifier, answers[number]] for number in asked])
         return [number for number, answer in zip(asked, read, strict=True) if answer is not True]
 
     def _settled(self, found: str | None, answer: str) -> Outcome | None:
         """What is known of an answer without a worker."""
         if found is None:
             return Outcome.NO_ANSWER
+        if self._verifier == "code":
+            return None
         form = dapo_form if self._style == "dapo" else normalise
         if form(found) == form(answer):
             return Outcome.CORRECT
-        if self._verifies and not (is_number(found) and is_number(answer)):
+        if self._verifier == "math" and not (is_number(found) and is_number(answer)):
             return None
         return Outcome.WRONG
 
-    @staticmethod
-    def _sung(answers: Sequence[Any]) -> int:
-        """How many canaries there are, all of which must be alive."""
-        for (reference, answer, equal), verdict in zip(CANARIES, answers, strict=False):
-            if verdict is not equal:
+    def _listen(self, verdicts: Iterator[Any]) -> None:
+        """Whether all canaries are alive."""
+        for reference, answer, right in self._canaries:
+            verdict = next(verdicts)
+            if verdict is not right:
                 raise PoolError(
-                    f"the verifier says {verdict!r} to whether {answer} equals {reference}, which"
-                    f" is {equal}: no reward of it can be trusted"
+                    f"reward.verifier {self._verifier} says {verdict!r} of {answer!r} for"
+                    f" {reference!r}, which is {right}: no reward of it can be trusted"
                 )
-        return len(CANARIES)
 
     @staticmethod
     def _part(part: str, response: str, outcome: Outcome, given: Judged | None) -> Judged:

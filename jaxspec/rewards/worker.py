@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jaxspec.rewards.code import adopt_orphans, is_test, passes
+
 MEMORY = 3 * 2**30
 """Bytes of address space of a worker that runs checks of jaxspec alone."""
 SHOWN = 300
@@ -40,6 +42,7 @@ def work(tasks: Connection, function: str, seconds: float) -> None:
         os.dup2(nowhere, number)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    adopt_orphans()
     try:
         call = imported(function) if function else None
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
@@ -57,10 +60,14 @@ def work(tasks: Connection, function: str, seconds: float) -> None:
         # The keeper ends a worker that is late. Should there be no keeper any more, this does.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 5)
         match kind:
-            case "equal":
+            case "math":
                 answer = math_equal(*arguments)
+            case "code":
+                tests, program = arguments
+                answer = passes(tests, program, seconds)
             case "readable":
-                answer = bool(_parsed(*arguments))
+                verifier, reference = arguments
+                answer = bool(_parsed(reference)) if verifier == "math" else is_test(reference)
             case _:
                 assert call is not None, "rows are given to a function only where there is one"
                 answer = rewards_of(call, *arguments)
