@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -256,3 +257,20 @@ def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
         owned[rows] |= mine and first not in taken
         taken.add(first)
     return here, owned
+
+
+def local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """The given rows, all of which have a copy here, without touching other processes."""
+    host = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        host[shard.index] = np.asarray(shard.data)
+    return host[rows]
+
+
+def sum_over_processes(table: np.ndarray) -> np.ndarray:
+    """A table of which every process has some entries, and zeros elsewhere, whole."""
+    return (
+        table
+        if jax.process_count() == 1
+        else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)
+    )

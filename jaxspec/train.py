@@ -35,7 +35,7 @@ from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft
 from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
-from jaxspec.state import TrainState
+from jaxspec.state import Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
@@ -216,12 +216,12 @@ class Loop:
         prompts = self.batches.nothing(number) if last else self.batches.train(number)
         data_seconds = time.perf_counter() - began
         with self.profiler.call(number):
-            result = self.runner(run.state, run.finished, prompts, self.stop)
+            result = self.runner(run.state, run.finished, prompts, self.between)
         learnt, run.state, run.pending = run.pending, result.state, None
         if last or result.rollout is None:
             run.finished = self.batches.nothing_finished()
         if learnt is not None:
-            after = self.evaluate(run, _never) if last else {}
+            after = self.evaluate(run, lambda: False) if last else {}
             self.report(learnt.line | result.learnt | after, learnt.samples)
         if result.rollout is None:
             self.save(run)
@@ -286,17 +286,14 @@ class Loop:
             require_progress(skipped, name, f"batch {line['step']}", look)
 
     def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
-        """Exact match on the held-out problems, by the same program and with a key stream of its
-        own; nothing when asked to stop.
-
-        NaN where no answer has a reward.
-        """
+        """Exact match on the held-out problems, by the same program with keys of its own: NaN
+        where no answer has a reward, nothing when asked to stop."""
         rewards, weights = [], []
         for number in range(self.batches.evaluations):
             if stop():
                 return {}
             finished, prompts = self.batches.nothing_finished(), self.batches.evaluate(number)
-            result = self.runner(run.state, finished, prompts, _never)
+            result = self.runner(run.state, finished, prompts, lambda _: False)
             run.state = result.state
             assert result.rollout is not None, "an evaluation call is never interrupted"
             scored = self.batches.score_evaluation(number, result.rollout)
@@ -322,6 +319,11 @@ class Loop:
         arrays, host = run.to_save()
         self.checkpoints.save(run.number, arrays, host | {"history": self.batches.history.dump()})
 
+    def between(self, rollout: Rollout) -> bool:
+        """Looks at the rows between slices of generation; whether to stop."""
+        self.batches.begin_scoring(rollout)
+        return self.stop()
+
     def stop(self) -> bool:
         """Whether to stop now, the same in every process."""
         self._looks += 1
@@ -332,10 +334,6 @@ def _conditions(state: TrainState) -> Int[Array, " n"]:
     """Of the policy and, if there is one, the draft."""
     trained = state.learner.policy, state.learner.draft
     return jnp.stack([condition(each) for each in trained if each is not None])
-
-
-def _never() -> bool:
-    return False
 
 
 def _line(

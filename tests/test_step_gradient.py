@@ -133,7 +133,7 @@ def test_phase_by_phase_it_does_too() -> None:
     prompts = put(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
 
     def learn(state: TrainState, finished: Finished) -> Any:
-        called = runner(state, finished, prompts, lambda: True)
+        called = runner(state, finished, prompts, lambda _: True)
         return called.state, called.learnt
 
     assert_learns_from_the_others(step, learn)

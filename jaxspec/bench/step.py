@@ -83,7 +83,7 @@ class Stepper:
         prompts = self.prompts(number)
         data = {"time/data": time.perf_counter() - began}
         with self.profiler.call(number):
-            result = self._runner(self.state, self.finished, prompts, lambda: False)
+            result = self._runner(self.state, self.finished, prompts, lambda _: False)
         assert result.rollout is not None, "nobody asked to stop"
         began = time.perf_counter()
         rewards = put(self._rewards(result.rollout), self._like.rewards)

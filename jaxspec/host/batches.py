@@ -1,16 +1,16 @@
 """Between the host and the step: the prompts of a rollout, and its rewards, and what batch they
 make; each process sees to its own rows."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Bool
 
 from jaxspec import mesh as meshes
@@ -20,9 +20,9 @@ from jaxspec.data.problems import PromptStream, pad_prompts
 from jaxspec.data.scoring import scorer_of
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
-from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import PoolError
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import Ahead, Rows, Scorer
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
@@ -72,6 +72,7 @@ class Batches:
     ):
         self._job, self._held_out = job, held_out
         self._scorer = scorer or scorer_of(job.config)
+        self._ahead, self._asking = Ahead(self._scorer), 0
         self._stream = PromptStream(problems, job.config.seed)
         self._prompts, self._group = job.config.batch.prompts, job.config.batch.group_size
         self.history = History(job.config.rollout.past)
@@ -86,6 +87,7 @@ class Batches:
 
     def train(self, batch: int) -> Prompts:
         """The prompts of a training rollout."""
+        self._asking = batch
         return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
 
     def compare(self, batch: int) -> Prompts:
@@ -183,11 +185,11 @@ class Batches:
         rows = np.flatnonzero(self._owned).astype(np.int32)
         table = np.zeros(len(self._owned), np.float32)
         lengths, status, valid = (
-            _local_rows(leaf, rows)
+            meshes.local_rows(leaf, rows)
             for leaf in (finished.rollout.lengths, finished.rollout.status, finished.valid)
         )
         table[rows] = self._read(lengths, status, valid)
-        return finished.replace(plan=self._planned(_sum_over_processes(table)))
+        return finished.replace(plan=self._planned(meshes.sum_over_processes(table)))
 
     def _read(self, lengths: np.ndarray, status: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """Tokens of each row that learning reads."""
@@ -254,14 +256,14 @@ class Batches:
             np.int32,
         )
         tokens, starts, ends = (
-            _local_rows(leaf, rows)
+            meshes.local_rows(leaf, rows)
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
         width = self._job.step.generator.settings.max_new_tokens
         table = np.zeros((len(self._owned), 1 + width), np.int32)
         for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
             table[row, 0], table[row, 1 : 1 + end - start] = end - start, text[start:end]
-        table = _sum_over_processes(table)
+        table = meshes.sum_over_processes(table)
         for place, problem in self._training_problems(batch, np.ones(self._prompts, bool)).items():
             answers = table[place * group : place * group + min(group, past)]
             self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
@@ -271,22 +273,13 @@ class Batches:
         rows = np.asarray(
             [place * group + member for place in problems for member in range(group)], np.int32
         )
-        tokens, starts, ends, status, rounds = (
-            _local_rows(leaf, rows)
-            for leaf in (
-                rollout.tokens,
-                rollout.prompt_lengths,
-                rollout.lengths,
-                rollout.status,
-                rollout.statistics.rounds,
-            )
-        )
-        responses = [
-            job.tokenizer.decode(row[start:end])
-            for row, start, end in zip(tokens, starts, ends, strict=True)
-        ]
-        asked = [problem for problem in problems.values() for _ in range(group)]
-        scores = self._scores(asked, responses)
+        leaves = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
+        starts, ends, status, rounds = (meshes.local_rows(leaf, rows) for leaf in leaves)
+        ahead, self._ahead = self._ahead, Ahead(self._scorer)
+        with _telling():
+            left = ahead.left(rows.tolist())
+            ahead.begin(left, self._asked(problems, rollout, left))
+            scores = ahead.end()
         ended = np.isin(status, (EOS, LENGTH))
         has_reward = ended & scores.known
         overlong, longest = job.config.overlong, job.config.rollout.max_new_tokens
@@ -301,7 +294,7 @@ class Batches:
         for outcome in Outcome:
             table[4 + outcome, rows] = ended & (scores.outcomes == outcome)
         table[-1, rows] = ended
-        table = _sum_over_processes(table)
+        table = meshes.sum_over_processes(table)
         count = float(table[-1].sum())
         self._require_few(count - float(table[1].sum()), count, scores.reason)
         counted = float(table[1].sum()) or math.nan
@@ -311,16 +304,18 @@ class Batches:
         rewards, valid, learn = put(
             (table[0] + table[3], table[1] > 0, learn), (like.rewards, like.valid, like.learn)
         )
+        sampled = range(0, len(rows), group)
+        read = self._asked(problems, rollout, rows[sampled].tolist())
         samples = [
             {
-                "prompt": problem.prompt,
+                "prompt": prompt,
                 "response": response,
-                "answer": problem.answer,
+                "answer": answer,
                 "reward": float(scores.rewards[row]) if scores.known[row] else None,
                 "outcome": Outcome(scores.outcomes[row]).name.lower(),
                 "rounds": int(rounds[row]),
             }
-            for row, (problem, response) in enumerate(zip(asked, responses, strict=True))
+            for row, prompt, response, answer in zip(sampled, *read[:3], strict=True)
         ]
         shares = {
             _share(outcome): float(table[4 + outcome].sum()) / (count or math.nan)
@@ -331,19 +326,34 @@ class Batches:
         differing = dynamic_sampling.differing(table[0], table[1] > 0, group)
         finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
         reward = float(table[0].sum()) / counted
-        return Scored(finished, reward, shares, samples[::group], differing)
+        return Scored(finished, reward, shares, samples, differing)
 
-    def _scores(self, problems: list[Problem], responses: list[str]) -> Scores:
-        """Scores of responses; raises Diverged where the pool is broken."""
-        asked = [(problem.prompt, problem.answer, problem.columns) for problem in problems]
-        prompts, answers, columns = zip(*asked, strict=True) if asked else ((), (), ())
-        try:
-            return self._scorer(Rows(prompts, responses, answers, columns))
-        except PoolError as error:
-            raise Diverged(
-                f"rewards cannot be found any more: {error}. The same command goes on from the"
-                " newest checkpoint"
-            ) from error
+    def begin_scoring(self, rollout: Rollout) -> None:
+        """Has the workers begin with rows of the training rollout that have ended, while others
+        still generate."""
+        if not self._scorer.has_workers:
+            return
+        problems = self._training_problems(self._asking, self._owned_prompts())
+        rows = np.flatnonzero(self._owned).astype(np.int32)
+        ended = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
+        if ready := self._ahead.left(rows[ended].tolist()):
+            with _telling():
+                self._ahead.begin(ready, self._asked(problems, rollout, ready))
+
+    def _asked(self, problems: dict[int, Problem], rollout: Rollout, rows: list[int]) -> Rows:
+        """Problems and responses of some rows."""
+        tokens, starts, ends = (
+            meshes.local_rows(leaf, np.asarray(rows, np.int32))
+            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
+        )
+        texts = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
+        asked = [problems[row // self._group] for row in rows]
+        return Rows(
+            [problem.prompt for problem in asked],
+            [self._job.tokenizer.decode(text) for text in texts],
+            [problem.answer for problem in asked],
+            [problem.columns for problem in asked],
+        )
 
     def _require_few(self, failed: float, rows: float, reason: str) -> None:
         """Whether the user's function failed on few rows of a rollout, which are left out."""
@@ -358,6 +368,18 @@ class Batches:
                 " command goes on from the newest checkpoint"
             )
         self._job.say(f"warning: {told}, which are left out: {reason}")
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """A pool that is broken ends the run."""
+    try:
+        yield
+    except PoolError as error:
+        raise Diverged(
+            f"rewards cannot be found any more: {error}. The same command goes on from the newest"
+            " checkpoint"
+        ) from error
 
 
 def _no_group(rollouts: int, groups: int, line: dict[str, Any]) -> str:
@@ -375,19 +397,3 @@ def _no_group(rollouts: int, groups: int, line: dict[str, Any]) -> str:
 
 def _share(outcome: Outcome) -> str:
     return f"reward/{outcome.name.lower()}"
-
-
-def _local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """The given rows, all of which have a copy here, without touching other processes."""
-    host = np.zeros(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        host[shard.index] = np.asarray(shard.data)
-    return host[rows]
-
-
-def _sum_over_processes(table: np.ndarray) -> np.ndarray:
-    return (
-        table
-        if jax.process_count() == 1
-        else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)
-    )

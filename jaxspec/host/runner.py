@@ -36,20 +36,24 @@ class StepResult(NamedTuple):
     """Of this batch; what `learnt` counts is not in them."""
 
 
+Between = Callable[[Rollout], bool]
+"""Sees the rows as they stand between slices of generation, where there are any, and says whether
+to stop."""
+
+
 class Runner(NamedTuple):
     """Makes steps: learn, sync, generate."""
 
-    call: Callable[[TrainState, Finished, Prompts, Callable[[], bool]], StepResult]
-    """Consumes the state and, as one program, what is finished: their buffers are donated. The last
-    argument is asked between slices of generation, where there are any, whether to stop."""
+    call: Callable[[TrainState, Finished, Prompts, Between], StepResult]
+    """Consumes the state and, as one program, what is finished: their buffers are donated."""
     programs: Mapping[str, Any]
     """What it has compiled, by phase."""
 
     def __call__(
-        self, state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+        self, state: TrainState, finished: Finished, prompts: Prompts, between: Between
     ) -> StepResult:
         """One step."""
-        return self.call(state, finished, prompts, stop)
+        return self.call(state, finished, prompts, between)
 
 
 def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -118,7 +122,7 @@ def whole_step(step: Step, prompts: int) -> Runner:
         )
 
     def call(
-        state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+        state: TrainState, finished: Finished, prompts: Prompts, between: Between
     ) -> StepResult:
         began = time.perf_counter()
         state, rollout, learnt, generated = program(state, finished, prompts)
@@ -153,7 +157,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     measure, _ = ahead(step.generator.measure, finished.rollout, ready, out_shardings=whole)
 
     def call(
-        state: TrainState, finished: Finished, prompts: Prompts, stop: Callable[[], bool]
+        state: TrainState, finished: Finished, prompts: Prompts, between: Between
     ) -> StepResult:
         seconds: Seconds = {}
 
@@ -170,7 +174,7 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
                 case "prepare":
                     result = sync(*arguments)
                 case "generate":
-                    result = generate(*arguments, stop)
+                    result = generate(*arguments, between)
                 case _:
                     result = {} if arguments[0] is None else measure(*arguments)
             seconds[f"time/{phase}"] = _until(result, began)
@@ -197,12 +201,12 @@ def _until(result: Any, began: float) -> float:
 
 
 def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
-    """Generation to its end, whoever asks to stop; also its program."""
+    """Generation to its end, without slices to look between; also its program."""
     program, _ = ahead(
         step.generator.generate, ready, prompts, out_shardings=meshes.rows_sharding(step.mesh)
     )
 
-    def generate(ready: Ready, prompts: Prompts, _: Callable[[], bool]) -> Rollout:
+    def generate(ready: Ready, prompts: Prompts, _: Between) -> Rollout:
         return program(ready, prompts)
 
     return generate, {"generate": program}
@@ -211,7 +215,7 @@ def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable,
 def _in_slices(
     step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int
 ) -> tuple[Callable, dict[str, Any]]:
-    """Generation that looks up between slices whether to stop, and then gives None; also its
+    """Generation that is looked at between slices, and gives None where it is to stop; also its
     programs."""
 
     def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
@@ -227,10 +231,10 @@ def _in_slices(
     )
     by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 
-    def generate(ready: Ready, prompts: Prompts, stop: Callable[[], bool]) -> Rollout | None:
+    def generate(ready: Ready, prompts: Prompts, between: Between) -> Rollout | None:
         running = begin(ready, prompts)
         while bool(unfinished(running.rollout.status)):
-            if stop():
+            if between(running.rollout):
                 return None
             running = advance(ready, running)
         # what has no elements comes without its sharding

@@ -85,6 +85,8 @@ class Scorer:
         self._style: Style = style
         self._weights = dict(zip(parts, weights, strict=True))
         self._pool, self._rows = pool, rows
+        self.has_workers = pool is not None
+        """Whether anything is gained by beginning early."""
         self._verifier = verifier if "answer" in parts else "exact"
         self._canaries = CANARIES.get(self._verifier, ())
 
@@ -213,6 +215,32 @@ class Scorer:
             np.array(known, bool),
             reason,
         )
+
+
+class Ahead:
+    """Rows whose judging begins before the others are there."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._begun: list[tuple[Sequence[int], Begun]] = []
+
+    def left(self, numbers: Sequence[int]) -> list[int]:
+        """Those rows that were not begun with yet."""
+        begun = {number for numbers, _ in self._begun for number in numbers}
+        return [number for number in numbers if number not in begun]
+
+    def begin(self, numbers: Sequence[int], rows: Rows) -> None:
+        """Has rows judged; raises as `Scorer.begin` does."""
+        self._begun.append((numbers, self._scorer.begin(rows)))
+
+    def end(self) -> Scores:
+        """The scores of all that was begun with, in the order of the numbers; raises as
+        `Scorer.end` does."""
+        parts = [(numbers, self._scorer.end(begun)) for numbers, begun in self._begun]
+        numbers = np.concatenate([np.asarray(numbers, np.int64) for numbers, _ in parts])
+        order = np.argsort(numbers)
+        columns = [np.concatenate([part[i] for _, part in parts])[order] for i in range(3)]
+        return Scores(*columns, reason=next((p.reason for _, p in parts if p.reason), ""))
 
 
 def thinks_first(response: str) -> bool:

@@ -1,6 +1,7 @@
 """Prompts to devices and rewards back, on a mesh of eight devices."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +22,9 @@ from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rewards.outcome import Outcome, Scores
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import Begun, Rows, Scorer
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import EOS, FAILED, LENGTH, Prompts, Rollout
+from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Prompts, Rollout
 from tests.conftest import small_mesh
 
 PROMPTS, GROUP, NEW = 8, 2, 12
@@ -103,10 +104,11 @@ class Fails(Scorer):
     """It knows nothing of some rows."""
 
     def __init__(self, rows: set[int]) -> None:
+        super().__init__()
         self._unknown = rows
 
-    def __call__(self, rows: Rows) -> Scores:
-        known = np.array([row not in self._unknown for row in range(len(rows.responses))])
+    def end(self, begun: Begun) -> Scores:
+        known = np.array([row not in self._unknown for row in range(len(begun.rows.responses))])
         outcomes = np.where(known, Outcome.CORRECT, Outcome.ERROR).astype(np.int8)
         return Scores(known.astype(np.float32), outcomes, known, "asked to" * (not known.all()))
 
@@ -131,6 +133,46 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     batches = Batches(job, *problems, Fails({3, 4}))
     with pytest.raises(Diverged, match=r"2 of 16 responses, and .* is 0\.1: asked to"):
         batches.score_training(0, answered(job, batches, responses, status))
+
+
+class Watched(Scorer):
+    """It notes what it begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_workers = True
+        self.begun: list[Sequence[str]] = []
+
+    def begin(self, rows: Rows) -> Begun:
+        self.begun.append(rows.responses)
+        return super().begin(rows)
+
+
+def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> None:
+    """Each once, and the scores are those of judging all at the end."""
+    problems = load_problems(CONFIG.data, job.tokenizer)
+    sums = [
+        sum(map(int, text.rstrip("=").split("+")))
+        for text in questions(job, Batches(job, *problems).train(0))
+    ]
+    responses = [f"#{total + row % 2}" for row, total in enumerate(np.repeat(sums, GROUP).tolist())]
+    status = [EOS] * len(responses)
+    whole = Batches(job, *problems)
+    wanted = whole.score_training(0, answered(job, whole, responses, status))
+    scorer = Watched()
+    batches = Batches(job, *problems, scorer)
+    for running in ({0, 2, 5, 15}, {0, 2, 5, 15}, {5}):
+        now = [RUNNING if row in running else EOS for row in range(len(responses))]
+        batches.begin_scoring(answered(job, batches, responses, now))
+    scored = batches.score_training(0, answered(job, batches, responses, status))
+    early = [row for row in range(len(responses)) if row not in (0, 2, 5, 15)]
+    assert scorer.begun == [[responses[row] for row in rows] for rows in (early, [0, 2, 15], [5])]
+    np.testing.assert_array_equal(scored.finished.rewards, wanted.finished.rewards)
+    assert scored.outcomes == wanted.outcomes
+    assert scored.samples == wanted.samples
+    again = batches.score_training(0, answered(job, batches, responses, status))
+    assert len(scorer.begun[-1]) == len(responses), "the next rollout begins anew"
+    assert again.outcomes == wanted.outcomes
 
 
 def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
