@@ -29,8 +29,8 @@ def scorer_of(config: Config, *sources: Problems) -> Scorer:
     verifies = settings.verifier != "exact" and "answer" in settings.all_parts
     require(
         settings.verifier != "math" or importlib.util.find_spec("math_verify") is not None,
-        "reward.verifier math needs math-verify, which is not installed: pip install"
-        " 'jaxspec-rl[math]', or set --reward.verifier exact",
+        "reward.verifier math needs math-verify, which is not installed: in a checkout run bash"
+        " launch/venv.sh math, elsewhere pip install math-verify; or set --reward.verifier exact",
     )
     pool = None
     if verifies or settings.function:
