@@ -15,13 +15,13 @@ Weight = Annotated[float, Range()]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked, prefix="data."):
-    """Prompts with checkable answers: generated tasks, or JSON lines."""
+    """Prompts with checkable answers: generated tasks, or rows of a file."""
 
     path: str = ""
-    """JSON-lines file of training problems; empty: generated arithmetic tasks."""
+    """Training problems: JSON lines, or parquet (extra `parquet`); empty: generated arithmetic
+    tasks."""
     eval_path: str = ""
-    """JSON-lines file of held-out problems; empty: the last `eval_prompts` rows of `path` are held
-    out."""
+    """Held-out problems, in such a file, too; empty: the last `eval_prompts` rows of `path`."""
     tokenizer: str = ""
     """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of
     model.path, else the built-in characters."""

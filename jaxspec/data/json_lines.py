@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxspec.config.settings import DataConfig
+from jaxspec.data.parquet import json_lines_of
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError, read_from
@@ -33,13 +35,18 @@ _ANSWERS = (
 
 @dataclass(frozen=True)
 class RowParser:
-    """How a line of a JSON-lines file becomes a problem; `key` and `path` name the file in
-    messages."""
+    """How a line of a JSON-lines file, or a row of a parquet file, becomes a problem; `key` and
+    `path` name the file in messages."""
 
     config: DataConfig
     tokenizer: Tokenizer
     key: str
     path: str
+
+    @cached_property
+    def lines(self) -> str:
+        """The path of the lines; a parquet file is written out first."""
+        return json_lines_of(self.path, self.key)
 
     def parse(self, line: bytes, index: int) -> Problem:
         """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where
@@ -148,7 +155,7 @@ class JsonLines(Problems):
     ) -> None:
         self.left_out = left_out
         self._parser, self._places = parser, places
-        self._file = os.open(parser.path, os.O_RDONLY)
+        self._file = os.open(parser.lines, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
@@ -232,7 +239,7 @@ def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
     seen: set[int] = set()
     offset, counts, shortest = 0, Counter[str](), 0
     try:
-        with Path(parser.path).open("rb") as file:
+        with Path(parser.lines).open("rb") as file:
             for index, line in enumerate(file):
                 problem = parser.parse(line, index) if line.strip() else None
                 reason = _unusable(problem, limit, seen)
