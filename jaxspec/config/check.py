@@ -74,6 +74,13 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
         bool(source.path) or source.answer_style == "hash",
         f"data.answer_style {source.answer_style} without data.path; {remedy}",
     )
+    reward = config.reward
+    judged = "answer" in reward.all_parts
+    require(
+        not judged or (reward.verifier == "code") == (source.answer_style == "code"),
+        f"data.answer_style is {source.answer_style} and reward.verifier {reward.verifier}:"
+        " programs need `code` for both, and other answers for neither",
+    )
     return data, tensor
 
 

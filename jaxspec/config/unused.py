@@ -126,9 +126,9 @@ WITH_ANY_DRAFT = (
         lambda c: c.dynamic_sampling.max_batches == 0,
     ),
     Unused(
-        "reward.verifier reward.run_code data.answer_style",
+        "reward.verifier reward.run_code",
         "reward.parts {c.reward.all_parts}",
-        lambda c: not {"answer", "stated"} & {*c.reward.all_parts},
+        lambda c: "answer" not in c.reward.all_parts,
     ),
     Unused(
         "reward.run_code",

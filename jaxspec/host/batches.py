@@ -4,7 +4,7 @@ make; each process sees to its own rows."""
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxspec.data.problems import PromptStream, pad_prompts
 from jaxspec.data.scoring import scorer_of
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
-from jaxspec.rewards.outcome import Outcome
+from jaxspec.rewards.outcome import Outcome, nothing_known
 from jaxspec.rewards.pool import PoolError
 from jaxspec.rewards.scorer import Ahead, Rows, Scorer
 from jaxspec.rewards.shaping import overlong_penalty
@@ -112,11 +112,11 @@ class Batches:
         """Rewards of a training rollout, whose answers are remembered where drafts look through
         them."""
         self.remember(batch, rollout)
-        return self._score(self._training_problems(batch, self._owned_prompts()), rollout)
+        return self._score(self._training_problems(batch, self._owned_prompts()), rollout, True)
 
     def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
         """Rewards of an evaluation call."""
-        return self._score(self._held_out_problems(call, self._owned_prompts()), rollout)
+        return self._score(self._held_out_problems(call, self._owned_prompts()), rollout, False)
 
     def pool(self) -> Pool | None:
         """An empty one, where batches are filled by several rollouts."""
@@ -268,7 +268,7 @@ class Batches:
             answers = table[place * group : place * group + min(group, past)]
             self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
 
-    def _score(self, problems: dict[int, Problem], rollout: Rollout) -> Scored:
+    def _score(self, problems: dict[int, Problem], rollout: Rollout, trains: bool) -> Scored:
         job, group = self._job, self._group
         rows = np.asarray(
             [place * group + member for place in problems for member in range(group)], np.int32
@@ -276,27 +276,35 @@ class Batches:
         leaves = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
         starts, ends, status, rounds = (meshes.local_rows(leaf, rows) for leaf in leaves)
         ahead, self._ahead = self._ahead, Ahead(self._scorer)
-        with _telling():
-            left = ahead.left(rows.tolist())
+        left = ahead.left(rows.tolist())
+        try:
             ahead.begin(left, self._asked(problems, rollout, left))
-            scores = ahead.end()
+            scores, broken = ahead.end(), False
+        except PoolError as error:  # every process ends then, at the same place
+            scores, broken = nothing_known(len(rows), str(error)), True
         ended = np.isin(status, (EOS, LENGTH))
         has_reward = ended & scores.known
         overlong, longest = job.config.overlong, job.config.rollout.max_new_tokens
         lost = overlong_penalty(ends - starts, longest, overlong.buffer, overlong.penalty)
         # One row of the table a reward, one whether it counts, one the tokens to read, one what
-        # length takes from the reward, one for each outcome, one whether it ended; zeros where
-        # another process fills in.
-        table = np.zeros((5 + len(Outcome), len(self._owned)), np.float32)
+        # length takes from the reward, one for each outcome, one whether the pool is broken, one
+        # whether it ended; zeros where another process fills in.
+        table = np.zeros((6 + len(Outcome), len(self._owned)), np.float32)
         table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
         table[2, rows] = self._read(ends, status, has_reward)
         table[3, rows] = np.where(has_reward, lost, 0)
         for outcome in Outcome:
             table[4 + outcome, rows] = ended & (scores.outcomes == outcome)
-        table[-1, rows] = ended
+        table[-2, rows], table[-1, rows] = broken, ended
         table = meshes.sum_over_processes(table)
         count = float(table[-1].sum())
-        self._require_few(count - float(table[1].sum()), count, scores.reason)
+        reason = scores.reason or "another process knows why"
+        if table[-2].any():
+            raise Diverged(
+                f"rewards cannot be found any more: {reason}. The same command goes on from the"
+                " newest checkpoint"
+            )
+        self._require_few(count - float(table[1].sum()), count, reason, trains)
         counted = float(table[1].sum()) or math.nan
         plan, like = self._planned(table[2]), self._finished
         # where overlong.filter leaves nothing to read, that is no fault of the update
@@ -337,7 +345,7 @@ class Batches:
         rows = np.flatnonzero(self._owned).astype(np.int32)
         ended = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
         if ready := self._ahead.left(rows[ended].tolist()):
-            with _telling():
+            with contextlib.suppress(PoolError):  # it is told of at the end, by all processes
                 self._ahead.begin(ready, self._asked(problems, rollout, ready))
 
     def _asked(self, problems: dict[int, Problem], rollout: Rollout, rows: list[int]) -> Rows:
@@ -355,31 +363,18 @@ class Batches:
             [problem.columns for problem in asked],
         )
 
-    def _require_few(self, failed: float, rows: float, reason: str) -> None:
+    def _require_few(self, failed: float, rows: float, reason: str, trains: bool) -> None:
         """Whether the user's function failed on few rows of a rollout, which are left out."""
         if not failed:
             return
         most, told = self._job.config.reward.max_failed, "reward.function gave no reward for"
         told = f"{told} {failed:.0f} of {rows:.0f} responses"
-        reason = reason or "another process knows why"
-        if failed > most * rows:
+        if trains and failed > most * rows:
             raise Diverged(
                 f"{told}, and reward.max_failed is {most:g}: {reason}. Mend the function; the same"
                 " command goes on from the newest checkpoint"
             )
         self._job.say(f"warning: {told}, which are left out: {reason}")
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[None]:
-    """A pool that is broken ends the run."""
-    try:
-        yield
-    except PoolError as error:
-        raise Diverged(
-            f"rewards cannot be found any more: {error}. The same command goes on from the newest"
-            " checkpoint"
-        ) from error
 
 
 def _no_group(rollouts: int, groups: int, line: dict[str, Any]) -> str:

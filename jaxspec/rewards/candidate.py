@@ -57,10 +57,10 @@ def decoded(value: list[Any], thing: Callable[[int], Any]) -> Any:
     if kind in ("int", "float", "complex"):
         return {"int": int, "float": float, "complex": complex}[kind](content)
     if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind](content)
+        return {"bytes": bytes, "bytearray": bytearray}[kind](list(content))
     if kind == "dict":
         return {decoded(k, thing): decoded(v, thing) for k, v in content}
-    if kind == "type":
+    if kind == "type" and isinstance(getattr(builtins, content), type):
         return getattr(builtins, content)
     if kind == "object":
         return thing(content)
@@ -81,6 +81,7 @@ def main() -> None:
         (resource.RLIMIT_AS, 2**30),
         (resource.RLIMIT_FSIZE, 2**20),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 64),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (most, most))

@@ -18,23 +18,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxspec.rewards import candidate
 
 _SOURCE = Path(candidate.__file__)
-_SANDBOXES = (
+_SEEN = "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix
+"""What Python needs to run."""
+_SANDBOXES: tuple[tuple[str, ...], ...] = (
     (
-        *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
-        *("--tmpfs", "/tmp", "--tmpfs", "/dev/shm", "--proc", "/proc", "--dev", "/dev"),
+        *("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
+        *(word for path in _SEEN for word in ("--ro-bind-try", path, path)),
+        *("--tmpfs", "/tmp", "--bind", "{folder}", "{folder}", "--chdir", "{folder}"),
     ),
     ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"),
-    (),
 )
-"""From the strictest: no files but a passing /tmp, no network, no process that outlives it; the
-same, with files; neither."""
+"""From the strictest: no files but Python's and its own folder, no network, and no process that
+outlives it; the same, with all files."""
+_ROUNDS = 1000
+"""Times that processes are ended which start others meanwhile."""
 
 
 class Failed(Exception):
@@ -61,54 +65,91 @@ class Thing:
 
 @functools.cache
 def sandbox() -> tuple[str, ...]:
-    """The strictest command that works here, to put before another."""
+    """The strictest command that works here, to put before another; `{folder}` in it stands for
+    the folder that the other runs in."""
+    here = tempfile.gettempdir()
     for command in _SANDBOXES:
-        if not command:
-            break
         if (
             shutil.which(command[0])
-            and not subprocess.run([*command, "true"], capture_output=True, check=False).returncode
+            and not subprocess.run(
+                [*_in(command, here), "true"], capture_output=True, check=False
+            ).returncode
         ):
             return command
     return ()
 
 
+def _in(command: tuple[str, ...], folder: str) -> list[str]:
+    return [word.replace("{folder}", folder) for word in command]
+
+
 def is_test(tests: str) -> bool:
-    """Whether a text is a program that asserts something."""
+    """Whether a text is a program that asserts something when it runs: outside functions, or in
+    one that it calls there."""
     try:
-        return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests)))
+        tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError):
         return False
+    called = {
+        node.func.id
+        for node in _outside_functions(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    run = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in called]
+    within = [each for node in run for each in ast.walk(node)]
+    return any(isinstance(node, ast.Assert) for node in (*_outside_functions(tree), *within))
 
 
-def passes(tests: str, program: str, seconds: float) -> bool:
+def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+            yield from _outside_functions(node)
+
+
+class _Counted(ast.NodeTransformer):
+    """Has every assert that holds counted, so that tests which never come to one prove nothing."""
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        """The assert, and a call after it."""
+        count = ast.parse("__held__()").body
+        return [node, *(ast.copy_location(each, node) for each in count)]
+
+
+def passes(tests: str, program: str, seconds: float, folder: str) -> bool:
     """Whether all of `tests`, a program of asserts whose author is trusted, hold of what `program`
-    defines. There must be one."""
-    if not is_test(tests):
-        return False
-    tree = ast.parse(tests)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _Process(folder, seconds) as process,
-        contextlib.suppress(Exception),  # of tests that fail, and of whatever they call
-    ):
-        exec(compile(tree, "tests", "exec"), process.define(program, used))
-        return True
+    defines, and there is one. The program runs in `folder`, which is made, and removed."""
+    held: list[None] = []
+    # of tests that fail, of whatever they call, and of a folder that the program has spoilt
+    with contextlib.suppress(Exception, SystemExit), _Process(folder, seconds) as process:
+        tree = ast.parse(tests)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        counted = ast.fix_missing_locations(_Counted().visit(tree))
+        names = process.define(program, used)
+        names |= {"__name__": "__main__", "__held__": lambda: held.append(None)}
+        exec(compile(counted, "tests", "exec"), names)
+        return bool(held)
     return False
+
+
+def remove(folder: str) -> None:
+    """Removes a folder, however deep, if it is there."""
+    subprocess.run(["/bin/rm", "-rf", folder], capture_output=True, check=False)
 
 
 class _Process:
     """The process that a program runs in."""
 
     def __init__(self, folder: str, seconds: float) -> None:
+        self._folder, self._before = folder, children()
+        Path(folder).mkdir(exist_ok=True)
         reads, self._to = os.pipe()
         self._from, writes = os.pipe()
         here = [os.path.realpath(sys.executable), "-I", "-B", "-c", _SOURCE.read_text("utf-8")]
         limits = [str(reads), str(writes), str(int(seconds) + 1)]
         try:
             self._process = subprocess.Popen(
-                [*sandbox(), *here, *limits],
+                [*_in(sandbox(), folder), *here, *limits],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -129,8 +170,9 @@ class _Process:
         with contextlib.suppress(OSError):
             self._asks.close()
         self._hears.close()
-        end_descendants()
+        end_descendants(self._before)
         self._process.wait()
+        remove(self._folder)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         self._asks.write(json.dumps(question) + "\n")
@@ -141,9 +183,10 @@ class _Process:
         answer = json.loads(line)
         if "raised" in answer:
             raised = getattr(builtins, str(answer["raised"]), None)
-            if isinstance(raised, type) and issubclass(raised, Exception):
-                raise raised(answer.get("why", ""))
-            raise Failed(answer.get("why", ""))
+            # A StopIteration would end what the tests go through as if nothing had come after it.
+            kind = raised if isinstance(raised, type) and issubclass(raised, Exception) else Failed
+            ends = issubclass(kind, StopIteration | StopAsyncIteration)
+            raise (Failed if ends else kind)(answer.get("why", ""))
         return answer
 
     def define(self, program: str, used: set[str]) -> dict[str, Any]:
@@ -156,14 +199,15 @@ class _Process:
         answer = self._ask({"program": program})
         functions, modules = ({str(name) for name in answer[key]} for key in ("names", "modules"))
         functions &= used
-        functions = functions - {*dir(builtins)} or functions
+        own = functions - {*dir(builtins)}
+        functions = own if own or len(functions) > 1 else functions
         imported = modules & used & sys.stdlib_module_names
         return {
             **{name: importlib.import_module(name) for name in imported},
             **{name: functools.partial(self.ask, "call", name) for name in functions},
         }
 
-    def ask(self, do: str, to: str | int, *arguments: Any, **named: Any) -> Any:
+    def ask(self, do: str, to: str | int, /, *arguments: Any, **named: Any) -> Any:
         """What a call of a function or an object of the program, or an attribute of it, gives."""
         question = {
             "do": do,
@@ -197,7 +241,10 @@ def _numbered(sent: Any, things: list[Any]) -> Any:
 def end_descendants(spared: Collection[int] = ()) -> None:
     """Ends all processes below this one but those spared, also those that wanted a life of their
     own; this process must be the one that adopts orphans (`adopt_orphans`)."""
-    while below := [pid for pid in _children() if pid not in spared]:
+    for _ in range(_ROUNDS):
+        below = [pid for pid in children() if pid not in spared]
+        if not below:
+            return
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -206,7 +253,8 @@ def end_descendants(spared: Collection[int] = ()) -> None:
                 os.waitpid(pid, 0)
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """Processes that this one is the parent of."""
     file = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 

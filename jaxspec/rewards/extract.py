@@ -136,7 +136,7 @@ def _last_program(text: str) -> str | None:
     pieces = text.split("```")
     whole = pieces[1:-1:2]  # what no mark closes is cut off
     language, _, program = whole[-1].partition("\n") if whole else ("", "", "")
-    return program if program.strip() and language.strip() in _LANGUAGES else None
+    return program if program.strip() and language.strip().lower() in _LANGUAGES else None
 
 
 def _last_answer_line(text: str) -> str | None:

@@ -11,11 +11,12 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
-from jaxspec.rewards.code import adopt_orphans, end_descendants
+from jaxspec.rewards.code import adopt_orphans, end_descendants, remove
 from jaxspec.rewards.worker import work
 
 START = 120.0
@@ -28,7 +29,7 @@ FIRST = 1 / 3
 """Share of the seconds of a task that it may take beside others; one that is late is tried once
 more, alone, for the rest."""
 ALONE = 8
-"""Tasks of a batch that are tried once more; that many late ones are no accident."""
+"""Tasks of a batch whose second try has the pool to itself; that many late ones are no accident."""
 
 
 @dataclasses.dataclass
@@ -52,6 +53,9 @@ class Task:
     index: int
     content: list[Any]
     again: bool = False
+    """It was late before."""
+    alone: bool = False
+    """Nothing else may run beside it."""
 
 
 @dataclasses.dataclass
@@ -72,6 +76,7 @@ class Keeper:
         self._queue: collections.deque[Task] = collections.deque()
         self._batches: dict[int, Batch] = {}
         self._started, self._failures = False, 0
+        self._folder = tempfile.mkdtemp(prefix="jaxspec-")
         self._workers: list[Worker] = []
         for _ in range(workers):
             self._workers.append(self._forked())
@@ -98,14 +103,15 @@ class Keeper:
         while self._workers:
             self._end(self._workers[0])
             del self._workers[0]
+        remove(self._folder)
 
     def _assign(self) -> None:
         """Gives tasks to idle workers; a second try only while nothing else runs."""
         for worker in self._workers:
             busy = [each.task for each in self._workers if each.task]
-            if not worker.ready or worker.task or not self._queue or any(t.again for t in busy):
+            if not worker.ready or worker.task or not self._queue or any(t.alone for t in busy):
                 continue
-            if self._queue[0].again and busy:
+            if self._queue[0].alone and busy:
                 return
             task = self._queue.popleft()
             theirs = task.content[0] == "rows"
@@ -129,7 +135,7 @@ class Keeper:
             return
         try:
             answer = json.loads(worker.tasks.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # of the latter kind is an end in the middle of a message
             self._lost(worker)
             return
         if not worker.ready:
@@ -149,18 +155,18 @@ class Keeper:
         more, alone, or settled."""
         task, late = worker.task, time.monotonic() >= worker.ends
         if not worker.ready:
-            told = (
-                f"it was not imported within {START:.0f} seconds" if late else "importing it ends"
-            )
-            self._asker.send_bytes(json.dumps({"failed": told}).encode())
-            raise EOFError
+            self._failures += 1
+            if not self._started or self._failures > FAILURES:
+                how = f"is not ready within {START:.0f} seconds" if late else "ends while it starts"
+                self._fail(f"a worker {how}{', importing the function' * bool(self._function)}")
         self._replace(worker)
         if task is None:
             return
         batch = self._batches[task.batch]
-        if not (task.content[0] == "rows" or task.again) and batch.again < ALONE:
+        if not (task.content[0] == "rows" or task.again):
             batch.again += 1
-            self._queue.appendleft(dataclasses.replace(task, again=True))
+            alone = batch.again <= ALONE
+            self._queue.appendleft(dataclasses.replace(task, again=True, alone=alone))
         else:
             self._answered(task, {"timeout" if late else "died": True})
 
@@ -193,7 +199,7 @@ class Keeper:
             try:
                 for other in others:  # or else nobody would hear when this process is alone
                     other.close()
-                work(away, self._function, self._seconds)
+                work(away, self._function, self._seconds, f"{self._folder}/{os.getpid()}")
             finally:
                 os._exit(0)
         away.close()
@@ -207,6 +213,7 @@ class Keeper:
         os.waitpid(worker.pid, 0)
         # what it started and let go is this process's now
         end_descendants([other.pid for other in self._workers if other is not worker])
+        remove(f"{self._folder}/{worker.pid}")
 
 
 def main() -> None:

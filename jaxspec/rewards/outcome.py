@@ -29,3 +29,9 @@ class Scores(NamedTuple):
     """Rows that a reward is known of; the others must not be learnt from."""
     reason: str = ""
     """Why the first of the others has none."""
+
+
+def nothing_known(rows: int, reason: str) -> Scores:
+    """Scores of rows of which nothing is known, and why."""
+    outcomes = np.full(rows, Outcome.ERROR, np.int8)
+    return Scores(np.zeros(rows, np.float32), outcomes, np.zeros(rows, bool), reason)

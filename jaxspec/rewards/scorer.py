@@ -23,6 +23,9 @@ CANARIES = {
 """By verifier, references, answers, and whether these are right, which it must find every time."""
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 class Rows(NamedTuple):
     """What is judged, row by row."""
 
@@ -170,10 +173,11 @@ class Scorer:
         return Outcome.WRONG
 
     def _listen(self, verdicts: Iterator[Any]) -> None:
-        """Whether all canaries are alive."""
-        for reference, answer, right in self._canaries:
-            verdict = next(verdicts)
-            if verdict is not right:
+        """Whether all canaries are alive; one that is merely late says nothing."""
+        found = [(canary, next(verdicts)) for canary in self._canaries]
+        late = found and all(isinstance(verdict, dict) for _, verdict in found)
+        for (reference, answer, right), verdict in found:
+            if verdict is not right and (late or not isinstance(verdict, dict)):
                 raise PoolError(
                     f"reward.verifier {self._verifier} says {verdict!r} of {answer!r} for"
                     f" {reference!r}, which is {right}: no reward of it can be trusted"
@@ -201,11 +205,10 @@ class Scorer:
         rewards, outcomes, known, reason = [], [], [], ""
         for parts in judged:
             lost = next((part for part in parts if not part.known), None)
-            rewards.append(
-                0.0
-                if lost
-                else sum(w * part.reward for w, part in zip(weights, parts, strict=True))
-            )
+            total = sum(w * part.reward for w, part in zip(weights, parts, strict=True))
+            if not lost and not abs(total) <= LARGEST:
+                lost = Judged(0.0, Outcome.ERROR, f"a reward of {total:g} is beyond float32")
+            rewards.append(0.0 if lost else total)
             outcomes.append((lost or parts[first]).outcome)
             known.append(lost is None)
             reason = reason or (lost.reason if lost else "")

@@ -33,9 +33,12 @@ OUTCOMES = "correct", "wrong", "no_answer"
 """What a user's function may call a response."""
 
 
-def work(tasks: Connection, function: str, seconds: float) -> None:
-    """Answers tasks until their end. The first message says that the worker is ready, or why it
-    cannot be; importing is done by then, and is not on any task's clock."""
+def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
+    """Answers tasks until their end; programs run in `folder`, which is made.
+
+    The first message says that the worker is ready, or why it cannot be; importing is done by then,
+    and is not on any task's clock.
+    """
     os.setsid()  # whoever ends this process ends what it has started, too
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):  # what a function prints would go where the run tells its progress
@@ -43,6 +46,7 @@ def work(tasks: Connection, function: str, seconds: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     adopt_orphans()
+    own = os.getpid()
     try:
         call = imported(function) if function else None
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
@@ -64,13 +68,15 @@ def work(tasks: Connection, function: str, seconds: float) -> None:
                 answer = math_equal(*arguments)
             case "code":
                 tests, program = arguments
-                answer = passes(tests, program, seconds)
+                answer = passes(tests, program, seconds, folder)
             case "readable":
                 verifier, reference = arguments
                 answer = bool(_parsed(reference)) if verifier == "math" else is_test(reference)
             case _:
                 assert call is not None, "rows are given to a function only where there is one"
                 answer = rewards_of(call, *arguments)
+        if os.getpid() != own:  # a function has forked, and its child returns as well
+            os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(tasks, answer)
 
@@ -143,7 +149,13 @@ def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
         return {"error": told(error)}
     if len(found) != len(rows[0]):
         return {"error": f"it gave {len(found)} rewards for {len(rows[0])} rows"}
-    return {"rewards": [_one(each) for each in found]}
+    rewards = []
+    for each in found:
+        try:
+            rewards.append(_one(each))
+        except Exception as error:  # noqa: BLE001 - the same
+            rewards.append([None, told(error)])
+    return {"rewards": rewards}
 
 
 async def _awaited(found: Any) -> Any:

@@ -223,6 +223,12 @@ class TestCheck:
                 ["vocabulary is 50", "model.vocab 40"],
             ),
             (
+                ResolvedConfig(data=DataConfig(path="f", answer_style="code")),
+                1,
+                1,
+                ["data.answer_style is code and reward.verifier exact", "`code` for both"],
+            ),
+            (
                 ResolvedConfig(data=DataConfig(answer_style="boxed")),
                 1,
                 1,

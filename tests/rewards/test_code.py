@@ -2,6 +2,7 @@
 nothing behind and holds nothing up."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ from jaxspec.config.settings import DataConfig
 from jaxspec.data.json_lines import RowParser, assertions_of
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.rewards import code
 from jaxspec.rewards.code import is_test
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
 from jaxspec.rewards.scorer import Rows, Scorer
-from tests.rewards.test_pool import SHARED, alive, children, needs_data
+from tests.rewards.test_pool import SHARED, SLACK, alive, children, needs_data
 
 TESTS = "assert f(1) == 2\nassert abs(f(3) - 4) < 1e-6"
 RIGHT = "def f(x):\n    return x + 1"
@@ -43,10 +45,8 @@ ATTACKS = {
         "import builtins\nbuiltins.AssertionError = ValueError\ndef f(x): return 5"
     ),
     "an assertion error of its own": "def f(x): raise AssertionError",
-    "another module": "import operator as math\ndef f(x): return 0",
     "much memory": f"x = ' ' * (3 * 2**30)\n{RIGHT}",
     "a large file": f"open('big', 'wb').write(b'0' * 50_000_000)\n{RIGHT}",
-    "a connection": f"import socket; socket.create_connection(('127.0.0.1', 9), 1)\n{RIGHT}",
     "a very nested value": ("def f(x):\n a = []\n for i in range(10**5): a = [a]\n return a"),
     "a very large value": "def f(x): return 'x' * 10**8",
 }
@@ -82,7 +82,7 @@ def test_what_is_not_right_does_not_pass(pool: RewardPool, attack: str) -> None:
 def test_what_is_late_is_ended_in_time(pool: RewardPool, late: str) -> None:
     before = time.monotonic()
     assert passes(pool, LATE[late]) in (False, {"timeout": True})  # by its processor time, too
-    assert time.monotonic() - before < DEADLINE + 0.5
+    assert time.monotonic() - before < DEADLINE + SLACK
     assert passes(pool, RIGHT) is True
 
 
@@ -125,7 +125,8 @@ def test_processes_that_it_starts_do_not_outlive_it(
             "p = P(2)\np.a = 5\nassert f([P(1), p]) == [2, 6] and p.b() == 6",
         ),
         ("def f(x, kind): return isinstance(x, kind)", "assert f(1, int) and not f(1, kind=str)"),
-        ("def f(x): raise KeyError(x)", "try:\n    f(1)\n    assert False\nexcept KeyError: pass"),
+        ("def f(x): raise KeyError(x)", "try:\n    f(1)\nexcept KeyError as e:\n    assert e"),
+        ("def f(x, to, do): return x + to + do", "assert f(1, to=2, do=3) == 6"),
         ("import math\ndef f(x): return x * math.pi", "assert math.isclose(f(2), 2 * math.pi)"),
     ],
 )
@@ -151,10 +152,64 @@ def test_the_last_whole_block_is_the_program(pool: RewardPool) -> None:
 
 def test_references_must_assert_something(pool: RewardPool) -> None:
     scorer = Scorer("code", pool=pool, verifier="code")
-    assert scorer.unreadable([TESTS, "f(1)", "assert (", "def check(f):\n    assert f(1)"]) == [
-        1,
-        2,
-    ]
+    references = {
+        TESTS: True,
+        "def check(f):\n    assert f(1)\ncheck(f)": True,
+        "for x in [1]:\n    assert f(x)": True,
+        "f(1)": False,
+        "assert (": False,
+        "def check(f):\n    assert f(1)": False,  # nobody calls it
+        "class T:\n    def test(self):\n        assert f(1)": False,
+    }
+    wanted = [number for number, good in enumerate(references.values()) if not good]
+    assert scorer.unreadable(list(references)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(x): return []", "for each in f(1):\n    assert each"),
+        (
+            "def f(x): raise StopIteration",
+            "assert all(map(f, [1, 2]))\nassert list(map(f, [1])) == []",
+        ),
+        (
+            "def sorted(x): return [1, 2]\ndef max(x): return 0",
+            "assert sorted(max([3, 1])) == [1, 2]",
+        ),
+        (
+            "import json, sys\nw = open(int(sys.argv[2]), 'w', closefd=False)\n"
+            "def f():\n    w.write(json.dumps({'value': ['type', 'eval']}) + '\\n'); w.flush()",
+            "assert f()('1 + 1') == 2",
+        ),
+    ],
+)
+def test_tests_that_the_program_leads_astray_do_not_pass(
+    pool: RewardPool, program: str, tests: str
+) -> None:
+    assert passes(pool, program, tests) is False
+
+
+def test_a_program_sees_no_network_where_the_system_contains_it(pool: RewardPool) -> None:
+    if not code.sandbox():
+        pytest.skip("neither bubblewrap nor namespaces here")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\n{RIGHT}"
+        assert passes(pool, program) is False
+
+
+def test_folders_go_away_however_a_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    deep = f"import os\nfor _ in range(1200):\n    os.mkdir('d'); os.chdir('d')\n{RIGHT}"
+    with RewardPool(2, DEADLINE) as own:
+        assert passes(own, deep) is True
+        assert passes(own, "open('big', 'w').write('0' * 10**5)\nwhile True: pass") is not True
+        assert passes(own, RIGHT) is True
+        assert list(tmp_path.glob("jaxspec-*/*")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_programs_are_run_only_where_that_is_said() -> None:

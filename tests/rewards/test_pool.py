@@ -28,6 +28,8 @@ SHARED = Path(__file__).parents[3] / "shared/data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason="no shared data here")
 CASES = SHARED / "verifier_cases"
 DEADLINE = 1.5
+SLACK = 3.0
+"""Seconds that a busy machine may add; on a quiet one it is less than half a second."""
 EASY = [("\\frac{1}{2}", "0.5", True), ("2\\sqrt{3}", "\\sqrt{12}", True), ("x+1", "x-1", False)]
 HANGS = "1", "9^{9^{9^{9}}}"
 
@@ -74,7 +76,7 @@ def easy(pool: RewardPool, times: int = 1) -> bool:
 def test_what_hangs_is_ended_in_time_and_the_pool_is_whole(pool: RewardPool) -> None:
     before = time.monotonic()
     assert equal(pool, [HANGS]) == [{"timeout": True}]
-    assert time.monotonic() - before < DEADLINE + 0.5
+    assert time.monotonic() - before < DEADLINE + SLACK
     assert easy(pool)
 
 
@@ -204,7 +206,7 @@ def test_hostile_responses_are_settled_in_time(pool: RewardPool) -> None:
     for case in cases("hostile.jsonl"):
         before = time.monotonic()
         scores = scorer(Rows([""], [case["response"]], [case["gold"]], [{}]))
-        assert time.monotonic() - before < DEADLINE + 0.5, case["id"]
+        assert time.monotonic() - before < DEADLINE + SLACK, case["id"]
         if case["expected"] is not None:
             assert scores.rewards.tolist() == [case["expected"]], case["id"]
         assert easy(pool), case["id"]
@@ -251,9 +253,13 @@ def naughty(prompts, responses, answers, rows):
     if what == "nan": return [float("nan")]
     if what == "outcome": return [(1.0, "splendid")]
     if what == "nothing": return None
+    if what == "large": return [10**400]
+    if what == "beyond": return [1e300]
+    if what == "array": return [(1.0, [1])]
     if what == "fork":
-        if os.fork() == 0: time.sleep(60)
-    return [0.5]
+        if os.fork() == 0: time.sleep(0.3)
+    if what == "after": time.sleep(0.6)
+    return [0.25 if what == "after" else 0.5]
 
 number = 7
 """
@@ -278,6 +284,12 @@ def test_a_function_of_ones_own_gets_whole_rows(file: Path) -> None:
         assert scores.known.all()
 
 
+def test_a_child_that_returns_as_well_answers_nothing(file: Path) -> None:
+    with RewardPool(1, 2.0, f"{file}:naughty") as pool:
+        scores = judged(pool, ["fork", "after", "good", "after"], rows=1)
+    assert scores.rewards.tolist() == [0.5, 0.25, 0.5, 0.25]
+
+
 def test_it_may_be_asynchronous_and_name_outcomes(file: Path) -> None:
     with RewardPool(1, 5.0, f"{file}:late_but_good") as pool:
         scores = judged(pool, ["4", "5"])
@@ -297,13 +309,17 @@ def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Pat
         "nan": "nan, which is not finite",
         "outcome": "'splendid', which is none of",
         "nothing": "TypeError",
+        "large": "OverflowError",
+        "beyond": "1e+300 is beyond float32",
+        "array": "the outcome [1], which is none of",
     }
-    responses = [word for bad in said for word in (bad, "good")] + ["print", "fork"]
+    responses = [word for bad in said for word in (bad, "good")] + ["print", "fork", "after"]
     with RewardPool(2, 1.0, f"{file}:naughty") as pool:
         scores = judged(pool, responses, rows=1)
         known = [response not in said for response in responses]
         assert scores.known.tolist() == known
-        assert scores.rewards.tolist() == [0.5 * one for one in known]
+        wanted = [0.5 * one for one in known[:-1]] + [0.25]
+        assert scores.rewards.tolist() == wanted
         late = [Outcome(outcome) == Outcome.TIMEOUT for outcome in scores.outcomes]
         assert late == [response in ("sleep", "spin") for response in responses]
         for response, reason in said.items():
