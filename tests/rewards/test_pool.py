@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.mesh import make_mesh, rows_sharding
 from jaxspec.rewards import scorer as scoring
 from jaxspec.rewards.outcome import Outcome, Scores
 from jaxspec.rewards.pool import PoolError, RewardPool
@@ -115,6 +118,15 @@ def test_verdicts_do_not_depend_on_where_they_are_asked_for(pool: RewardPool, ho
     for thread in threads:
         thread.join()
     assert found == [True] * 4
+
+
+def test_verdicts_are_the_same_while_jax_works_on_several_devices(pool: RewardPool) -> None:
+    """A verifier called from the program raised in the threads of a mesh."""
+    rows = jax.device_put(jnp.ones((64, 256)), rows_sharding(make_mesh(4, 1)))
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y.T @ y), x))
+    running = work(rows)
+    assert easy(pool, 10)
+    assert np.isfinite(np.asarray(running)).all()
 
 
 def test_answers_are_taken_by_number_in_any_order(pool: RewardPool) -> None:
