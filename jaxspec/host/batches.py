@@ -71,14 +71,18 @@ class Batches:
         self, job: Job, problems: Problems, held_out: Problems, scorer: Scorer | None = None
     ):
         self._job, self._held_out = job, held_out
-        self._scorer = scorer or scorer_of(job.config)
-        self._ahead, self._asking = Ahead(self._scorer), 0
+        self._given, self._asking, self._ahead = scorer, 0, Ahead()
         self._stream = PromptStream(problems, job.config.seed)
         self._prompts, self._group = job.config.batch.prompts, job.config.batch.group_size
         self.history = History(job.config.rollout.past)
         _, self._finished, self._like = abstract(job.step, self._prompts)
         self._here, _ = meshes.rows_here(job.mesh, self._prompts)
         _, self._owned = meshes.rows_here(job.mesh, self._prompts * self._group)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        """Its workers start when they are first wanted: whoever only asks needs none."""
+        return self._given or scorer_of(self._job.config)
 
     @property
     def evaluations(self) -> int:
@@ -275,11 +279,11 @@ class Batches:
         )
         leaves = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
         starts, ends, status, rounds = (meshes.local_rows(leaf, rows) for leaf in leaves)
-        ahead, self._ahead = self._ahead, Ahead(self._scorer)
+        ahead, self._ahead = self._ahead, Ahead()
         left = ahead.left(rows.tolist())
         try:
-            ahead.begin(left, self._asked(problems, rollout, left))
-            scores, broken = ahead.end(), False
+            ahead.begin(self._scorer, left, self._asked(problems, rollout, left))
+            scores, broken = ahead.end(self._scorer), False
         except PoolError as error:  # every process ends then, at the same place
             scores, broken = nothing_known(len(rows), str(error)), True
         ended = np.isin(status, (EOS, LENGTH))
@@ -346,7 +350,7 @@ class Batches:
         ended = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
         if ready := self._ahead.left(rows[ended].tolist()):
             with contextlib.suppress(PoolError):  # it is told of at the end, by all processes
-                self._ahead.begin(ready, self._asked(problems, rollout, ready))
+                self._ahead.begin(self._scorer, ready, self._asked(problems, rollout, ready))
 
     def _asked(self, problems: dict[int, Problem], rollout: Rollout, rows: list[int]) -> Rows:
         """Problems and responses of some rows."""
@@ -364,14 +368,14 @@ class Batches:
         )
 
     def _require_few(self, failed: float, rows: float, reason: str, trains: bool) -> None:
-        """Whether the user's function failed on few rows of a rollout, which are left out."""
+        """Whether nothing is known of few rows of a rollout, which are left out."""
         if not failed:
             return
-        most, told = self._job.config.reward.max_failed, "reward.function gave no reward for"
-        told = f"{told} {failed:.0f} of {rows:.0f} responses"
+        most = self._job.config.reward.max_failed
+        told = f"no reward is known of {failed:.0f} of {rows:.0f} responses"
         if trains and failed > most * rows:
             raise Diverged(
-                f"{told}, and reward.max_failed is {most:g}: {reason}. Mend the function; the same"
+                f"{told}, and reward.max_failed is {most:g}: {reason}. Mend that; the same"
                 " command goes on from the newest checkpoint"
             )
         self._job.say(f"warning: {told}, which are left out: {reason}")

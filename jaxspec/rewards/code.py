@@ -118,10 +118,14 @@ class _Counted(ast.NodeTransformer):
 
 def passes(tests: str, program: str, seconds: float, folder: str) -> bool:
     """Whether all of `tests`, a program of asserts whose author is trusted, hold of what `program`
-    defines, and there is one. The program runs in `folder`, which is made, and removed."""
+    defines, and there is one. The program runs in `folder`, which is made, and removed.
+
+    Raises:
+      OSError: no process can be started here, which says nothing of the program.
+    """
     held: list[None] = []
-    # of tests that fail, of whatever they call, and of a folder that the program has spoilt
-    with contextlib.suppress(Exception, SystemExit), _Process(folder, seconds) as process:
+    # what is suppressed is of tests that fail, and of whatever they call
+    with _Process(folder, seconds) as process, contextlib.suppress(Exception, SystemExit):
         tree = ast.parse(tests)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         counted = ast.fix_missing_locations(_Counted().visit(tree))

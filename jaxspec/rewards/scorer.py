@@ -135,17 +135,19 @@ class Scorer:
         answers = [] if begun.number is None or not self._pool else self._pool.collect(begun.number)
         verdicts = iter(answers)
         self._listen(verdicts)
-        outcomes = [_verdict(next(verdicts)) if each is None else each for each in begun.outcomes]
+        answered = [
+            _verdict(next(verdicts)) if each is None else _settled(each) for each in begun.outcomes
+        ]
         rewarded: list[Judged] = []
         for call, answer in zip(begun.calls, verdicts, strict=True):
             rewarded += _of_call(answer, call.stop - call.start)
         judged = [
             [
-                self._part(part, response, outcome, rewarded[row] if rewarded else None)
+                self._part(part, response, answer, rewarded[row] if rewarded else None)
                 for part in self._weights
             ]
-            for row, (response, outcome) in enumerate(
-                zip(begun.rows.responses, outcomes, strict=True)
+            for row, (response, answer) in enumerate(
+                zip(begun.rows.responses, answered, strict=True)
             )
         ]
         return self._added(judged)
@@ -184,12 +186,12 @@ class Scorer:
                 )
 
     @staticmethod
-    def _part(part: str, response: str, outcome: Outcome, given: Judged | None) -> Judged:
+    def _part(part: str, response: str, answer: Judged, given: Judged | None) -> Judged:
         match part:
             case "answer":
-                return Judged(float(outcome == Outcome.CORRECT), outcome)
+                return answer
             case "stated":
-                holds = outcome != Outcome.NO_ANSWER
+                holds = answer.outcome != Outcome.NO_ANSWER
             case "thought":
                 holds = thinks_first(response)
             case _:
@@ -223,8 +225,7 @@ class Scorer:
 class Ahead:
     """Rows whose judging begins before the others are there."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self) -> None:
         self._begun: list[tuple[Sequence[int], Begun]] = []
 
     def left(self, numbers: Sequence[int]) -> list[int]:
@@ -232,14 +233,14 @@ class Ahead:
         begun = {number for numbers, _ in self._begun for number in numbers}
         return [number for number in numbers if number not in begun]
 
-    def begin(self, numbers: Sequence[int], rows: Rows) -> None:
+    def begin(self, scorer: Scorer, numbers: Sequence[int], rows: Rows) -> None:
         """Has rows judged; raises as `Scorer.begin` does."""
-        self._begun.append((numbers, self._scorer.begin(rows)))
+        self._begun.append((numbers, scorer.begin(rows)))
 
-    def end(self) -> Scores:
+    def end(self, scorer: Scorer) -> Scores:
         """The scores of all that was begun with, in the order of the numbers; raises as
         `Scorer.end` does."""
-        parts = [(numbers, self._scorer.end(begun)) for numbers, begun in self._begun]
+        parts = [(numbers, scorer.end(begun)) for numbers, begun in self._begun]
         numbers = np.concatenate([np.asarray(numbers, np.int64) for numbers, _ in parts])
         order = np.argsort(numbers)
         columns = [np.concatenate([part[i] for _, part in parts])[order] for i in range(3)]
@@ -255,12 +256,18 @@ def thinks_first(response: str) -> bool:
     return bool(mark and opened.strip() and rest.strip()) and once
 
 
-def _verdict(answer: Any) -> Outcome:
+def _settled(outcome: Outcome) -> Judged:
+    return Judged(float(outcome == Outcome.CORRECT), outcome)
+
+
+def _verdict(answer: Any) -> Judged:
     """Of the verifier. One that is late, or dies, over what a response says counts as wrong: or
-    else to hang or break it would pay."""
+    else to hang or break it would pay. What fails here says nothing of the response."""
     if isinstance(answer, bool):
-        return Outcome.CORRECT if answer else Outcome.WRONG
-    return Outcome.TIMEOUT
+        return _settled(Outcome.CORRECT if answer else Outcome.WRONG)
+    if "error" in answer:
+        return Judged(0.0, Outcome.ERROR, answer["error"])
+    return _settled(Outcome.TIMEOUT)
 
 
 def _of_call(answer: dict[str, Any], count: int) -> list[Judged]:

@@ -67,8 +67,7 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
             case "math":
                 answer = math_equal(*arguments)
             case "code":
-                tests, program = arguments
-                answer = passes(tests, program, seconds, folder)
+                answer = program_passes(*arguments, seconds=seconds, folder=folder)
             case "readable":
                 verifier, reference = arguments
                 answer = bool(_parsed(reference)) if verifier == "math" else is_test(reference)
@@ -84,6 +83,16 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
 def _send(tasks: Connection, answer: Any) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
         tasks.send_bytes(json.dumps(answer).encode())
+
+
+def program_passes(
+    tests: str, program: str, *, seconds: float, folder: str
+) -> bool | dict[str, str]:
+    """Whether a program passes tests, or why that cannot be found here."""
+    try:
+        return passes(tests, program, seconds, folder)
+    except OSError as error:
+        return {"error": told(error)}
 
 
 # ---- mathematics

@@ -128,7 +128,8 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     assert scored.outcomes["reward/error"] == pytest.approx(1 / 16)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
     assert (
-        "no reward for 1 of 16 responses, which are left out: asked to" in capsys.readouterr().out
+        "reward is known of 1 of 16 responses, which are left out: asked to"
+        in capsys.readouterr().out
     )
     batches = Batches(job, *problems, Fails({3, 4}))
     with pytest.raises(Diverged, match=r"2 of 16 responses, and .* is 0\.1: asked to"):

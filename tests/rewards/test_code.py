@@ -20,6 +20,7 @@ from jaxspec.rewards.code import is_test
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
 from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.worker import program_passes
 from tests.rewards.test_pool import SHARED, SLACK, alive, children, needs_data
 
 TESTS = "assert f(1) == 2\nassert abs(f(3) - 4) < 1e-6"
@@ -210,6 +211,20 @@ def test_folders_go_away_however_a_program_ends(
         assert passes(own, RIGHT) is True
         assert list(tmp_path.glob("jaxspec-*/*")) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_here_says_nothing_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither right nor wrong: the row is left out, by name."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(12, "x")
+
+    monkeypatch.setattr(code.subprocess, "Popen", fails)
+    answer = program_passes(TESTS, RIGHT, seconds=2.0, folder=str(tmp_path / "own"))
+    assert isinstance(answer, dict)
+    assert "OSError: [Errno 12] x" in answer["error"]
 
 
 def test_programs_are_run_only_where_that_is_said() -> None:
