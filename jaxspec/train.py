@@ -24,8 +24,9 @@ from jaxspec import mesh as meshes
 from jaxspec.build import automatic
 from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
-from jaxspec.data.problems import load_problems, remarks
+from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
+from jaxspec.evaluation.in_run import Evaluations, in_run
 from jaxspec.host import memory
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
@@ -35,7 +36,7 @@ from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft
 from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
-from jaxspec.state import Rollout, TrainState
+from jaxspec.state import PyTree, Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
@@ -73,20 +74,21 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with contextlib.ExitStack() as stack:
         with interrupt.nothing_unsaved("starting"):
             this_start = workdirs.announced(job, workdir)
-            problems = load_problems(config.data, job.tokenizer)
-            told = remarks(config.data, *problems, config.batch.prompts)
-            for line in (*algorithms.remarks(config), *told):
+            sets = load_sets(config, job.tokenizer)
+            for line in (*algorithms.remarks(config), *remarks(config, sets)):
                 job.say(line)
-            scorer = scorer_of(config, *problems)
+            scorers = scorer_of(config, sets)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run
             # that has ended, whose checkpoint has an odd number, needs no step.
             newest = checkpoints.latest() or 0
-            runner = None
+            runner = evaluations = None
             if newest <= 2 * config.steps or newest % 2 == 0 or job.step.fills:
                 job, runner = compiled(job, stack)
-            batches = Batches(job, *problems, scorer)
+            batches = Batches(job, sets, scorers)
+            if runner is not None:
+                evaluations = stack.enter_context(in_run(job, batches, scorers, runner, workdir))
             run = resume(job, checkpoints, batches)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
@@ -95,35 +97,39 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 has_all = f"{workdir} has all {config.steps} batches already"
                 job.say(f"{has_all}; raise --steps to go on, or choose another --workdir")
                 return close(job, batches, run, workdir)
-            if runner is None:
+            if runner is None or evaluations is None:
                 # The checkpoint of its end was damaged; the one before it has a batch, which is
                 # planned anew for the micro-batches of the programs that are compiled only here.
                 job, runner = compiled(job, stack)
-                history, batches = batches.history, Batches(job, *problems, scorer)
+                history, batches = batches.history, Batches(job, sets, scorers)
                 batches.history, run.finished = history, batches.replanned(run.finished)
+                evaluations = stack.enter_context(in_run(job, batches, scorers, runner, workdir))
             job.say(f"batch {run.batch} of {config.steps} is next")
             workdirs.claim(job, workdir, this_start)
-        return loop_to_the_end(job, interrupt, workdir, batches, checkpoints, runner, run)
+        parts = interrupt, batches, evaluations, checkpoints, runner
+        return loop_to_the_end(job, workdir, *parts, run)
 
 
 def loop_to_the_end(
     job: Job,
-    interrupt: Interrupt,
     workdir: Path,
+    interrupt: Interrupt,
     batches: Batches,
+    evaluations: Evaluations,
     checkpoints: Checkpoints,
     runner: Runner,
     run: RunState,
 ) -> int:
     """All calls that are left, and the closing table."""
-    config = job.config
-    process = jax.process_index()
+    config, process = job.config, jax.process_index()
     with contextlib.closing(checkpoints), MetricsWriter(workdir, process) as writer:
         writer.cut_back(run.over)
+        evaluations.cut_back(run.over)
         calls, trace = numbers_of("profile", config.profile), workdir / f"trace-{process}.json.gz"
         profiler = Profiler(calls, trace, tuple(runner.programs.values()), print)
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
-            loop = Loop(job, interrupt, batches, checkpoints, writer, progress, runner, profiler)
+            parts = interrupt, batches, evaluations, checkpoints, writer, progress, runner
+            loop = Loop(job, *parts, profiler)
             done = loop.go(run)
     workdirs.note_saved(workdir)
     if not done:
@@ -168,6 +174,7 @@ class Loop:
     job: Job
     interrupt: Interrupt
     batches: Batches
+    evaluations: Evaluations
     checkpoints: Checkpoints
     writer: MetricsWriter
     progress: Progress
@@ -189,7 +196,7 @@ class Loop:
             # Also right after a resume: a run that was stopped before its evaluation makes up for
             # it, with the same weights.
             if run.pending is not None and self.due(run.pending.line):
-                run.pending.line |= self.evaluate(run, self.stop)
+                run.pending.line |= self.evaluate(run, run.pending.line["step"], self.stop)
             if self.interrupt.requested or self.stop():
                 self.save(run)
                 return False
@@ -206,8 +213,8 @@ class Loop:
         """Whether a batch's line lacks an evaluation of the weights that sampled it; the last
         batch's evaluation comes after its update."""
         last = line["step"] == self.job.config.steps - 1
-        turn = line["step"] % self.job.config.eval_every == 0
-        return turn and not last and "eval/exact_match" not in line
+        turn = line["step"] % self.job.config.eval.every == 0
+        return turn and not last and not any(name.startswith("eval/") for name in line)
 
     def call(self, run: RunState) -> bool:
         """Learns what is pending, generates and scores what is left; False when interrupted."""
@@ -221,7 +228,8 @@ class Loop:
         if last or result.rollout is None:
             run.finished = self.batches.nothing_finished()
         if learnt is not None:
-            after = self.evaluate(run, lambda: False) if last else {}
+            step: int = learnt.line["step"]
+            after = self.evaluate(run, step, lambda: False) if last else {}
             self.report(learnt.line | result.learnt | after, learnt.samples)
         if result.rollout is None:
             self.save(run)
@@ -238,7 +246,8 @@ class Loop:
             seconds = result.seconds | host
             seconds["time/step"] += sum(host.values())
             run.rollouts = number + 1
-            self.take(run, scored, _line(run.batch, scored, seconds, result.generated))
+            line = {"step": run.batch, **seconds, **scored.metrics, **result.generated}
+            self.take(run, scored, line)
         return True
 
     def take(self, run: RunState, scored: Scored, line: dict[str, Any]) -> None:
@@ -254,7 +263,7 @@ class Loop:
                 raise
         if finished is None:
             return
-        kept = KEPT_SAMPLES if run.batch % self.job.config.eval_every == 0 else 0
+        kept = KEPT_SAMPLES if run.batch % self.job.config.eval.every == 0 else 0
         run.finished, run.pending = finished, Pending(line, scored.samples[:kept])
         run.batch += 1
 
@@ -285,39 +294,36 @@ class Loop:
             skipped = line.get(f"skipped_in_row/{name}", 0.0)
             require_progress(skipped, name, f"batch {line['step']}", look)
 
-    def evaluate(self, run: RunState, stop: Callable[[], bool]) -> dict[str, float]:
-        """Exact match on the held-out problems, by the same program with keys of its own: NaN
-        where no answer has a reward, nothing when asked to stop."""
-        rewards, weights = [], []
-        for number in range(self.batches.evaluations):
-            if stop():
-                return {}
-            finished, prompts = self.batches.nothing_finished(), self.batches.evaluate(number)
-            result = self.runner(run.state, finished, prompts, lambda _: False)
-            run.state = result.state
-            assert result.rollout is not None, "an evaluation call is never interrupted"
-            scored = self.batches.score_evaluation(number, result.rollout)
-            if ended := result.generated["status/eos"] + result.generated["status/length"]:
-                rewards.append(scored.reward)
-                weights.append(ended)
-        exact = float(np.average(rewards, weights=weights)) if weights else float("nan")
-        return {"eval/exact_match": exact}
+    def evaluate(self, run: RunState, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """Metrics of the policy on the problems that it is measured on, which change nothing in the
+        run; nothing when asked to stop."""
+        run.state, metrics = self.evaluations(run.state, step, stop)
+        if self.evaluations.is_best(metrics) and not self.faults(run):
+            self.evaluations.keep(run.number, *self.to_save(run), metrics)
+        return metrics
 
     def save(self, run: RunState) -> None:
         """Starts a checkpoint of everything the next call needs, unless it is nothing to go on
         from: then `unsaved` says why."""
-        conditions = np.asarray(self._conditions(run.state)).tolist()
-        found = zip(("policy", "draft"), conditions, strict=False)
-        faults = [f"the {name}'s {_FAULTS[how]}" for name, how in found if how != SOUND]
-        self.unsaved = " and ".join(faults)
-        if faults:
+        self.unsaved = self.faults(run)
+        if self.unsaved:
             newest, kept = self.checkpoints.latest(), "there is none before it"
             if newest is not None:
                 kept = f"checkpoint {newest} stays the newest"
             self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
+        self.checkpoints.save(run.number, *self.to_save(run))
+
+    def to_save(self, run: RunState) -> tuple[PyTree, dict[str, Any]]:
+        """Arrays of a checkpoint, and the rest."""
         arrays, host = run.to_save()
-        self.checkpoints.save(run.number, arrays, host | {"history": self.batches.history.dump()})
+        return arrays, host | {"history": self.batches.history.dump()}
+
+    def faults(self, run: RunState) -> str:
+        """Why the state is nothing to go on from; empty where it is sound."""
+        conditions = np.asarray(self._conditions(run.state)).tolist()
+        found = zip(("policy", "draft"), conditions, strict=False)
+        return " and ".join(f"the {name}'s {_FAULTS[how]}" for name, how in found if how != SOUND)
 
     def between(self, rollout: Rollout) -> bool:
         """Looks at the rows between slices of generation; whether to stop."""
@@ -334,13 +340,6 @@ def _conditions(state: TrainState) -> Int[Array, " n"]:
     """Of the policy and, if there is one, the draft."""
     trained = state.learner.policy, state.learner.draft
     return jnp.stack([condition(each) for each in trained if each is not None])
-
-
-def _line(
-    batch: int, scored: Scored, seconds: dict[str, float], generated: dict[str, float]
-) -> dict[str, Any]:
-    """What is known of a batch before it is learnt from."""
-    return {"step": batch, **seconds, **scored.metrics, **generated}
 
 
 def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str = "") -> int:

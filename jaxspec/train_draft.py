@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxspec.config.unused import OF_DRAFT
-from jaxspec.data.problems import load_problems, remarks
+from jaxspec.data.problems import load_sets, remarks
 from jaxspec.host import draft_data
 from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
 from jaxspec.host.job import Job, process_0_first, run
@@ -67,7 +67,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
             " (eagle3, mtp, model)"
         )
     # bad data is named before any work
-    for line in remarks(job.config.data, *load_problems(job.config.data, job.tokenizer)):
+    for line in remarks(job.config, load_sets(job.config, job.tokenizer)):
         job.say(line)
     text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))

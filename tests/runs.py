@@ -38,7 +38,7 @@ SMALL = {
     "optimizer.learning_rate": 0.001,
     "steps": 8,
     "save_every": 2,
-    "eval_every": 4,
+    "eval.every": 4,
     "no_compare_plain": True,
 }
 

@@ -4,13 +4,22 @@ import json
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.runs import assert_same, final_arrays, launch, lines, weights
+from tests.runs import (
+    Process,
+    assert_same,
+    environment,
+    final_arrays,
+    launch,
+    lines,
+    weights,
+)
 
 SCHEMA = {
     "step",
@@ -73,7 +82,7 @@ def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for row in (
         "reward",
         "acceptance_length",
-        "held-out exact match",
+        "held_out/avg@4",
         "tokens/s",
         "seconds by phase",
         "target passes a sequence",
@@ -105,7 +114,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Path) -> None:
         assert line["rollout/tokens_per_s"] == pytest.approx(
             line["rollout/tokens"] / line["time/step"]
         )
-    assert [line["step"] for line in written if "eval/exact_match" in line] == [0, 4, 7]
+    assert [line["step"] for line in written if "eval/held_out/avg@4" in line] == [0, 4, 7]
     assert len({line["reward/mean"] for line in written}) > 1
     assert json.loads((undisturbed / "config.json").read_text())["batch"]["group_size"] == 4
     assert list((undisturbed / "tensorboard").iterdir())
@@ -124,6 +133,45 @@ def test_a_finished_run_says_so_and_can_be_extended(
     launch(cache, short, steps=3).finish()
     assert f"resuming {short} at batch 3" in launch(cache, short).finish()
     assert_same(final_arrays(short), final_arrays(undisturbed))
+
+
+def evaluated(workdir: Path) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "evaluations.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_evaluations_change_nothing_in_a_run(
+    cache: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """By a program of their own every third batch, or the run's every fourth: the same run, bit by
+    bit. The best checkpoint is kept, and measured again it is as good."""
+    kept = {"eval__every": 3, "eval__samples": 3, "eval__temperature": 0.5}
+    output = launch(cache, tmp_path, **kept, eval__keep_best="held_out/pass@2").finish()
+    assert "one more program for evaluations: eval.temperature 0.5, eval.samples 3" in output
+    assert_same(final_arrays(tmp_path), final_arrays(undisturbed))
+    best, written = json.loads((tmp_path / "best.json").read_text()), lines(tmp_path)
+    found = [line.get("eval/held_out/pass@2") for line in written]
+    assert [place for place, value in enumerate(found) if value is not None] == [0, 3, 6, 7]
+    records = evaluated(tmp_path)
+    assert [record["step"] for record in records] == [n for n in (0, 3, 6, 7) for _ in range(6)]
+    assert {len(record["correct"]) for record in records} == {3}
+    assert {len(record["correct"]) for record in evaluated(undisturbed)} == {4}
+    (number,) = [entry.name for entry in (tmp_path / "best").iterdir() if entry.name.isdigit()]
+    assert best["values"][number] == max(value for value in found if value is not None)
+    again = [
+        measure(cache, tmp_path / "best", tmp_path / name, eval__samples=3) for name in ("a", "b")
+    ]
+    assert again[0] == again[1], "two evaluations of one seed are equal"
+    assert again[0]["held_out"]["pass@2"]["value"] == best["values"][number]
+
+
+def measure(cache: Path, checkpoint: Path, workdir: Path, **changes: object) -> dict:
+    """What `jaxspec.evaluate` finds of a checkpoint."""
+    options = {"checkpoint": checkpoint, "workdir": workdir, **changes}
+    words = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
+    arguments = [sys.executable, "-m", "jaxspec.evaluate", *words]
+    Process(arguments, environment(cache, 2), workdir.with_suffix(".log")).finish()
+    return json.loads((workdir / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")

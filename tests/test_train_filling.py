@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import BatchConfig, DataConfig, DynamicSamplingConfig
-from jaxspec.data.problems import load_problems
+from jaxspec.data.problems import load_sets
+from jaxspec.evaluation.evaluator import Evaluator
+from jaxspec.evaluation.in_run import Evaluations
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.host.run_state import RunState, resume
@@ -31,14 +33,6 @@ from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_net
 PROMPTS, GROUP, STEPS = 8, 2, 2
 ROWS = PROMPTS * GROUP
 MODEL = tiny_model(vocab=24, dtype="float32")
-
-
-class Rollouts(Batches):
-    """Training batches, without evaluations."""
-
-    @property
-    def evaluations(self) -> int:
-        return 0
 
 
 @functools.cache
@@ -136,15 +130,19 @@ def position_of(job: Job, batches: Batches) -> RunState:
     )
 
 
+def unasked(*_: Any) -> Any:
+    raise AssertionError("nothing is evaluated here")
+
+
 def run(step: Step, folder: Path) -> bool:
     """From the newest checkpoint in a folder, or from the start; whether it came to its end."""
     job, checkpoints = step.job, Checkpoints(folder / "checkpoints")
-    batches = Rollouts(job, *load_problems(job.config.data, job.tokenizer))
+    batches = Batches(job, load_sets(job.config, job.tokenizer)._replace(measured={}))
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
-    loop = Loop(
-        job, Interrupt(), batches, checkpoints, writer, progress, Runner(step, {}), profiler
-    )
+    evaluations = Evaluations(job, Evaluator(batches, job.config, GROUP, unasked), folder)
+    parts = Interrupt(), batches, evaluations, checkpoints, writer, progress, Runner(step, {})
+    loop = Loop(job, *parts, profiler)
     run = resume(job, checkpoints, batches) or position_of(job, batches)
     writer.cut_back(run.over)
     try:

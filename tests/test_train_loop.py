@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from jaxspec import train
-from jaxspec.data.problems import load_problems
-from jaxspec.host.batches import Batches, Scored
+from jaxspec.config.settings import EvalConfig
+from jaxspec.data.problems import load_sets
+from jaxspec.evaluation.evaluator import Evaluator
+from jaxspec.evaluation.in_run import Evaluations
+from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job, reported
 from jaxspec.host.run_state import Pending, RunState
-from jaxspec.host.runner import Comparison, Runner, StepResult
+from jaxspec.host.runner import Comparison, Runner
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import Finished, Prompts, Rollout, TrainState
+from jaxspec.state import TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
@@ -34,7 +37,9 @@ MODEL = tiny_model(vocab=24, dtype="float32")
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return make_job(tiny_config(MODEL, steps=4, save_every=1, eval_every=1), small_mesh(4, 2))
+    return make_job(
+        tiny_config(MODEL, steps=4, save_every=1, eval=EvalConfig(every=1)), small_mesh(4, 2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +80,22 @@ class Asked(Interrupt):
         self._requested = came
 
 
-def loop_of(
-    job: Job, folder: Path, asked: bool = False, batches: Batches | None = None, call: Any = None
-) -> Loop:
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing is generated here")
+
+
+def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
     writer = MetricsWriter(folder, 0)
     progress = Progress("rl", job.config.steps)
-    runner = Runner(call, {})
+    runner = Runner(never, {})
     profiler = Profiler(range(0), folder / "trace", (), print)
-    batches = batches or Batches(job, *load_problems(job.config.data, job.tokenizer))
+    batches = Batches(job, load_sets(job.config, job.tokenizer))
+    evaluator = Evaluator(batches, job.config, job.config.batch.group_size, never)
     return Loop(
         job,
         Asked(asked),
         batches,
+        Evaluations(job, evaluator, folder),
         Checkpoints(folder / "checkpoints"),
         writer,
         progress,
@@ -96,7 +105,7 @@ def loop_of(
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
-    line = {"step": batch - 1, "reward/mean": NAN, "eval/exact_match": 0.5}
+    line = {"step": batch - 1, "reward/mean": NAN, "eval/held_out/avg@8": 0.5}
     return RunState(
         state=state,
         finished=job.step.nothing_finished(16),
@@ -235,62 +244,23 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
     assert "1.2 on average, which is above loss.reuse_below 1.05" in line
 
 
-def test_an_evaluation_counts_the_answers_that_have_a_reward(
-    job: Job, state: TrainState, tmp_path: Path
-) -> None:
-    """Three calls: 16 answers, none, 4 answers; then none at all."""
-    ended = [(12.0, 4.0), (0.0, 0.0), (4.0, 0.0)]
-
-    class Answers(Batches):
-        @property
-        def evaluations(self) -> int:
-            return 3
-
-        def evaluate(self, call: int) -> Prompts:
-            return super().nothing(call)
-
-        def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
-            return Scored(
-                self.nothing_finished(), [0.75, NAN, 0.25][call], {}, [], np.ones(0, bool)
-            )
-
-    def answer(state: TrainState, finished: Finished, prompts: Prompts, stop: Any) -> StepResult:
-        eos, length = ended[int(prompts.batch)]
-        return StepResult(
-            state, finished.rollout, {}, {"status/eos": eos, "status/length": length}, {}
-        )
-
-    loop = loop_of(
-        job,
-        tmp_path,
-        batches=Answers(job, *load_problems(job.config.data, job.tokenizer)),
-        call=answer,
-    )
-    position = position_of(job, state, 1)
-    assert loop.evaluate(position, lambda: False) == {
-        "eval/exact_match": pytest.approx((16 * 0.75 + 4 * 0.25) / 20)
-    }
-    ended[0] = ended[2] = (0.0, 0.0)
-    assert np.isnan(loop.evaluate(position, lambda: False)["eval/exact_match"])
-
-
 @pytest.mark.parametrize(
     ("last", "unsaved", "words"),
     [
-        (a_line(3, **{"eval/exact_match": 0.5}), "", []),
+        (a_line(3, **{"eval/held_out/avg@8": 0.5}), "", []),
         (
-            all_failed(3, **{"eval/exact_match": 0.5}),
+            all_failed(3, **{"eval/held_out/avg@8": 0.5}),
             "",
             ["last batch, 3, has no reward: 16 of its 16 rows failed"],
         ),
         (
-            a_line(3, **{"eval/exact_match": NAN}),
+            a_line(3, **{"eval/held_out/avg@8": NAN}),
             "",
-            ["last evaluation, after batch 3, has no number"],
+            ["the last evaluation has no held_out/avg@8"],
         ),
-        (all_failed(3, **{"eval/exact_match": NAN}), "", ["last batch, 3,", "last evaluation"]),
+        (all_failed(3, **{"eval/held_out/avg@8": NAN}), "", ["last batch, 3,", "last evaluation"]),
         (
-            a_line(3, **{"eval/exact_match": 0.5}),
+            a_line(3, **{"eval/held_out/avg@8": 0.5}),
             "the draft's weights or moments are not finite",
             ["end of the run is not saved", "the draft's weights"],
         ),
@@ -310,10 +280,10 @@ def test_a_run_without_a_result_ends_as_one(
     again."""
     monkeypatch.setattr(train, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
     with MetricsWriter(tmp_path, 0) as writer:
-        for line in (a_line(0, **{"eval/exact_match": 0.25}), a_line(1), a_line(2), last):
+        for line in (a_line(0, **{"eval/held_out/avg@8": 0.25}), a_line(1), a_line(2), last):
             writer.write(line)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
-    batches = Batches(job, *load_problems(job.config.data, job.tokenizer))
+    batches = Batches(job, load_sets(job.config, job.tokenizer))
     for _ in range(2):
         status = reported(
             lambda: close(job, batches, position_of(job, state, 4), tmp_path, unsaved)

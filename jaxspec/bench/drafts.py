@@ -22,7 +22,7 @@ from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
 from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
 from jaxspec.config.unused import OF_DRAFT
-from jaxspec.data.problems import load_problems
+from jaxspec.data.problems import load_sets
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
@@ -256,7 +256,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     configs = [config_of(variant, config) for variant in VARIANTS]
     for each in configs:
         check(each, job.mesh.size)
-    problems = load_problems(config.data, job.tokenizer)
+    sets = load_sets(config, job.tokenizer)
     jobs = [
         replace(
             job,
@@ -265,7 +265,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         )
         for each in configs
     ]
-    batches = [Batches(each, *problems) for each in jobs]
+    batches = [Batches(each, sets) for each in jobs]
     calls = -(-rows // (config.batch.prompts * config.batch.group_size))
     policy = load_policy(job, interrupt)
     benches = []

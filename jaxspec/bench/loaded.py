@@ -172,7 +172,7 @@ def load(
             found = all_problems(config.data, tokenizer)
         if str(found.left_out):
             print(f"--data {config.data.path}: {found.left_out}; {len(found)} to ask")
-        problems = PromptStream(found, options.seed)
+        problems = PromptStream((found,), options.seed)
     mesh = mesh_for(options, config)
     step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout

@@ -24,7 +24,7 @@ from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_whole
 from jaxspec.system.processes import first_line
 from jaxspec.system.progress import Screen
-from jaxspec.terminal import say
+from jaxspec.system.terminal import say
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what
 is read again and again (caches are faster than memory), and floating-point operations a second of

@@ -2,7 +2,7 @@
 two."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, get_origin
 
@@ -12,10 +12,10 @@ from jaxspec.inputs.checked import classes_in, require, types_of
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 _ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
 _SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
-_WHEN = ("steps", "save_every", "eval_every", "compare_plain", "profile")
-FREE_ON_RESUME = frozenset({"workdir", *_WHEN, *_SPEED, *_MESH})
-"""Keys that may differ when a run is resumed: they change where and how long it runs, not what it
-computes."""
+_WHEN = ("steps", "save_every", "compare_plain", "profile")
+FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *_SPEED, *_MESH})
+"""Keys that may differ when a run is resumed: they change where and how long it runs, and what is
+measured of it, not what it computes. One that ends in a dot stands for all that start with it."""
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -46,6 +46,10 @@ def from_json(saved: Mapping[str, Any]) -> ResolvedConfig:
 
 def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], list[str]]:
     """Settings of a class that the saved values lack, and saved ones that it does not have."""
+    if isinstance(saved, list):
+        inner = [_differences(cls, each, f"{prefix}{i}.") for i, each in enumerate(saved)]
+        missing, unknown = ([name for each in inner for name in each[i]] for i in range(2))
+        return missing, unknown
     if not isinstance(saved, Mapping):
         return [], []  # the class that it belongs to says what is wrong with it
     names = types_of(cls)
@@ -69,10 +73,10 @@ def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
     types, nested = types_of(cls), _nested(cls)
 
     def value(key: str, given: Any) -> Any:
-        if key in nested and isinstance(given, Mapping):
-            return _filled(nested[key], given)
+        if isinstance(given, list) and get_origin(types[key]) is tuple:
+            return tuple(value(key, each) for each in given)
         return (
-            tuple(given) if isinstance(given, list) and get_origin(types[key]) is tuple else given
+            _filled(nested[key], given) if key in nested and isinstance(given, Mapping) else given
         )
 
     return cls(**{key: value(key, given) for key, given in saved.items()})
@@ -89,7 +93,7 @@ def differing_keys(
     pairs = {
         key: (before.get(key, "(absent)"), now.get(key, "(absent)"))
         for key in before | now
-        if key not in free
+        if not stands_for(free, key)
     }
     return [f"{key}: {was} -> {value}" for key, (was, value) in pairs.items() if was != value]
 
@@ -97,7 +101,24 @@ def differing_keys(
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a `to_json` by their dotted names."""
     nested = [
-        flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat(inner, f"{prefix}{key}.") if inner is not None else {f"{prefix}{key}": value}
         for key, value in tree.items()
+        for inner in [_inside(value)]
     ]
     return {key: value for part in nested for key, value in part.items()}
+
+
+def _inside(value: Any) -> Mapping[str, Any] | None:
+    """What a value holds by name, or by number where it is a list of such; None: it is plain."""
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return {str(number): each for number, each in enumerate(value)}
+    return value if isinstance(value, Mapping) else None
+
+
+def stands_for(settings: Iterable[str], name: str) -> bool:
+    """Whether a setting is among some, of which one that ends in a dot stands for all that start
+    with it."""
+    return any(
+        name.startswith(setting) if setting.endswith(".") else name == setting
+        for setting in settings
+    )

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxspec.config.settings import ResolvedConfig
+from jaxspec.config.settings import OF_THE_RUN, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
@@ -65,23 +65,59 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
     _check_positions(config)
     _check_micro_batch(config)
     _check_pool(config, prompts // data)
-    source = config.data
-    remedy = (
-        "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER,"
-        " or --data.answer_style hash"
+    _check_sets(config)
+    return data, tensor
+
+
+def _check_sets(config: ResolvedConfig) -> None:
+    """Whether what is asked can be judged, in every set of problems."""
+    for where, sets in (("mixture", config.mixture), ("eval.sets", config.eval.sets)):
+        for number, each in enumerate(sets):
+            for part, names in OF_THE_RUN.items():
+                _check_shared(f"{where}.{number}.{part}.", each, config, part, names)
+    held_back = [f"eval.sets.{i}" for i, each in enumerate(config.eval.sets) if each.data.eval_path]
+    require(
+        not held_back,
+        f"{', '.join(held_back)} names a data.eval_path: all problems of its data.path are asked;"
+        " leave data.eval_path out",
     )
+    mixed, measured = config.training_sets, config.eval_sets
+    names = [f"mixture.{i}." for i in range(len(mixed))] if config.mixture else [""]
+    names += [f"eval.sets.{i}." for i in range(len(measured))]
+    for where, each in zip(names, (*mixed, *measured), strict=True):
+        _check_judged(where, each)
+
+
+def _check_shared(
+    where: str, each: SetConfig, config: ResolvedConfig, part: str, names: tuple[str, ...]
+) -> None:
+    """Whether a set leaves to the run what is the run's."""
+    own, run = getattr(each, part), getattr(config, part)
+    for name in names:
+        value, default = getattr(own, name), getattr(type(own)(), name)
+        require(
+            value in (default, getattr(run, name)),
+            f"{where}{name} is {value!r} and {part}.{name} {getattr(run, name)!r}, which all sets"
+            " share; set that one alone",
+        )
+
+
+def _check_judged(where: str, each: SetConfig) -> None:
+    """Whether a set's answers stand where its verifier looks; `where` comes before its
+    settings."""
+    source, reward = each.data, each.reward
     require(
         bool(source.path) or source.answer_style == "hash",
-        f"data.answer_style {source.answer_style} without data.path; {remedy}",
+        f"{where}data.answer_style {source.answer_style} without {where}data.path: generated tasks"
+        f" answer after `#`: give --{where}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
+        f" --{where}data.answer_style hash",
     )
-    reward = config.reward
     judged = "answer" in reward.all_parts
     require(
         not judged or (reward.verifier == "code") == (source.answer_style == "code"),
-        f"data.answer_style is {source.answer_style} and reward.verifier {reward.verifier}:"
-        " programs need `code` for both, and other answers for neither",
+        f"{where}data.answer_style is {source.answer_style} and {where}reward.verifier"
+        f" {reward.verifier}: programs need `code` for both, and other answers for neither",
     )
-    return data, tensor
 
 
 def _check_micro_batch(config: ResolvedConfig) -> None:

@@ -19,12 +19,12 @@ from typing import TypeVar
 import tyro
 
 from jaxspec.config.algorithms import ALGORITHMS, described, with_algorithm
-from jaxspec.config.settings import Config, DraftConfig, LookupConfig
+from jaxspec.config.settings import OF_THE_RUN, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import Checked, ConfigError, require
+from jaxspec.system.terminal import silence
 from jaxspec.system.version import DISTRIBUTION, version
-from jaxspec.terminal import silence
 
 _T = TypeVar("_T", bound=Checked)
 _C = TypeVar("_C", bound=Config)
@@ -39,7 +39,12 @@ checkout."""
 
 
 def load_config(
-    argv: Sequence[str], program: str, description: str, varied: Sequence[str] = (), used: str = ""
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    varied: Sequence[str] = (),
+    used: str = "",
+    base: Config | None = None,
 ) -> tuple[Config, str]:
     """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m
     jaxspec.<program>`.
@@ -47,7 +52,8 @@ def load_config(
     Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes
     `runs/` and that name. A program that sets the draft itself, and so has use for the settings of
     every kind, names what it sets in `varied`. One that looks at some settings alone names them in
-    `used`, as in `unused.Unused`; where the draft is not among them, there is none.
+    `used`, as in `unused.Unused`; where the draft is not among them, there is none. Of a config
+    beside a `base`, which needs none, only how evaluations are made is taken.
 
     Raises:
       ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing
@@ -59,6 +65,10 @@ def load_config(
     if given:
         file, _, scale = given.partition(":")
         default, name = read_config(_find(file), scale)
+        if base is not None:
+            default = _evaluated_by(base, default)
+    elif base is not None:
+        default, name = base, ""
     else:
         found = f"configs found: {', '.join(_found())}"
         require(
@@ -88,6 +98,18 @@ def load_config(
     else:
         config = settle(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
+
+
+def _evaluated_by(base: Config, config: Config) -> Config:
+    """A config with the evaluation of another, and room for its prompts."""
+    longest = config.data.max_prompt_length
+    workers = {name: getattr(config.reward, name) for name in OF_THE_RUN["reward"]}
+    return replace(
+        base,
+        eval=config.eval,
+        data=replace(base.data, max_prompt_length=longest),
+        reward=replace(base.reward, **workers),
+    )
 
 
 def take_option(

@@ -1,10 +1,13 @@
-"""Settings of data and rewards: what is asked, and what a response is paid for."""
+"""Settings of data, rewards and evaluation: what is asked, what a response is paid for, and how the
+policy is measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from jaxspec.config.rollout import Temperature
 from jaxspec.inputs.checked import Checked, Range, require
 from jaxspec.inputs.spec import Count, Natural, Positive
 from jaxspec.rewards.extract import Style
@@ -46,7 +49,7 @@ class DataConfig(Checked, prefix="data."):
     digits: Annotated[int, Range(least=1, most=4)] = 2
     """Difficulty of the generated tasks: digits of the operands, 1 to 4."""
     eval_prompts: Count = 64
-    """Held-out problems for `eval/exact_match`."""
+    """Held-out problems, at most."""
 
     def check(self) -> None:
         require(
@@ -117,3 +120,64 @@ class RewardConfig(Checked, prefix="reward."):
     def all_weights(self) -> tuple[float, ...]:
         """Of each of them."""
         return self.weights or (1.0,) * len(self.all_parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetConfig(Checked, prefix="set."):
+    """A named set of problems with rewards of its own, for `mixture` and `eval.sets`."""
+
+    name: str
+    """What metrics and results call it: letters, digits, `_`, `-` and dots."""
+    weight: Positive = 1.0
+    """How often its problems are asked, as a share of the sum of the weights of a mixture."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Its problems; data.tokenizer, data.prompt_format and data.max_prompt_length are the run's."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """What its responses are paid for; reward.workers, reward.deadline and reward.max_failed are
+    the run's."""
+
+    def check(self) -> None:
+        require(
+            re.fullmatch(r"[\w.-]+", self.name) is not None,
+            f"a set is called {self.name!r}; a name has letters, digits, `_`, `-` and dots",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Checked, prefix="eval."):
+    """How the policy is measured: in a run every so often, and by `jaxspec.evaluate`."""
+
+    every: Count = 20
+    """Batches between evaluations (first and last always)."""
+    samples: Natural = 0
+    """Answers to each problem (k of avg@k, pass@k and cons@k); 0: batch.group_size. In a run,
+    multiples of that take no other program."""
+    temperature: Temperature | Literal["same"] = "same"
+    """Sampling temperature; `same`: rollout.temperature. In a run, another one is one more program
+    to compile, and so are the next two."""
+    top_p: Annotated[float, Range(above=0, most=1)] | Literal["same"] = "same"
+    """As rollout.top_p."""
+    max_new_tokens: Natural = 0
+    """Longest response, in tokens; 0: rollout.max_new_tokens."""
+    keep_best: str = ""
+    """A metric, such as held_out/avg@8: the checkpoint that has most of it is kept in the folder
+    `best` of the run. Empty: none is."""
+    sets: tuple[SetConfig, ...] = ()
+    """Named sets of problems, of which all are asked; a config file lists them, and the command
+    line may change them: --eval.sets.0.data.path FILE. Empty: the held-out problems."""
+
+    def check(self) -> None:
+        require_names(self.sets, "eval.sets")
+        require(
+            all(each.weight == 1 for each in self.sets),
+            "eval.sets have weights, which only a mixture has a use for; leave them out",
+        )
+
+
+def require_names(sets: tuple[SetConfig, ...], where: str) -> None:
+    """Refuses sets of the same name."""
+    names = [each.name for each in sets]
+    require(
+        len(set(names)) == len(names),
+        f"{where} has the names {', '.join(names)}; give each a name of its own",
+    )

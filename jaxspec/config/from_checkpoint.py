@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
-from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of, learned
 from jaxspec.hf.pretrained import absolute, find_folder, policy_config
 from jaxspec.hf.tensor_files import open_tensors
@@ -83,12 +83,27 @@ def _from_home(config: Config) -> Config:
     def whole(text: str, name: str) -> str:
         return str(expanded(text, name)) if text.startswith("~") else text
 
-    paths = {
-        name: whole(getattr(config.data, name), f"data.{name}")
-        for name in ("path", "eval_path", "tokenizer")
-    }
+    def of(data: DataConfig, where: str) -> DataConfig:
+        paths = {
+            name: whole(getattr(data, name), f"{where}data.{name}")
+            for name in ("path", "eval_path", "tokenizer")
+        }
+        return replace(data, **paths)
+
+    def of_all(sets: tuple[SetConfig, ...], where: str) -> tuple[SetConfig, ...]:
+        return tuple(
+            replace(each, data=of(each.data, f"{where}.{number}."))
+            for number, each in enumerate(sets)
+        )
+
     offline = replace(config.offline, text=whole(config.offline.text, "offline.text"))
-    return replace(config, data=replace(config.data, **paths), offline=offline)
+    return replace(
+        config,
+        data=of(config.data, ""),
+        mixture=of_all(config.mixture, "mixture"),
+        eval=replace(config.eval, sets=of_all(config.eval.sets, "eval.sets")),
+        offline=offline,
+    )
 
 
 def _native(model: ModelSpec) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from jaxspec.config.algorithm import (
     LossConfig,
     OverlongConfig,
 )
-from jaxspec.config.data import DataConfig, RewardConfig
+from jaxspec.config.data import DataConfig, EvalConfig, RewardConfig, SetConfig, require_names
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -53,6 +53,7 @@ __all__ = [
     "DraftTrainingConfig",
     "DynamicSamplingConfig",
     "EngineConfig",
+    "EvalConfig",
     "HeadConfig",
     "KlConfig",
     "LookupConfig",
@@ -67,12 +68,18 @@ __all__ = [
     "ResolvedConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SetConfig",
     "SftConfig",
     "Temperature",
     "VerifyRule",
     "require",
 ]
 
+OF_THE_RUN = {
+    "data": ("tokenizer", "prompt_format", "max_prompt_length"),
+    "reward": ("workers", "deadline", "max_failed"),
+}
+"""Settings that all sets of problems share."""
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 """What numpy, JAX and grain all tell apart."""
 
@@ -221,8 +228,6 @@ class Config(Checked):
     """Run the phases one by one (seconds for each) instead of as one program; same numbers."""
     save_every: Count = 20
     """Batches between checkpoints (the last is always saved)."""
-    eval_every: Count = 20
-    """Batches between held-out evaluations (first and last always)."""
     compare_plain: bool = True
     """At the end, time the last batch with and without the draft: two more programs to compile, and
     a plain rollout."""
@@ -240,6 +245,10 @@ class Config(Checked):
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    mixture: tuple[SetConfig, ...] = ()
+    """Named sets of problems, instead of `data` and `reward`, each asked as often as its weight
+    says; a config file lists them, and the command line may change them: --mixture.0.weight 2."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     draft_training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
@@ -274,6 +283,29 @@ class Config(Checked):
             f"overlong.filter with kl.beta {self.kl.beta:g} in the reward: answers that were cut"
             " are not read, so their reward would be without it, and their group's baseline wrong;"
             " set --kl.where loss, or --overlong.no_filter",
+        )
+        require_names(self.mixture, "mixture")
+
+    @property
+    def training_sets(self) -> tuple[SetConfig, ...]:
+        """What is trained on: the sets of the mixture, or the run's own data as the only one."""
+        alone = SetConfig(name="held_out", data=self.data, reward=self.reward)
+        return tuple(self._shared(each) for each in self.mixture) or (alone,)
+
+    @property
+    def eval_sets(self) -> tuple[SetConfig, ...]:
+        """What the policy is measured on, where that is not held out of what is trained on."""
+        return tuple(self._shared(each) for each in self.eval.sets)
+
+    def _shared(self, each: SetConfig) -> SetConfig:
+        """A set with what is the run's: tokenizer, prompts and workers."""
+        data, reward = self.data, self.reward
+        return replace(
+            each,
+            data=replace(each.data, **{name: getattr(data, name) for name in OF_THE_RUN["data"]}),
+            reward=replace(
+                each.reward, **{name: getattr(reward, name) for name in OF_THE_RUN["reward"]}
+            ),
         )
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import get_args
 
-from jaxspec.config.as_json import flat, to_json
+from jaxspec.config.as_json import flat, stands_for, to_json
 from jaxspec.config.settings import Config, DraftConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.inputs.checked import Unused, require
@@ -87,6 +87,18 @@ WITH_ANY_DRAFT = (
         "data.eval_path data.prompt_column data.answer_column data.instruction",
         "no data.path",
         lambda c: not c.data.path,
+    ),
+    Unused(
+        "data.path data.eval_path data.prompt_column data.answer_column data.answer_style"
+        " data.instruction data.eval_prompts reward.verifier reward.run_code reward.function"
+        " reward.parts reward.weights reward.rows",
+        "mixture, whose sets say it,",
+        lambda c: bool(c.mixture),
+    ),
+    Unused(
+        "data.task data.digits",
+        "mixture and no warm start (sft.steps 0)",
+        lambda c: bool(c.mixture) and c.sft.steps == 0 and not _generic(c),
     ),
     Unused("data.task data.digits", "data.path", lambda c: bool(c.data.path) and not _generic(c)),
     Unused("sft.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
@@ -263,7 +275,7 @@ def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True)
             for name in given
             if name not in told and (row.said_by_files or values[name] != defaults.get(name))
         ]
-        found = [name for name in judged if _stands_for(row.settings.split(), name)]
+        found = [name for name in judged if stands_for(row.settings.split(), name)]
         if found and row.holds(config):
             told |= set(found)
             said.setdefault(row.fact.format(c=config), []).extend(found)
@@ -281,20 +293,13 @@ def refuse_idle(named: Iterable[str], used: str, command: str) -> None:
     Raises:
       ConfigError: names them, and settings in use of the same name elsewhere.
     """
-    idle = [name for name in sorted(named) if not _stands_for(used.split(), name)]
+    idle = [name for name in sorted(named) if not stands_for(used.split(), name)]
     lasts = {name.rpartition(".")[2] for name in idle}
     there = [
         name
         for name in flat(to_json(Config()))
-        if name.rpartition(".")[2] in lasts and _stands_for(used.split(), name)
+        if name.rpartition(".")[2] in lasts and stands_for(used.split(), name)
     ]
     meant = f" (did you mean {' or '.join(f'--{name}' for name in there)}?)" if there else ""
     listed, whole = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
     require(not idle, f"{command} has no use for {listed}{meant}; leave {whole} out")
-
-
-def _stands_for(settings: list[str], name: str) -> bool:
-    return any(
-        name.startswith(setting) if setting.endswith(".") else name == setting
-        for setting in settings
-    )

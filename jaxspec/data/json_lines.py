@@ -124,7 +124,7 @@ class RowParser:
         )
         if isinstance(value, str) and not is_whole_text(value):
             raise ConfigError(f"{holds} half of a character, {shown(value)}; correct the text")
-        kind, remedy = type(value).__name__, f"set --data.{setting} to a column of text"
+        kind, remedy = type(value).__name__, f"set {self._option(setting)} to a column of text"
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ConfigError(f"{holds} a {kind} instead of text; {remedy}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -134,16 +134,21 @@ class RowParser:
     def _remedy(self, row: dict[str, Any], setting: str) -> str:
         """What to do about a column that is absent: never advice that would train on the answers,
         or break the other file."""
-        if self.key != "data.path":
-            return f"give the file the columns of data.path, which --data.{setting} names for both"
+        option = self._option(setting)
+        if self.key.endswith("eval_path"):
+            return f"give the file the columns of data.path, which {option} names for both"
         taken = {self.config.prompt_column}
         if setting == "prompt_column":
             taken = {self.config.answer_column, *_ANSWERS}
         free = [column for column in row if column.lower() not in taken]
         near = difflib.get_close_matches(getattr(self.config, setting), free, 1)
         if near:
-            return f"did you mean --data.{setting} {named(near[0])}?"
-        return f"set --data.{setting}"
+            return f"did you mean {option} {named(near[0])}?"
+        return f"set {option}"
+
+    def _option(self, setting: str) -> str:
+        """What a setting beside the file's is called on the command line."""
+        return f"--{self.key.rpartition('.')[0]}.{setting}"
 
 
 class JsonLines(Problems):

@@ -19,6 +19,8 @@ class Problem:
     index: int
     columns: dict[str, Any] = field(default_factory=dict)
     """Everything that the row says."""
+    judge: int = 0
+    """Number of the set of problems that says what its responses are paid for."""
 
 
 class LeftOut(NamedTuple):

@@ -1,16 +1,18 @@
-"""Prompts with checkable answers, by number: generated exercises or JSON lines, their shuffled
-stream, and padded batches."""
+"""Prompts with checkable answers, by number: generated exercises or JSON lines, in one set or
+several, their shuffled stream, and padded batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grain
 import numpy as np
 from jaxtyping import Int32
 
-from jaxspec.config.settings import DataConfig
+from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.json_lines import JsonLines, RowParser, scan
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
@@ -44,11 +46,18 @@ class Generated(Problems):
 
 
 class PromptStream:
-    """Problems without end, shuffled anew each epoch; `stream[i]` depends on the seed and the
-    global position i alone."""
+    """Problems without end, each set shuffled anew each epoch and asked as often as its weight
+    says; `stream[i]` depends on the seed and the global position i alone."""
 
-    def __init__(self, problems: Problems, seed: int) -> None:
-        self._problems = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
+    def __init__(
+        self, sets: Sequence[Problems], seed: int, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        streams = [
+            grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
+            for problems in (_Numbered(each, len(sets), place) for place, each in enumerate(sets))
+        ]
+        mixed = len(streams) > 1
+        self._problems = grain.MapDataset.mix(streams, weights) if mixed else streams[0]
 
     def __getitem__(self, position: int) -> Problem:
         problem = self._problems[position]
@@ -56,85 +65,199 @@ class PromptStream:
         return problem
 
 
-def all_problems(config: DataConfig, tokenizer: Tokenizer) -> Problems:
-    """Return every problem of the file `data.path`; none is held out. Raises `ConfigError` as
-    `load_problems` does."""
-    parser = RowParser(config, tokenizer, "data.path", config.path)
+@dataclass(frozen=True)
+class _Numbered(Problems):
+    """Problems of one of several sets, which say so, under numbers that no other set has."""
+
+    problems: Problems
+    sets: int
+    place: int
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> Problem:
+        problem = self.problems[index]
+        if self.sets == 1:
+            return problem
+        number = problem.index * self.sets + self.place
+        return dataclasses.replace(problem, index=number, judge=self.place)
+
+
+class Measured(NamedTuple):
+    """Problems that the policy is measured on."""
+
+    problems: Problems
+    judge: int
+    """Number of the set that says what their responses are paid for."""
+
+    def of(self, number: int) -> Problem:
+        """One of them, which says by whom it is judged."""
+        return dataclasses.replace(self.problems[number], judge=self.judge)
+
+
+class ProblemSets(NamedTuple):
+    """All that a run asks."""
+
+    training: tuple[Problems, ...]
+    """By set: the config's `training_sets`."""
+    weights: tuple[float, ...]
+    """How often each of them is asked."""
+    measured: Mapping[str, Measured]
+    """What the policy is measured on, by name."""
+
+    def stream(self, seed: int) -> PromptStream:
+        """The problems to train on, without end."""
+        return PromptStream(self.training, seed, self.weights)
+
+    def with_judges(self) -> Iterator[tuple[int, Problems]]:
+        """All problems, with the number of the set that says what their responses are paid for."""
+        yield from enumerate(self.training)
+        yield from ((each.judge, each.problems) for each in self.measured.values())
+
+
+def load_sets(config: ResolvedConfig, tokenizer: Tokenizer) -> ProblemSets:
+    """Return the problems of a run: those to train on, and those that the policy is measured on,
+    which are held out of them unless `eval.sets` names others.
+
+    Raises `ConfigError` as `load_problems` does.
+    """
+    named = [
+        (f"mixture.{number}." if config.mixture else "", each)
+        for number, each in enumerate(config.training_sets)
+    ]
+    loaded = [load_problems(each.data, tokenizer, where) for where, each in named]
+    measured = {
+        each.name: Measured(held_out, number)
+        for number, ((_, each), (_, held_out)) in enumerate(zip(named, loaded, strict=True))
+    }
+    others = config.eval_sets
+    if others:
+        measured = {
+            each.name: Measured(
+                all_problems(each.data, tokenizer, f"eval.sets.{place}."), len(loaded) + place
+            )
+            for place, each in enumerate(others)
+        }
+    return ProblemSets(
+        training=tuple(train for train, _ in loaded),
+        weights=tuple(each.weight for _, each in named),
+        measured=measured,
+    )
+
+
+def all_problems(config: DataConfig, tokenizer: Tokenizer, where: str = "") -> Problems:
+    """Return every problem of the file `data.path`, of which none is held out, or the held-out side
+    of a generated task; `where` comes before the names of settings in messages. Raises
+    `ConfigError` as `load_problems` does."""
+    if not config.path:
+        return _generated(config, tokenizer, where, held_out=True)
+    parser = RowParser(config, tokenizer, f"{where}data.path", config.path)
     return JsonLines(parser, *scan(parser))
 
 
-def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, Problems]:
+def load_problems(
+    config: DataConfig, tokenizer: Tokenizer, where: str = ""
+) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 
     Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
-    unless `data.eval_path` is set.
+    unless `data.eval_path` is set. `where` comes before the names of settings in messages.
     Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
     fit `data.max_prompt_length`.
     """
     if not config.path:
-        train, held = (_generated(config, tokenizer, held_out=side) for side in (False, True))
+        train, held = (
+            _generated(config, tokenizer, where, held_out=side) for side in (False, True)
+        )
         return train, held
-    same = f"data.prompt_column and data.answer_column are both {shown(config.prompt_column)}"
+    same = (
+        f"{where}data.prompt_column and {where}data.answer_column are both"
+        f" {shown(config.prompt_column)}"
+    )
     require(
         config.prompt_column != config.answer_column,
         f"{same}, so that problems would state their answers; name two columns",
     )
     halved = (
-        f"data.instruction is {shown(config.instruction)}, which is no text in UTF-8; write it in"
-        " UTF-8"
+        f"{where}data.instruction is {shown(config.instruction)}, which is no text in UTF-8; write"
+        " it in UTF-8"
     )
     require(is_whole_text(config.instruction), halved)
-    parser, held_out = RowParser(config, tokenizer, "data.path", config.path), config.eval_prompts
+    parser = RowParser(config, tokenizer, f"{where}data.path", config.path)
     places, left_out = scan(parser)
+    held_out = config.eval_prompts
     if config.eval_path:
-        other = RowParser(config, tokenizer, "data.eval_path", config.eval_path)
+        other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path)
         eval_places, eval_left_out = scan(other)
         held = JsonLines(other, eval_places[:held_out], eval_left_out)
         return JsonLines(parser, places, left_out), held
     if len(places) <= held_out:
         raise ConfigError(
-            f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts ="
-            f" {held_out} would be held out; lower data.eval_prompts or set data.eval_path"
+            f"{where}data.path {config.path}: {len(places)} usable problems, of which"
+            f" {where}data.eval_prompts = {held_out} would be held out; lower"
+            f" {where}data.eval_prompts or set {where}data.eval_path"
         )
     held = JsonLines(parser, places[-held_out:], LeftOut())
     return JsonLines(parser, places[:-held_out], left_out), held
 
 
-def remarks(
-    config: DataConfig, problems: Problems, held_out: Problems, batch: int = 1
-) -> list[str]:
+def remarks(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
     """Return what a user should know of the problems: what was left out, held-out ones that are
-    trained on, and numbers below those asked.
-
-    A batch of training takes `batch` problems.
-    """
-    lines = []
-    if str(problems.left_out):
-        lines.append(f"data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
-    if str(held_out.left_out):
-        lines.append(
-            f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out"
-        )
-    if (
-        isinstance(problems, JsonLines)
-        and isinstance(held_out, JsonLines)
-        and (shared := held_out.shared(problems))
+    trained on, numbers below those asked, and of several sets how much there is."""
+    lines, batch, single = [], config.batch.prompts, len(sets.training) == 1
+    for number, (each, problems) in enumerate(
+        zip(config.training_sets, sets.training, strict=True)
     ):
-        lines.append(
-            f"warning: {shared} of the {len(held_out)} held-out problems are among those to train"
-            " on, too"
+        where = "" if single else f"mixture.{number}."
+        measured = sets.measured.get(each.name) if not config.eval.sets else None
+        held_out = measured.problems if measured else None
+        lines += _of_set(each.data, problems, held_out, batch if single else 1, where)
+        if not single:
+            share = each.weight / sum(sets.weights)
+            lines.append(f"{each.name}: {len(problems)} problems, {share:.0%} of those asked")
+    for each in config.eval_sets:
+        found = sets.measured[each.name].problems
+        counted = f"; {found.left_out}" if str(found.left_out) else ""
+        lines.append(f"{each.name}: {len(found)} problems to measure by{counted}")
+        for train in sets.training:
+            lines += _shared(found, train, each.name)
+    return lines
+
+
+def _of_set(
+    config: DataConfig, problems: Problems, held_out: Problems | None, batch: int, where: str
+) -> Iterator[str]:
+    """What a user should know of a set of problems, of which a batch takes so many."""
+    if str(problems.left_out):
+        yield (f"{where}data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
+    if held_out is not None and str(held_out.left_out):
+        yield (
+            f"{where}data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held"
+            " out"
         )
+    if held_out is not None:
+        yield from _shared(held_out, problems, "held-out")
     if len(problems) < batch:
-        lines.append(
+        yield (
             f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on,"
             " so that some are in it repeatedly"
         )
-    if len(held_out) < config.eval_prompts:
-        lines.append(
-            f"{len(held_out)} problems are held out: there are no more, though data.eval_prompts is"
-            f" {config.eval_prompts}"
+    if held_out is not None and len(held_out) < config.eval_prompts:
+        yield (
+            f"{len(held_out)} problems are held out: there are no more, though"
+            f" {where}data.eval_prompts is {config.eval_prompts}"
         )
-    return lines
+
+
+def _shared(measured: Problems, train: Problems, what: str) -> Iterator[str]:
+    if isinstance(train, JsonLines) and isinstance(measured, JsonLines):
+        shared = measured.shared(train)
+        if shared:
+            yield (
+                f"warning: {shared} of the {len(measured)} {what} problems are among those to train"
+                " on, too"
+            )
 
 
 def pad_prompts(
@@ -151,7 +274,9 @@ def pad_prompts(
     return tokens, lengths
 
 
-def _generated(config: DataConfig, tokenizer: Tokenizer, *, held_out: bool) -> Generated:
+def _generated(
+    config: DataConfig, tokenizer: Tokenizer, where: str, *, held_out: bool
+) -> Generated:
     rows = arithmetic.count(config.task, config.digits, held_out=held_out)
     problems = Generated(
         tokenizer,
@@ -163,8 +288,8 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, *, held_out: bool) -> G
     longest = max(len(problems[position].ids) for position in range(min(len(problems), 64)))
     if longest > config.max_prompt_length:
         raise ConfigError(
-            f"data.max_prompt_length is {config.max_prompt_length}, but prompts of data.digits"
-            f" {config.digits} take {longest} tokens; set --data.max_prompt_length {longest} or"
-            " more"
+            f"data.max_prompt_length is {config.max_prompt_length}, but prompts of"
+            f" {where}data.digits {config.digits} take {longest} tokens; set"
+            f" --data.max_prompt_length {longest} or more"
         )
     return problems

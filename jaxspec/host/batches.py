@@ -1,10 +1,9 @@
 """Between the host and the step: the prompts of a rollout, and its rewards, and what batch they
 make; each process sees to its own rows."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -15,18 +14,17 @@ from jaxtyping import Bool
 
 from jaxspec import mesh as meshes
 from jaxspec.data.history import History
-from jaxspec.data.problem_source import Problem, Problems
-from jaxspec.data.problems import PromptStream, pad_prompts
-from jaxspec.data.scoring import scorer_of
+from jaxspec.data.problem_source import Problem
+from jaxspec.data.problems import ProblemSets, pad_prompts
+from jaxspec.data.scoring import Judge, Judged, scorer_of
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
-from jaxspec.rewards.outcome import Outcome, nothing_known
-from jaxspec.rewards.pool import PoolError
-from jaxspec.rewards.scorer import Ahead, Rows, Scorer
+from jaxspec.rewards.outcome import Outcome
+from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import EOS, LENGTH, Finished, Plan, Prompts, Rollout
+from jaxspec.state import LENGTH, Finished, Plan, Prompts, Rollout
 from jaxspec.streams import Stream
 from jaxspec.system.metrics import over_rollouts
 
@@ -38,7 +36,8 @@ class Scored(NamedTuple):
     reward: float
     """Mean over the rows that have one; NaN where none has."""
     outcomes: dict[str, float]
-    """Share of the rows that ended by outcome, some of which leave a row without a reward."""
+    """Share of the rows that ended by outcome, some of which leave a row without a reward; of
+    several sets of problems the mean reward of each."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
     differing: Bool[np.ndarray, " n"]
@@ -64,30 +63,24 @@ class Pool:
 
 
 class Batches:
-    """Prompts by number of the rollout, from the training stream or the held-out problems, their
-    rewards, and what is learnt from together."""
+    """Prompts by number of the rollout from the training stream, their rewards, and what is learnt
+    from together."""
 
-    def __init__(
-        self, job: Job, problems: Problems, held_out: Problems, scorer: Scorer | None = None
-    ):
-        self._job, self._held_out = job, held_out
-        self._given, self._asking, self._ahead = scorer, 0, Ahead()
-        self._stream = PromptStream(problems, job.config.seed)
-        self._prompts, self._group = job.config.batch.prompts, job.config.batch.group_size
+    def __init__(self, job: Job, sets: ProblemSets, scorers: SetScorers | None = None):
+        self._job, self.sets = job, sets
+        self._given, self._asking = scorers, 0
+        self._stream = sets.stream(job.config.seed)
+        self._prompts, self.group = job.config.batch.prompts, job.config.batch.group_size
         self.history = History(job.config.rollout.past)
         _, self._finished, self._like = abstract(job.step, self._prompts)
         self._here, _ = meshes.rows_here(job.mesh, self._prompts)
-        _, self._owned = meshes.rows_here(job.mesh, self._prompts * self._group)
+        _, self._owned = meshes.rows_here(job.mesh, self._prompts * self.group)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def _judge(self) -> Judge:
         """Its workers start when they are first wanted: whoever only asks needs none."""
-        return self._given or scorer_of(self._job.config)
-
-    @property
-    def evaluations(self) -> int:
-        """Calls it takes to answer every held-out problem."""
-        return -(-len(self._held_out) // self._prompts)
+        scorers = self._given or scorer_of(self._job.config)
+        return Judge(scorers, self._job.tokenizer, self.group)
 
     def train(self, batch: int) -> Prompts:
         """The prompts of a training rollout."""
@@ -99,10 +92,11 @@ class Batches:
         must not hand them back."""
         return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
 
-    def evaluate(self, call: int) -> Prompts:
-        """The held-out prompts of one evaluation call; the last is padded with prompts that are not
-        answered."""
-        return self._place(self._held_out_problems(call, self._here), Stream.EVALUATE, call)
+    def evaluate(self, problems: Mapping[int, Problem], call: int) -> Prompts:
+        """The prompts of one evaluation call: problems by their place among the prompts, of which
+        the others are not answered."""
+        here = {place: problem for place, problem in problems.items() if self._here[place]}
+        return self._place(here, Stream.EVALUATE, call)
 
     def nothing(self, batch: int) -> Prompts:
         """No prompts: for the call that only learns."""
@@ -110,17 +104,23 @@ class Batches:
 
     def nothing_finished(self) -> Finished:
         """No rollout: for calls that only generate."""
-        return put(self._job.step.nothing_finished(self._prompts * self._group), self._finished)
+        return put(self._job.step.nothing_finished(self._prompts * self.group), self._finished)
 
     def score_training(self, batch: int, rollout: Rollout) -> Scored:
         """Rewards of a training rollout, whose answers are remembered where drafts look through
         them."""
         self.remember(batch, rollout)
-        return self._score(self._training_problems(batch, self._owned_prompts()), rollout, True)
+        return self._score(self._judge(self._training_problems(batch), rollout), rollout)
 
-    def score_evaluation(self, call: int, rollout: Rollout) -> Scored:
-        """Rewards of an evaluation call."""
-        return self._score(self._held_out_problems(call, self._owned_prompts()), rollout, False)
+    def score_evaluation(self, problems: Mapping[int, Problem], rollout: Rollout) -> Judged:
+        """What the answers to this process's problems of an evaluation call earn."""
+        owned = self.prompts_here
+        here = {place: problem for place, problem in problems.items() if owned[place]}
+        judged = self._judge(here, rollout)
+        counts = np.asarray([judged.ended.sum(), judged.rewarded.sum()], np.float32)
+        ended, known = meshes.sum_over_processes(counts).tolist()
+        self._require_few(ended - known, ended, judged.scores.reason, False)
+        return judged
 
     def pool(self) -> Pool | None:
         """An empty one, where batches are filled by several rollouts."""
@@ -204,21 +204,17 @@ class Batches:
         """The plan for rows of which so many tokens are read, on the devices."""
         return put(self._job.step.planned(read.astype(np.int32)), self._finished.plan)
 
-    def _owned_prompts(self) -> np.ndarray:
-        return self._owned[:: self._group]
+    @property
+    def prompts_here(self) -> Bool[np.ndarray, " n"]:
+        """Prompts of a call whose rows this process judges."""
+        return self._owned[:: self.group]
 
-    def _training_problems(self, batch: int, mask: np.ndarray) -> dict[int, Problem]:
+    def _training_problems(self, batch: int, mask: np.ndarray | None = None) -> dict[int, Problem]:
+        """Those of some places among the prompts; by default of those whose rows are here."""
+        mask = self.prompts_here if mask is None else mask
         return {
             int(place): self._stream[batch * self._prompts + int(place)]
             for place in np.flatnonzero(mask)
-        }
-
-    def _held_out_problems(self, call: int, mask: np.ndarray) -> dict[int, Problem]:
-        first, count = call * self._prompts, len(self._held_out)
-        return {
-            int(place): self._held_out[first + int(place)]
-            for place in np.flatnonzero(mask)
-            if first + place < count
         }
 
     def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
@@ -251,10 +247,10 @@ class Batches:
     def remember(self, batch: int, rollout: Rollout) -> None:
         """Keeps the answers where drafts look through them: in every process those of all, so that
         a resumed run may divide otherwise."""
-        group, past = self._group, self.history.past
+        group, past = self.group, self.history.past
         if not past:
             return
-        problems = self._training_problems(batch, self._owned_prompts())
+        problems = self._training_problems(batch)
         rows = np.asarray(
             [place * group + member for place in problems for member in range(min(group, past))],
             np.int32,
@@ -272,106 +268,85 @@ class Batches:
             answers = table[place * group : place * group + min(group, past)]
             self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
 
-    def _score(self, problems: dict[int, Problem], rollout: Rollout, trains: bool) -> Scored:
-        job, group = self._job, self._group
-        rows = np.asarray(
-            [place * group + member for place in problems for member in range(group)], np.int32
-        )
-        leaves = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
-        starts, ends, status, rounds = (meshes.local_rows(leaf, rows) for leaf in leaves)
-        ahead, self._ahead = self._ahead, Ahead()
-        left = ahead.left(rows.tolist())
-        try:
-            ahead.begin(self._scorer, left, self._asked(problems, rollout, left))
-            scores, broken = ahead.end(self._scorer), False
-        except PoolError as error:  # every process ends then, at the same place
-            scores, broken = nothing_known(len(rows), str(error)), True
-        ended = np.isin(status, (EOS, LENGTH))
-        has_reward = ended & scores.known
-        overlong, longest = job.config.overlong, job.config.rollout.max_new_tokens
-        lost = overlong_penalty(ends - starts, longest, overlong.buffer, overlong.penalty)
-        # One row of the table a reward, one whether it counts, one the tokens to read, one what
-        # length takes from the reward, one for each outcome, one whether the pool is broken, one
-        # whether it ended; zeros where another process fills in.
-        table = np.zeros((6 + len(Outcome), len(self._owned)), np.float32)
-        table[0, rows], table[1, rows] = np.where(has_reward, scores.rewards, 0), has_reward
-        table[2, rows] = self._read(ends, status, has_reward)
-        table[3, rows] = np.where(has_reward, lost, 0)
-        for outcome in Outcome:
-            table[4 + outcome, rows] = ended & (scores.outcomes == outcome)
-        table[-2, rows], table[-1, rows] = broken, ended
-        table = meshes.sum_over_processes(table)
-        count = float(table[-1].sum())
-        reason = scores.reason or "another process knows why"
-        if table[-2].any():
-            raise Diverged(
-                f"rewards cannot be found any more: {reason}. The same command goes on from the"
-                " newest checkpoint"
-            )
-        self._require_few(count - float(table[1].sum()), count, reason, trains)
-        counted = float(table[1].sum()) or math.nan
-        plan, like = self._planned(table[2]), self._finished
+    def _score(self, judged: Judged, rollout: Rollout) -> Scored:
+        """What the rewards of a training rollout come to, over all processes."""
+        rows, scores, config = judged.rows, judged.scores, self._job.config
+        overlong, longest = config.overlong, config.rollout.max_new_tokens
+        responses = judged.ends - judged.starts
+        lost = overlong_penalty(responses, longest, overlong.buffer, overlong.penalty)
+        rewarded = judged.rewarded
+        # One row of the table each; zeros where another process fills in.
+        columns = {
+            "ended": judged.ended,
+            "rewarded": rewarded,
+            "reward": np.where(rewarded, scores.rewards, 0),
+            "lost": np.where(rewarded, lost, 0),
+            "read": self._read(judged.ends, judged.status, rewarded),
+            "judge": [problem.judge for problem in judged.problems],
+            **{_share(each): judged.ended & (scores.outcomes == each) for each in Outcome},
+        }
+        table = np.zeros((len(columns), len(self._owned)), np.float32)
+        for number, column in enumerate(columns.values()):
+            table[number, rows] = column
+        found = dict(zip(columns, meshes.sum_over_processes(table), strict=True))
+        count, valid = float(found["ended"].sum()), found["rewarded"] > 0
+        self._require_few(count - float(valid.sum()), count, scores.reason, True)
+        plan, like = self._planned(found["read"]), self._finished
         # where overlong.filter leaves nothing to read, that is no fault of the update
-        learn = bool(table[2].any() or not table[1].any())
-        rewards, valid, learn = put(
-            (table[0] + table[3], table[1] > 0, learn), (like.rewards, like.valid, like.learn)
+        learn = bool(found["read"].any() or not valid.any())
+        rewards, valid_there, learn = put(
+            (found["reward"] + found["lost"], valid, learn), (like.rewards, like.valid, like.learn)
         )
-        sampled = range(0, len(rows), group)
-        read = self._asked(problems, rollout, rows[sampled].tolist())
-        samples = [
-            {
-                "prompt": prompt,
-                "response": response,
-                "answer": answer,
-                "reward": float(scores.rewards[row]) if scores.known[row] else None,
-                "outcome": Outcome(scores.outcomes[row]).name.lower(),
-                "rounds": int(rounds[row]),
-            }
-            for row, prompt, response, answer in zip(sampled, *read[:3], strict=True)
-        ]
-        shares = {
-            _share(outcome): float(table[4 + outcome].sum()) / (count or math.nan)
-            for outcome in Outcome
+        counted = float(valid.sum()) or math.nan
+        metrics = {
+            _share(each): float(found[_share(each)].sum()) / (count or math.nan) for each in Outcome
         }
         if overlong.buffer:
-            shares["reward/overlong"] = float(table[3].sum()) / counted
-        differing = dynamic_sampling.differing(table[0], table[1] > 0, group)
-        finished = Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
-        reward = float(table[0].sum()) / counted
-        return Scored(finished, reward, shares, samples, differing)
+            metrics["reward/overlong"] = float(found["lost"].sum()) / counted
+        if len(self.sets.training) > 1:
+            for number, each in enumerate(config.training_sets):
+                own = valid & (found["judge"] == number)
+                mean = float(found["reward"][own].sum()) / (float(own.sum()) or math.nan)
+                metrics[f"reward/{each.name}/mean"] = mean
+        finished = Finished(
+            rollout=rollout, rewards=rewards, valid=valid_there, plan=plan, learn=learn
+        )
+        return Scored(
+            finished,
+            float(found["reward"].sum()) / counted,
+            metrics,
+            self._samples(judged),
+            dynamic_sampling.differing(found["reward"], valid, self.group),
+        )
+
+    def _samples(self, judged: Judged) -> list[dict[str, Any]]:
+        """The first answer to each problem here, as text."""
+        scores, asked = judged.scores, judged.asked
+        return [
+            {
+                "prompt": asked.prompts[row],
+                "response": asked.responses[row],
+                "answer": asked.answers[row],
+                "reward": float(scores.rewards[row]) if scores.known[row] else None,
+                "outcome": Outcome(scores.outcomes[row]).name.lower(),
+                "rounds": int(judged.rounds[row]),
+            }
+            for row in range(0, len(judged.rows), self.group)
+        ]
 
     def begin_scoring(self, rollout: Rollout) -> None:
         """Has the workers begin with rows of the training rollout that have ended, while others
         still generate."""
-        if not self._scorer.has_workers:
-            return
-        problems = self._training_problems(self._asking, self._owned_prompts())
-        rows = np.flatnonzero(self._owned).astype(np.int32)
-        ended = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
-        if ready := self._ahead.left(rows[ended].tolist()):
-            with contextlib.suppress(PoolError):  # it is told of at the end, by all processes
-                self._ahead.begin(self._scorer, ready, self._asked(problems, rollout, ready))
-
-    def _asked(self, problems: dict[int, Problem], rollout: Rollout, rows: list[int]) -> Rows:
-        """Problems and responses of some rows."""
-        tokens, starts, ends = (
-            meshes.local_rows(leaf, np.asarray(rows, np.int32))
-            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
-        )
-        texts = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
-        asked = [problems[row // self._group] for row in rows]
-        return Rows(
-            [problem.prompt for problem in asked],
-            [self._job.tokenizer.decode(text) for text in texts],
-            [problem.answer for problem in asked],
-            [problem.columns for problem in asked],
-        )
+        if self._judge.has_workers:
+            rows = np.flatnonzero(self._owned).astype(np.int32)
+            self._judge.begin(self._training_problems(self._asking), rollout, rows)
 
     def _require_few(self, failed: float, rows: float, reason: str, trains: bool) -> None:
         """Whether nothing is known of few rows of a rollout, which are left out."""
         if not failed:
             return
         most = self._job.config.reward.max_failed
+        reason = reason or "another process knows why"
         told = f"no reward is known of {failed:.0f} of {rows:.0f} responses"
         if trains and failed > most * rows:
             raise Diverged(

@@ -16,7 +16,7 @@ from jaxspec import mesh as meshes
 from jaxspec.config.settings import OfflineConfig, ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.data.problems import PromptStream, load_problems, pad_prompts
+from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job
 from jaxspec.inputs.checked import ConfigError, read_from, require
@@ -66,7 +66,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     config, rows = job.config, job.config.offline.rows
     # those of the config are for other prompts
     alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
-    stream = PromptStream(load_problems(config.data, job.tokenizer)[0], config.seed)
+    stream = load_sets(config, job.tokenizer).stream(config.seed)
 
     @jax.jit
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:

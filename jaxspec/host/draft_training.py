@@ -18,7 +18,7 @@ from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.data.problems import load_problems, pad_prompts
+from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.tokenizer import FILES
 from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import fingerprint
@@ -372,7 +372,7 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
     not, why."""
-    problems, _ = load_problems(job.config.data, job.tokenizer)
+    problems = load_sets(job.config, job.tokenizer).training[0]
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
     reading = measured_agreement(

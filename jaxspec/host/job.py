@@ -30,7 +30,7 @@ from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.processes import first_line, initialize_processes
-from jaxspec.terminal import say
+from jaxspec.system.terminal import say
 
 _T = TypeVar("_T")
 _PACKAGE = Path(__file__).parent.parent

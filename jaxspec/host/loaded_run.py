@@ -22,7 +22,7 @@ from jaxspec.data.problems import pad_prompts
 from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
-from jaxspec.host.workdir import CHECKPOINTS, CONFIG, saved_config, steps
+from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.inputs.checked import read_from, require
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import DecodeState
@@ -35,7 +35,7 @@ from jaxspec.system.files import expanded
 
 EXPECTED = (
     "give the folder of a training run (a workdir of jaxspec.train, with config.json and"
-    " checkpoints/), or RUN/checkpoints/NUMBER"
+    " checkpoints/), RUN/checkpoints/NUMBER, or RUN/best where eval.keep_best has kept one"
 )
 
 
@@ -45,6 +45,13 @@ class Run(NamedTuple):
     folder: Path
     number: int
     config: ResolvedConfig
+    kept: str = CHECKPOINTS
+    """The folder in `folder` that has the checkpoint."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoint is."""
+        return self.folder / self.kept
 
 
 def find_run(path: str) -> Run:
@@ -54,8 +61,11 @@ def find_run(path: str) -> Run:
       ConfigError: there is no run, or no checkpoint in it.
     """
     named = expanded(path, "--checkpoint")
-    chosen = named.parent.name == CHECKPOINTS and named.name.isascii() and named.name.isdecimal()
-    folder = named.parent.parent if chosen else named
+    chosen = (
+        named.parent.name in (CHECKPOINTS, BEST) and named.name.isascii() and named.name.isdecimal()
+    )
+    kept = named.parent.name if chosen else BEST if named.name == BEST else CHECKPOINTS
+    folder = named.parent.parent if chosen else named.parent if kept == BEST else named
     file = folder / CONFIG
     require(folder.is_dir(), f"--checkpoint {path}: no such folder; {EXPECTED}")
     require(file.is_file(), f"--checkpoint {path}: {folder} has no config.json; {EXPECTED}")
@@ -63,18 +73,19 @@ def find_run(path: str) -> Run:
     require(
         "rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}"
     )
-    found = steps(folder)
+    found = steps(folder, kept)
     require(
         bool(found),
-        f"{folder} has no checkpoint yet; the first is saved after {saved.get('save_every')}"
+        f"{folder / kept} has no checkpoint yet; the first is saved after {saved.get('save_every')}"
         " batches (--save_every)",
     )
     number = int(named.name) if chosen else found[-1]
     require(
-        number in found, f"{folder} has no checkpoint {number}; it has {', '.join(map(str, found))}"
+        number in found,
+        f"{folder / kept} has no checkpoint {number}; it has {', '.join(map(str, found))}",
     )
     with read_from(str(file)):
-        return Run(folder, number, from_json(saved))
+        return Run(folder, number, from_json(saved), kept)
 
 
 def check_tokenizer(trained: str, wanted: str) -> None:
@@ -111,19 +122,19 @@ def restore(run: Run, job: Job, samples: int) -> Ready:
     The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor
     1 from there on.
     """
-    trained = build_step(
-        replace(run.config, mesh=job.config.mesh),
-        job.mesh,
-        job.tokenizer.stop_ids,
-        job.tokenizer.size,
-    )
-    bare = read_state(run, trained, job.config.rollout.draft.learned)
+    bare, trained = restored(run, job)
     generator = job.step.generator.with_(prompts=1, group_size=samples)
-    measured = _measured(
-        bare.generator.overlap_by_factor, generator, trained.generator.settings.grid
-    )
+    measured = measured_factors(bare.generator.overlap_by_factor, generator, trained.settings.grid)
     state = bare.replace(generator=bare.generator.replace(overlap_by_factor=measured))
     return jax.jit(replace(job.step, generator=generator).sync)(state)
+
+
+def restored(run: Run, job: Job) -> tuple[TrainState, Generator]:
+    """The run's state on the job's mesh, as `read_state` does, with the draft if the job's drafts
+    by weights; and the run's own generator."""
+    own = replace(run.config, mesh=job.config.mesh)
+    trained = build_step(own, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
+    return read_state(run, trained, job.config.rollout.draft.learned), trained.generator
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
@@ -134,15 +145,16 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
     policy = learner.policy.replace(optimizer=None)
     bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
-    with contextlib.closing(Checkpoints(run.folder / CHECKPOINTS, read_only=True)) as checkpoints:
+    with contextlib.closing(Checkpoints(run.checkpoints, read_only=True)) as checkpoints:
         (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
     return bare
 
 
-def _measured(
+def measured_factors(
     trained: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]
 ) -> Float[Array, "K2 F2"]:
-    """What the run measured of the draft temperatures, for as many depths as the job drafts."""
+    """What a run has measured of the draft temperatures on a `grid` of factors, for as many depths
+    as a generator drafts; nothing, if that has another grid."""
     length = generator.draft_length
     if generator.settings.grid != grid:
         return draft_temperature.start(length, generator.settings.grid)

@@ -25,7 +25,7 @@ from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, content_key
 from jaxspec.streams import Stream
 from jaxspec.system.files import SaveError, replacing
-from jaxspec.terminal import say
+from jaxspec.system.terminal import say
 
 ROUNDS = 16
 """Rounds that are timed together, at most."""

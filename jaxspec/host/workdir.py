@@ -30,7 +30,7 @@ from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.metrics import read
 from jaxspec.system.version import version
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
 STARTS, SAVED = "starts.jsonl", "saved"
 
 
@@ -84,7 +84,7 @@ def require_outside_runs(path: Path, name: str, remedy: str) -> None:
     """Refuses a path among the checkpoints of a run, which removes old ones with all that is in
     them."""
     for folder in (path, *path.parents):
-        inside = folder.name == CHECKPOINTS and (folder.parent / CONFIG).is_file()
+        inside = folder.name in (CHECKPOINTS, BEST) and (folder.parent / CONFIG).is_file()
         require(
             not inside,
             f"{name} {path} lies among the checkpoints of the run in {folder.parent}, which removes"
@@ -185,13 +185,13 @@ def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
     return taken
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path, kept: str = CHECKPOINTS) -> list[int]:
     """Numbers of a run's checkpoints, ascending.
 
     Raises:
       ConfigError: where they should be is something else.
     """
-    checkpoints = folder / CHECKPOINTS
+    checkpoints = folder / kept
     exists = checkpoints.exists() or checkpoints.is_symlink()
     move = "move it away if it is not needed, or choose another --workdir"
     require(
@@ -247,11 +247,18 @@ def require_no_checkpoints(folder: Path) -> None:
     refused_by_all(look)
 
 
-def _data(config: ResolvedConfig) -> dict[str, str]:
+def data_digests(config: ResolvedConfig) -> dict[str, str]:
     """Digests of the files that say what is trained and evaluated on, by setting and file."""
+    sets = {f"mixture.{number}.": each.data for number, each in enumerate(config.mixture)}
+    sets = sets or {"": config.data}
+    sets |= {f"eval.sets.{number}.": each.data for number, each in enumerate(config.eval.sets)}
+    files: dict[str, Path] = {}
+    for where, data in sets.items():
+        if data.path:
+            files[f"{where}data.path"] = Path(data.path)
+        if data.path and data.eval_path:
+            files[f"{where}data.eval_path"] = Path(data.eval_path)
     data = config.data
-    files = {"data.path": Path(data.path)} if data.path else {}
-    files |= {"data.eval_path": Path(data.eval_path)} if data.path and data.eval_path else {}
     if data.tokenizer:
         files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
     return {f"{name} {file}": digest(file) for name, file in files.items()}
@@ -260,7 +267,7 @@ def _data(config: ResolvedConfig) -> dict[str, str]:
 def _require_same_data(job: Job, folder: Path) -> None:
     """Refuses data that differs from what the run began with; a data file that is gone is named
     where it is read."""
-    starts, current = read_starts(folder), _data(job.config)
+    starts, current = read_starts(folder), data_digests(job.config)
     before = starts[0].get("data") if starts else None
     before = before if isinstance(before, dict) else {}
     found = {
@@ -364,7 +371,7 @@ def _start(job: Job) -> dict[str, Any]:
         "time": now(),
         "versions": versions,
         "machine": where,
-        "data": _data(job.config),
+        "data": data_digests(job.config),
         "checkpoints": given,
     }
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.rewards.extract import Style, dapo_form, extract, is_number, normalise
-from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.outcome import Outcome, Scores, nothing_known
 from jaxspec.rewards.pool import PoolError, RewardPool
 
 CANARIES = {
@@ -35,6 +35,15 @@ class Rows(NamedTuple):
     """References."""
     columns: Sequence[dict[str, Any]]
     """What the data says of each row."""
+
+    def chosen(self, places: Sequence[int]) -> "Rows":
+        """Those at some places."""
+        return Rows(
+            [self.prompts[place] for place in places],
+            [self.responses[place] for place in places],
+            [self.answers[place] for place in places],
+            [self.columns[place] for place in places],
+        )
 
 
 class Judged(NamedTuple):
@@ -222,25 +231,50 @@ class Scorer:
         )
 
 
+class SetScorers:
+    """Scorers of several sets of problems, by the number of the set."""
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self._scorers = scorers
+        self.has_workers = any(scorer.has_workers for scorer in scorers)
+        """Whether anything is gained by beginning early."""
+
+    def begin(self, rows: Rows, judges: Sequence[int]) -> list[tuple[list[int], Scorer, Begun]]:
+        """Has rows judged by the scorers with the numbers `judges`, row by row: which of the rows,
+        by whom; raises as `Scorer.begin` does."""
+        begun = []
+        for number, scorer in enumerate(self._scorers):
+            places = [place for place, judge in enumerate(judges) if judge == number]
+            if places:
+                chosen = rows.chosen(places)
+                begun.append((places, scorer, scorer.begin(chosen)))
+        return begun
+
+
 class Ahead:
     """Rows whose judging begins before the others are there."""
 
     def __init__(self) -> None:
-        self._begun: list[tuple[Sequence[int], Begun]] = []
+        self._begun: list[tuple[list[int], Scorer, Begun]] = []
 
     def left(self, numbers: Sequence[int]) -> list[int]:
         """Those rows that were not begun with yet."""
-        begun = {number for numbers, _ in self._begun for number in numbers}
+        begun = {number for numbers, _, _ in self._begun for number in numbers}
         return [number for number in numbers if number not in begun]
 
-    def begin(self, scorer: Scorer, numbers: Sequence[int], rows: Rows) -> None:
-        """Has rows judged; raises as `Scorer.begin` does."""
-        self._begun.append((numbers, scorer.begin(rows)))
+    def begin(
+        self, scorers: SetScorers, numbers: Sequence[int], rows: Rows, judges: Sequence[int]
+    ) -> None:
+        """Has rows judged; raises as `SetScorers.begin` does."""
+        for places, scorer, begun in scorers.begin(rows, judges):
+            self._begun.append(([numbers[place] for place in places], scorer, begun))
 
-    def end(self, scorer: Scorer) -> Scores:
+    def end(self) -> Scores:
         """The scores of all that was begun with, in the order of the numbers; raises as
         `Scorer.end` does."""
-        parts = [(numbers, scorer.end(begun)) for numbers, begun in self._begun]
+        parts = [(numbers, scorer.end(begun)) for numbers, scorer, begun in self._begun]
+        if not parts:
+            return nothing_known(0, "")
         numbers = np.concatenate([np.asarray(numbers, np.int64) for numbers, _ in parts])
         order = np.argsort(numbers)
         columns = [np.concatenate([part[i] for _, part in parts])[order] for i in range(3)]

@@ -1,5 +1,6 @@
 """What a run achieved, told at its end from its metrics: a table, and why there is no result."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from jaxspec.system.progress import short
 
 _PHASES = ("data", "prepare", "generate", "reward", "train", "step")
-_REWARD, _EVALUATION = "reward/mean", "eval/exact_match"
+_REWARD, _EVALUATION = "reward/mean", re.compile(r"eval/(\S+/avg@\d+)")
 
 
 def missing(lines: Sequence[Mapping[str, Any]], batches: int) -> str:
@@ -96,9 +97,19 @@ def _from_first_to_last(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[st
                 " that are not finite)"
             ),
         )
-    if values := [line[_EVALUATION] for line in lines if _EVALUATION in line]:
+    for title, values in _evaluations(lines).items():
         lacking = f" ({len(values)} evaluations{_lacking(values)})" if _lacking(values) else ""
-        yield "held-out exact match", f"{_mean(values[:1])} -> {_mean(values[-1:])}{lacking}"
+        yield title, f"{_mean(values[:1])} -> {_mean(values[-1:])}{lacking}"
+
+
+def _evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Shares of correct answers, by set and number of answers."""
+    found: dict[str, list[float | None]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if matched := _EVALUATION.fullmatch(name):
+                found.setdefault(matched[1], []).append(value)
+    return found
 
 
 def _ended(line: Mapping[str, Any]) -> float | int:
@@ -121,7 +132,6 @@ def _lacking(values: Sequence[float | None]) -> str:
 def without_result(lines: Sequence[Mapping[str, Any]]) -> str:
     """Why a run that made all its batches has no result: its last batch or its last evaluation has
     no number; empty where both have one."""
-    evaluations = [line for line in lines if _EVALUATION in line]
     found = []
     if lines and lines[-1].get(_REWARD, 0) is None:
         failed = (
@@ -129,11 +139,9 @@ def without_result(lines: Sequence[Mapping[str, Any]]) -> str:
             " (logits that are not finite)"
         )
         found.append(f"the last batch, {lines[-1]['step']}, has no reward: {failed}")
-    if evaluations and evaluations[-1][_EVALUATION] is None:
-        found.append(
-            f"the last evaluation, after batch {evaluations[-1]['step']}, has no number: every"
-            " answer failed"
-        )
+    for name, values in _evaluations(lines).items():
+        if values[-1] is None:
+            found.append(f"the last evaluation has no {name}: no answer has a reward")
     remedy = (
         "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower"
         " --optimizer.learning_rate is the usual remedy"

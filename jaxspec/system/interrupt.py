@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from jaxspec.terminal import say, to_nowhere
+from jaxspec.system.terminal import say, to_nowhere
 
 _GRACE_SECONDS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h"

@@ -71,7 +71,7 @@ class MetricsWriter:
         as null."""
         if not self._silent:
             plain = _plain(line)
-            _dump(self._workdir / _METRICS, "a", [plain])
+            append_lines(self._workdir / _METRICS, [plain])
             self._events.write(
                 plain["step"],
                 {
@@ -84,11 +84,7 @@ class MetricsWriter:
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends one line a sample, with its step."""
         if not self._silent:
-            _dump(
-                self._workdir / _SAMPLES,
-                "a",
-                ({"step": step, **_plain(sample)} for sample in samples),
-            )
+            append_lines(self._workdir / _SAMPLES, ({"step": step, **sample} for sample in samples))
 
     def cut_back(self, step: int) -> None:
         """Drops the lines of `step` and later, which a resumed run writes again."""
@@ -101,8 +97,8 @@ class MetricsWriter:
 
     def _cut(self, step: float | int) -> None:
         if not self._silent:
-            _cut(self._workdir / _METRICS, step)
-            _cut(self._workdir / _SAMPLES, step)
+            cut_lines(self._workdir / _METRICS, step)
+            cut_lines(self._workdir / _SAMPLES, step)
 
 
 class _Events:
@@ -168,6 +164,11 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Appends lines of JSON to a file; NaN and infinity are written as null."""
+    _dump(path, "a", map(_plain, lines))
+
+
 def _dump(path: Path, mode: Literal["a", "w"], lines: Iterable[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     with _writing(path), path.open(mode, encoding="utf-8") as file:
@@ -183,7 +184,7 @@ def _content(path: Path) -> bytes:
         ) from reason
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Complete lines of a file; a last one that lacks its end, and not only the newline, was torn
     by a kill."""
     if not path.exists():
@@ -210,9 +211,9 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _cut(path: Path, step: float | int) -> None:
+def cut_lines(path: Path, step: float | int) -> None:
     """Keeps the complete lines before `step`; the file is replaced at once or not at all."""
-    kept = [line for line in _lines(path) if line["step"] < step]
+    kept = [line for line in read_lines(path) if line["step"] < step]
     if path.exists():
         shorter = path.with_suffix(".cut")
         _dump(shorter, "w", kept)
@@ -223,8 +224,8 @@ def _cut(path: Path, step: float | int) -> None:
 def read(workdir: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line, also of
     its samples, that is damaged."""
-    _lines(Path(workdir) / _SAMPLES)
-    lines = _lines(Path(workdir) / _METRICS)
+    read_lines(Path(workdir) / _SAMPLES)
+    lines = read_lines(Path(workdir) / _METRICS)
     for number, line in enumerate(lines, start=1):
         wrong = [
             name

@@ -11,7 +11,7 @@ import jax
 
 from jaxspec.inputs.checked import INT32, ConfigError, require
 from jaxspec.inputs.json_keys import shown
-from jaxspec.terminal import say
+from jaxspec.system.terminal import say
 
 WAIT = "JAXSPEC_WAIT_SECONDS"
 """Names the variable that says how long a process waits for the others; 300 s without it."""

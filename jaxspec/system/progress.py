@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from jaxspec.terminal import heard_or_not, silence
+from jaxspec.system.terminal import heard_or_not, silence
 
 _PLAIN_SECONDS = 10.0
 _PLAIN_LINES = 20

@@ -26,7 +26,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.data.problems import load_problems
+from jaxspec.data.problems import load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
 from jaxspec.inputs.spec import ModelSpec
@@ -131,7 +131,7 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
         make_job(config_of(variant, CONFIG), small_mesh(2))
         for variant in (Variant("none", "none"), Variant("history", "history"))
     ]
-    batches = [Batches(job, *load_problems(CONFIG.data, job.tokenizer)) for job in jobs]
+    batches = [Batches(job, load_sets(CONFIG, job.tokenizer)) for job in jobs]
     with Interrupt() as interrupt:
         policy = bench.load_policy(jobs[0], interrupt)
         plain = bench.prepare(VARIANTS[0], jobs[0], interrupt, policy, batches[0].train(0))
@@ -204,9 +204,7 @@ def test_the_config_is_judged_and_the_problems_are_read_once(
     def enough(*_: object) -> None:
         raise Enough
 
-    monkeypatch.setattr(
-        bench, "load_problems", lambda *given: read.append(given) or load_problems(*given)
-    )
+    monkeypatch.setattr(bench, "load_sets", lambda *given: read.append(given) or load_sets(*given))
     monkeypatch.setattr(bench, "load_policy", enough)
     with Interrupt() as interrupt, pytest.raises(Enough):
         bench.drafts(job, interrupt, 16)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import DataConfig
+from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
 from jaxspec.data.json_lines import reference_answer
 from jaxspec.data.problem_source import LeftOut
-from jaxspec.data.problems import PromptStream, load_problems, pad_prompts, remarks
+from jaxspec.data.problems import PromptStream, load_problems, load_sets, pad_prompts, remarks
 from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.extract import is_number
@@ -39,6 +39,12 @@ def rows(n, start=0):
 
 def load(path, **changes):
     return load_problems(DataConfig(path=path, **changes), TOKENIZER)
+
+
+def told(data, prompts=1):
+    """What is said of a run's problems, of which a batch takes so many."""
+    config = ResolvedConfig(data=data, batch=BatchConfig(prompts=prompts))
+    return remarks(config, load_sets(config, TOKENIZER))
 
 
 def test_generated_problems():
@@ -99,10 +105,10 @@ def test_long_repeated_and_unanswered_problems_are_counted(write):
         *rows(4, 4),
     ]
     config = DataConfig(path=write(*lines), eval_prompts=2)
-    train, held_out = load_problems(config, TOKENIZER)
+    train, _ = load_problems(config, TOKENIZER)
     assert len(train) == 6
     assert train.left_out == LeftOut(too_long=1, repeated=2, unanswered=1, empty=2, blank=3)
-    assert remarks(config, train, held_out) == [
+    assert told(config) == [
         f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an"
         " answer, 2 with an empty problem) and 3 blank lines passed over; 6 to train on"
     ]
@@ -110,13 +116,13 @@ def test_long_repeated_and_unanswered_problems_are_counted(write):
 
 def test_what_is_held_out_is_counted_too_and_compared_with_what_is_trained_on(write):
     plain = DataConfig(path=write(*rows(9)), eval_prompts=2)
-    assert remarks(plain, *load_problems(plain, TOKENIZER)) == []
+    assert told(plain) == []
     config = DataConfig(
         path=plain.path,
         eval_path=write(*rows(4, 6), "", rows(1, 6)[0], name="eval.jsonl"),
         eval_prompts=3,
     )
-    assert remarks(config, *load_problems(config, TOKENIZER)) == [
+    assert told(config) == [
         (
             f"data.eval_path {config.eval_path}: 1 problems left out (1 repeated) and 1 blank lines"
             " passed over; 3 held out"
@@ -142,16 +148,15 @@ def test_fewer_problems_than_are_asked_for_are_told(write):
     config = DataConfig(
         path=write(*rows(3)), eval_path=write(*rows(2, 50), name="eval.jsonl"), eval_prompts=2
     )
-    found = load_problems(config, TOKENIZER)
-    assert remarks(config, *found, 3) == []
-    assert remarks(config, *found, 4) == [
+    assert told(config, 3) == []
+    assert told(config, 4) == [
         (
             "warning: a batch takes 4 problems, and there are 3 to train on, so that some are in it"
             " repeatedly"
         ),
     ]
     more = dataclasses.replace(config, eval_prompts=3)
-    assert remarks(more, *load_problems(more, TOKENIZER)) == [
+    assert told(more) == [
         "2 problems are held out: there are no more, though data.eval_prompts is 3"
     ]
 
@@ -324,12 +329,12 @@ def test_reference_answers(text, answer):
 def test_stream_shuffles_every_epoch_and_depends_on_position_alone():
     problems, _ = load_problems(DataConfig(digits=1), TOKENIZER)
     n = len(problems)
-    stream, other = PromptStream(problems, 3), PromptStream(problems, 3)
+    stream, other = PromptStream((problems,), 3), PromptStream((problems,), 3)
     epochs = [[stream[position].index for position in range(k * n, (k + 1) * n)] for k in range(3)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert [other[position].index for position in reversed(range(n, 2 * n))] == epochs[1][::-1]
-    assert [PromptStream(problems, 4)[position].index for position in range(n)] != epochs[0]
+    assert [PromptStream((problems,), 4)[position].index for position in range(n)] != epochs[0]
 
 
 def test_padded_prompts():

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.settings import Config, DataConfig, RewardConfig
-from jaxspec.data.problems import load_problems
+from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
+from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import scorer_of
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
 
 
-def config(**reward: Any) -> Config:
-    return Config(data=DataConfig(answer_style="boxed"), reward=RewardConfig(**reward))
+def config(**reward: Any) -> ResolvedConfig:
+    return ResolvedConfig(data=DataConfig(answer_style="boxed"), reward=RewardConfig(**reward))
 
 
 def test_without_workers_nothing_is_started() -> None:
@@ -43,7 +43,7 @@ def test_references_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
     rows = [{"question": f"{i}+1=", "answer": answer} for i, answer in enumerate(answers)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     data = DataConfig(path=str(file), answer_style="boxed", eval_prompts=1)
-    asked = Config(data=data, reward=RewardConfig(verifier="math", workers=1))
-    problems = load_problems(data, character_tokenizer())
+    asked = ResolvedConfig(data=data, reward=RewardConfig(verifier="math", workers=1))
+    sets = load_sets(asked, character_tokenizer())
     with pytest.raises(ConfigError, match=r"1 reference answers cannot be read .*line 3: .*text"):
-        scorer_of(asked, *problems)
+        scorer_of(asked, sets)

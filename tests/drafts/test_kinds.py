@@ -54,7 +54,7 @@ CHOICE = (
 )
 SMALL = (
     "--model.layers 1 --model.embed 8 --model.heads 2 --model.kv_heads 1 --model.head_size 4"
-    " --model.ffn 8 --sft.steps 0 --steps 2 --rollout.max_new_tokens 6 --eval_every 10"
+    " --model.ffn 8 --sft.steps 0 --steps 2 --rollout.max_new_tokens 6 --eval.every 10"
 )
 
 

@@ -17,12 +17,12 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
-from jaxspec.data.problems import load_problems
+from jaxspec.data.problems import load_problems, load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rewards.outcome import Outcome, Scores
-from jaxspec.rewards.scorer import Begun, Rows, Scorer
+from jaxspec.rewards.scorer import Begun, Rows, Scorer, SetScorers
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Prompts, Rollout
 from tests.conftest import small_mesh
@@ -44,7 +44,7 @@ def job() -> Job:
 
 @pytest.fixture
 def batches(job: Job) -> Batches:
-    return Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    return Batches(job, load_sets(CONFIG, job.tokenizer))
 
 
 def answered(job: Job, batches: Batches, responses: list[str], status: list[int]) -> Rollout:
@@ -117,9 +117,9 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are no zeros, and too many of them end the run."""
-    problems = load_problems(CONFIG.data, job.tokenizer)
+    sets = load_sets(CONFIG, job.tokenizer)
     responses, status = ["#1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP
-    batches = Batches(job, *problems, Fails({3}))
+    batches = Batches(job, sets, SetScorers((Fails({3}),)))
     scored = batches.score_training(0, answered(job, batches, responses, status))
     valid = np.arange(len(responses)) != 3
     np.testing.assert_array_equal(scored.finished.valid, valid)
@@ -131,7 +131,7 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
         "reward is known of 1 of 16 responses, which are left out: asked to"
         in capsys.readouterr().out
     )
-    batches = Batches(job, *problems, Fails({3, 4}))
+    batches = Batches(job, sets, SetScorers((Fails({3, 4}),)))
     with pytest.raises(Diverged, match=r"2 of 16 responses, and .* is 0\.1: asked to"):
         batches.score_training(0, answered(job, batches, responses, status))
 
@@ -151,17 +151,17 @@ class Watched(Scorer):
 
 def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> None:
     """Each once, and the scores are those of judging all at the end."""
-    problems = load_problems(CONFIG.data, job.tokenizer)
+    sets = load_sets(CONFIG, job.tokenizer)
     sums = [
         sum(map(int, text.rstrip("=").split("+")))
-        for text in questions(job, Batches(job, *problems).train(0))
+        for text in questions(job, Batches(job, sets).train(0))
     ]
     responses = [f"#{total + row % 2}" for row, total in enumerate(np.repeat(sums, GROUP).tolist())]
     status = [EOS] * len(responses)
-    whole = Batches(job, *problems)
+    whole = Batches(job, sets)
     wanted = whole.score_training(0, answered(job, whole, responses, status))
     scorer = Watched()
-    batches = Batches(job, *problems, scorer)
+    batches = Batches(job, sets, SetScorers((scorer,)))
     for running in ({0, 2, 5, 15}, {0, 2, 5, 15}, {5}):
         now = [RUNNING if row in running else EOS for row in range(len(responses))]
         batches.begin_scoring(answered(job, batches, responses, now))
@@ -181,7 +181,7 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
     scored, and so is in its group's baseline, but read by nobody."""
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True, buffer=0.5))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
     responses = ["1"] * PROMPTS * GROUP
     responses[3], responses[5] = "1" * 8, "1" * 11
     status = [EOS] * len(responses)
@@ -203,7 +203,7 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
 def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
     responses = ["1"] * PROMPTS * GROUP
     for status, learn in (([LENGTH] * len(responses), False), ([FAILED] * len(responses), True)):
         # where all failed, an update is skipped and counted
@@ -214,7 +214,7 @@ def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
 def test_a_mini_batch_has_whole_groups(job: Job) -> None:
     config = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, mini_batches=4))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
     rollout = answered(job, batches, ["1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP)
     plan = batches.score_training(0, rollout).finished.plan
     order, micro = np.asarray(plan.order), np.asarray(plan.micro)
@@ -234,22 +234,20 @@ def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
 
 
 def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
-    again = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    again = Batches(job, load_sets(CONFIG, job.tokenizer))
     first, second = batches.train(0), batches.train(1)
     np.testing.assert_array_equal(first.tokens, again.train(0).tokens)
     assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
     assert (int(first.stream), int(first.batch), int(second.batch)) == (0, 0, 1)
 
 
-def test_an_evaluation_answers_each_held_out_problem_once(job: Job, batches: Batches) -> None:
-    assert batches.evaluations == 2
-    calls = [batches.evaluate(call) for call in range(2)]
-    assert [int(prompts.stream) for prompts in calls] == [1, 1]
-    assert np.asarray(calls[1].live).tolist() == [True] * 2 + [False] * 6
+def test_an_evaluation_asks_what_it_is_given(job: Job, batches: Batches) -> None:
     _, held_out = load_problems(CONFIG.data, job.tokenizer)
-    asked = [text for prompts in calls for text in questions(job, prompts)]
-    assert asked == [job.tokenizer.decode(held_out[place].ids) for place in range(10)]
-    assert len(set(asked)) == 10
+    chosen = {place: held_out[8 + place] for place in range(2)}
+    prompts = batches.evaluate(chosen, 3)
+    assert (int(prompts.stream), int(prompts.batch)) == (1, 3)
+    assert np.asarray(prompts.live).tolist() == [True] * 2 + [False] * 6
+    assert questions(job, prompts) == [job.tokenizer.decode(held_out[i].ids) for i in (8, 9)]
     assert not np.asarray(batches.nothing(3).live).any()
 
 
@@ -260,7 +258,7 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
         CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP)
     )
     job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
-    batches = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
     before = batches.train(0)
     assert not np.asarray(before.history_lengths).any()
     responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
@@ -278,7 +276,9 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
                 np.asarray(answers.tokens)[place * GROUP + member, :length],
             )
     assert not np.asarray(batches.train(1).history_lengths).any()
-    assert not np.asarray(batches.evaluate(0).history_lengths).any()
-    resumed = Batches(job, *load_problems(CONFIG.data, job.tokenizer))
+    assert not np.asarray(
+        batches.evaluate({0: batches.sets.training[0][0]}, 0).history_lengths
+    ).any()
+    resumed = Batches(job, load_sets(CONFIG, job.tokenizer))
     resumed.history.load(batches.history.dump())
     np.testing.assert_array_equal(resumed.train(0).history, texts)

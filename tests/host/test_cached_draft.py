@@ -16,7 +16,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.data.problems import PromptStream, load_problems
+from jaxspec.data.problems import load_sets
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import draft_training, round_cost
 from jaxspec.host.draft_data import Rows
@@ -159,7 +159,7 @@ class TestCachedDraft:
             np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index"
         )
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text())
-        stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], 0)
+        stream = load_sets(job.config, job.tokenizer).stream(0)
         good = (
             np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
         )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.config.settings import DraftConfig, EngineConfig, OfflineConfig
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.data.problems import PromptStream, load_problems
+from jaxspec.data.problems import load_sets
 from jaxspec.host.draft_data import (
     Rows,
     answered,
@@ -81,7 +81,7 @@ class TestResponder:
     def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self) -> None:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
-        stream = PromptStream(load_problems(job.config.data, job.tokenizer)[0], job.config.seed)
+        stream = load_sets(job.config, job.tokenizer).stream(job.config.seed)
         respond = responder(job, policy)
         for number in (0, 3):
             batch = respond(number)

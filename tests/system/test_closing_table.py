@@ -36,7 +36,7 @@ def test_closing_table() -> None:
         }
         for step in range(40)
     ]
-    lines[0]["eval/exact_match"], lines[39]["eval/exact_match"] = 0.5, 0.84
+    lines[0]["eval/held_out/avg@8"], lines[39]["eval/held_out/avg@8"] = 0.5, 0.84
     summary = {
         "plain/passes": 22.0,
         "spec/passes": 8.0,
@@ -49,7 +49,7 @@ def test_closing_table() -> None:
         "40 batches",
         "reward | 0.01 -> 0.38 (first and last 4 of 40)",
         "acceptance_length | 3.20 -> 3.20 (first and last 4 of 40)",
-        "held-out exact match | 0.50 -> 0.84",
+        "held_out/avg@8 | 0.50 -> 0.84",
         "tokens/s | 4,020 (over the whole step, median batch)",
         "tokens/s | 8,020 (over generation alone, median batch)",
         "seconds by phase | generate 10.0, step 20.0",
@@ -84,12 +84,12 @@ def test_closing_table_says_what_has_no_number() -> None:
     for line in lines[-3:]:
         line |= {"reward/mean": None, "status/eos": 0, "status/length": 0, "status/failed": 128}
     for step, value in ((0, 0.38), (17, None), (19, None)):
-        lines[step]["eval/exact_match"] = value
+        lines[step]["eval/held_out/avg@8"] = value
     assert _printed(closing_table(lines, {})) == [
         "20 batches",
         "reward | 0.38 -> none (first and last 2 of 20, 3 without a number)",
         "failed rows | 386 of 2,560, in 4 of 20 batches (logits that are not finite)",
-        "held-out exact match | 0.38 -> none (3 evaluations, 2 without a number)",
+        "held_out/avg@8 | 0.38 -> none (3 evaluations, 2 without a number)",
     ]
 
 

@@ -1,0 +1,106 @@
+"""Estimates over problems, against enumeration and worked numbers."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxspec.evaluation.estimates import (
+    Tally,
+    consensus,
+    difference,
+    estimates,
+    mean_of,
+    pass_at,
+)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(count: int) -> None:
+    for correct, k in itertools.product(range(count + 1), range(1, count + 1)):
+        answers = [place < correct for place in range(count)]
+        chosen = [any(some) for some in itertools.combinations(answers, k)]
+        assert pass_at(count, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_of_fewer_answers_is_no_number() -> None:
+    with pytest.raises(ValueError, match="pass@4 of 3 answers"):
+        pass_at(3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        (["7", "7", "3"], [True, True, False], 1.0),
+        (["7", "3", "3"], [True, False, False], 0.0),
+        (["7", "3"], [True, False], 0.5),  # equally frequent: one of two
+        (["7", "7", "3", "3", "5"], [True, True, False, False, False], 0.5),
+        ([None, None, None, "7"], [False, False, False, True], 1.0),  # saying nothing is no vote
+        ([None, None], [False, False], 0.0),
+        (["7", "7"], [True, False], 0.5),  # written alike, judged differently
+        ([], [], 0.0),
+    ],
+)
+def test_the_majority_decides(
+    answers: list[str | None], correct: list[bool], expected: float
+) -> None:
+    assert consensus(answers, correct) == pytest.approx(expected)
+
+
+def test_an_interval_is_two_standard_errors_wide() -> None:
+    """0, 0, 1, 1: the deviation is 0.57735, of the mean of four 0.288675."""
+    found = mean_of([0.0, 0.0, 1.0, 1.0], share=False)
+    assert found.value == 0.5
+    assert found.high - found.value == pytest.approx(1.959964 * 0.288675, rel=1e-5)
+    assert found.value - found.low == pytest.approx(found.high - found.value)
+    assert (mean_of([0.0, 0.0, 1.0, 1.0]).low, mean_of([0.0, 1.0]).high) == (0.0, 1.0)
+    assert mean_of([0.25]) == (0.25, 0.0, 1.0, 1)
+    assert math.isnan(mean_of([]).value)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """2,000 evaluations of 50 problems, whose own shares are drawn, with 8 answers each."""
+    rng = np.random.default_rng(0)
+    shares = rng.beta(1.0, 2.0, (2000, 50))
+    found = [mean_of(rng.binomial(8, row) / 8) for row in shares]
+    held = np.mean([each.low <= 1 / 3 <= each.high for each in found])
+    assert 0.93 < held < 0.97
+
+
+def test_a_set_of_known_answers() -> None:
+    """Four problems with 4, 2, 0 right of 4, and one of which nothing is known; of the last but one
+    only two answers count."""
+    tally = Tally(
+        counted=np.array([4.0, 4.0, 2.0, 0.0]),
+        correct=np.array([4.0, 2.0, 0.0, 0.0]),
+        consensus=np.array([1.0, 0.5, 0.0, 0.0]),
+        reward=np.array([4.0, 3.0, -1.0, 0.0]),
+    )
+    found = estimates(tally, 4, votes=True)
+    assert list(found) == ["avg@4", "pass@2", "pass@4", "cons@4", "reward"]
+    assert found["avg@4"][::3] == pytest.approx((0.5, 3))
+    assert found["pass@2"][::3] == pytest.approx(((1 + 5 / 6 + 0) / 3, 3))
+    assert found["pass@4"][::3] == pytest.approx((1.0, 2))
+    assert found["cons@4"][::3] == pytest.approx((0.5, 3))
+    assert found["reward"][::3] == pytest.approx(((1 + 0.75 - 0.5) / 3, 3))
+    assert "cons@4" not in estimates(tally, 4, votes=False)
+    assert list(estimates(tally, 1, votes=True)) == ["avg@1", "reward"]
+    assert list(estimates(tally, 6, votes=False)) == [
+        "avg@6",
+        *("pass@2", "pass@4", "pass@6"),
+        "reward",
+    ]
+
+
+def test_a_difference_is_paired_by_problem() -> None:
+    """Hard problems are hard for both, so that the difference is known better than either."""
+    first = {"a": 0.0, "b": 0.5, "c": 1.0, "only here": 1.0}
+    second = {"c": 1.0, "b": 0.75, "a": 0.25, "only there": 0.0}
+    found = difference(first, second)
+    assert (found.first, found.second) == pytest.approx((0.5, 2 / 3))
+    assert found.estimate.value == pytest.approx(1 / 6)
+    width = 1.959964 * np.std([0.25, 0.25, 0.0], ddof=1) / 3**0.5
+    assert found.estimate.high - found.estimate.value == pytest.approx(width)
+    assert (found.better, found.worse, found.estimate.problems) == (2, 0, 3)
+    assert mean_of(list(first.values())).high - 0.5 > width

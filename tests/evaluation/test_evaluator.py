@@ -1,0 +1,265 @@
+"""Named sets of problems asked of a policy that answers by hand, judged, recorded and compared."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.settings import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ResolvedConfig,
+    RewardConfig,
+    RolloutConfig,
+    SetConfig,
+)
+from jaxspec.data.problems import load_sets
+from jaxspec.data.scoring import scorer_of
+from jaxspec.evaluation.evaluator import Evaluator, metrics_of
+from jaxspec.evaluation.in_run import Evaluations
+from jaxspec.evaluation.program import measuring, own_settings
+from jaxspec.evaluation.records import Records, compare
+from jaxspec.host.batches import Batches
+from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import ModelSpec
+from jaxspec.state import EOS, FAILED, Prompts, Rollout
+from tests.conftest import small_mesh
+
+PROMPTS, GROUP = 8, 2
+SETS = (
+    SetConfig(name="sums", data=DataConfig(digits=1, eval_prompts=6)),
+    SetConfig(
+        name="differences",
+        data=DataConfig(task="subtract", digits=1, eval_prompts=3),
+        reward=RewardConfig(parts=("answer", "stated"), weights=(1.0, 0.5)),
+    ),
+)
+CONFIG = ResolvedConfig(
+    model=ModelSpec(vocab=24, layers=4, embed=8, heads=2, kv_heads=2, head_size=4, ffn=8),
+    rollout=RolloutConfig(max_new_tokens=12),
+    batch=BatchConfig(prompts=PROMPTS, group_size=GROUP),
+    eval=EvalConfig(samples=2 * GROUP, sets=SETS),
+    mesh=MeshConfig(tensor=2),
+)
+
+
+@dataclasses.dataclass
+class Policy:
+    """Answers by the text of the prompt: right, unless the first operand is odd; then the second
+    answer of each call is. A first operand of 4 fails. It counts its calls."""
+
+    job: Job
+    calls: int = 0
+
+    def __call__(self, state: Any, prompts: Prompts) -> tuple[Any, Rollout]:
+        self.calls += 1
+        rows = PROMPTS * GROUP
+        like = self.job.step.nothing_finished(rows).rollout
+        tokens = np.zeros(like.tokens.shape, np.int32)
+        starts, ends, status = np.zeros(rows, int), np.ones(rows, int), np.zeros(rows, int)
+        tokenizer = self.job.tokenizer
+        for place in np.flatnonzero(np.asarray(prompts.live)):
+            asked = np.asarray(prompts.tokens)[place, : int(prompts.lengths[place])]
+            for member in range(GROUP):
+                row, said = place * GROUP + member, self.answer(tokenizer.decode(asked), member)
+                ids = [*asked, *tokenizer.encode(said or "0"), tokenizer.stop_ids[0]]
+                tokens[row, : len(ids)] = ids
+                starts[row], ends[row] = len(asked), len(ids)
+                status[row] = FAILED if said is None else EOS
+        arrays = {"tokens": tokens, "prompt_lengths": starts, "lengths": ends, "status": status}
+        return state, dataclasses.replace(
+            like, **{name: jnp.asarray(value, jnp.int32) for name, value in arrays.items()}
+        )
+
+    @staticmethod
+    def answer(question: str, member: int) -> str | None:
+        operator = "+" if "+" in question else "-"
+        first, second = map(int, question.rstrip("=").split(operator))
+        right = first + second if operator == "+" else first - second
+        if first == 4:
+            return None
+        if first % 2 and member == 0:
+            return "12" if operator == "-" else f"#{right + 1}"
+        return f"#{right}"
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return make_job(CONFIG, small_mesh(4, 2))
+
+
+@pytest.fixture
+def policy(job: Job) -> Policy:
+    return Policy(job)
+
+
+@pytest.fixture
+def evaluator(job: Job, policy: Policy) -> Evaluator:
+    sets = load_sets(CONFIG, job.tokenizer)
+    batches = Batches(job, sets, scorer_of(CONFIG, sets))
+    return Evaluator(batches, CONFIG, 2 * GROUP, policy)
+
+
+def never() -> bool:
+    return False
+
+
+def firsts(evaluator: Evaluator, name: str, records: list[dict[str, Any]]) -> list[int]:
+    """First operands of a set's problems, in their order."""
+    prompts = [
+        record["prompt"].removeprefix("<bos>") for record in records if record["set"] == name
+    ]
+    return [int(prompt.replace("-", "+").partition("+")[0]) for prompt in prompts]
+
+
+def test_every_problem_of_every_set_is_answered_as_often_as_asked(
+    evaluator: Evaluator, policy: Policy
+) -> None:
+    state, records = evaluator("the state", never)
+    assert state == "the state"
+    assert records is not None
+    assert policy.calls == 4  # two calls for each set
+    assert [record["set"] for record in records] == ["sums"] * 6 + ["differences"] * 3
+    assert [record["problem"] for record in records] == [*range(6), *range(3)]
+    for name in ("sums", "differences"):
+        own = [record for record in records if record["set"] == name]
+        for first, record in zip(firsts(evaluator, name, records), own, strict=True):
+            expected: list[Any] = [first % 2 == 0, True] * 2
+            assert record["correct"] == ([None] * 4 if first == 4 else expected)
+            assert len(record["tokens"]) == len(record["reward"]) == 4
+    odd = next(r for r in records if r["set"] == "differences" and r["correct"][0] is False)
+    assert odd["outcome"] == ["no_answer", "correct"] * 2
+    assert odd["reward"] == [0.0, 1.5] * 2  # the second part pays for stating an answer
+    assert odd["stated"][0] is None
+    assert odd["stated"][1] == odd["answer"]
+
+
+def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator) -> None:
+    _, records = evaluator("", never)
+    assert records is not None
+    found = evaluator.estimated(records)
+    for name, votes in (("sums", 0.5), ("differences", 1.0)):
+        operands = [first for first in firsts(evaluator, name, records) if first != 4]
+        odd = sum(first % 2 for first in operands) / len(operands)
+        assert found[name]["avg@4"].value == pytest.approx(1 - odd / 2)
+        assert found[name]["avg@4"].problems == len(operands)
+        assert found[name]["pass@2"].value == pytest.approx(1 - odd / 6)
+        assert found[name]["pass@4"].value == 1.0
+        # an odd sum has two votes for each of two answers, an odd difference none for the other
+        assert found[name]["cons@4"].value == pytest.approx(1 - odd * (1 - votes))
+    metrics = metrics_of(found)
+    assert metrics["eval/sums/avg@4"] == found["sums"]["avg@4"].value
+    assert metrics["eval/sums/avg@4/low"] <= metrics["eval/sums/avg@4"]
+
+
+def test_a_stop_comes_between_calls(evaluator: Evaluator, policy: Policy) -> None:
+    assert evaluator("the state", lambda: policy.calls == 3) == ("the state", None)
+    assert policy.calls == 3
+
+
+def test_what_is_left_is_what_has_no_record(evaluator: Evaluator) -> None:
+    _, records = evaluator("", never)
+    assert records is not None
+    assert evaluator.left(records) == []
+    assert [part.name for part in evaluator.left(records[:6])] == ["differences"]
+    assert [part.name for part in evaluator.left(records[1:])] == ["sums"]
+
+
+def test_the_best_checkpoint_is_known_by_its_metric(
+    job: Job, evaluator: Evaluator, tmp_path: Path
+) -> None:
+    def made(metric: str) -> Evaluations:
+        config = dataclasses.replace(
+            CONFIG, eval=dataclasses.replace(CONFIG.eval, keep_best=metric)
+        )
+        return Evaluations(dataclasses.replace(job, config=config), evaluator, tmp_path)
+
+    with pytest.raises(ConfigError, match=r"keep_best is 'sums/avg@8', .* sums/avg@4, sums/pass@2"):
+        made("sums/avg@8")
+    kept = made("sums/avg@4")
+    arrays = {"weight": jnp.ones(3)}
+    for number, value, best in ((2, 0.25, True), (4, 0.5, True), (6, 0.5, False), (8, 0.1, False)):
+        metrics = {"eval/sums/avg@4": value}
+        assert kept.is_best(metrics) == best
+        if best:
+            kept.keep(number, arrays, {}, metrics)
+    assert not kept.is_best({"eval/sums/avg@4": float("nan")})
+    kept.close()
+    assert [entry.name for entry in (tmp_path / "best").iterdir() if entry.name.isdigit()] == ["4"]
+    again = made("sums/avg@4")
+    assert not again.is_best({"eval/sums/avg@4": 0.5})
+    assert again.is_best({"eval/sums/avg@4": 0.51})
+    again.close()
+    other = made("differences/pass@2")
+    assert other.is_best({"eval/differences/pass@2": 0.1}), "another metric begins anew"
+    other.close()
+    assert not made("").is_best({"eval/sums/avg@4": 1.0})
+
+
+def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> None:
+    assert own_settings(CONFIG) == []
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"samples": 3}, "eval.samples 3, no multiple of batch.group_size 2"),
+        ({"temperature": 0.0}, "eval.temperature 0.0"),
+        ({"top_p": 0.9}, "eval.top_p 0.9"),
+        ({"max_new_tokens": 20}, "eval.max_new_tokens 20"),
+    ]
+    for settings, told in cases:
+        config = dataclasses.replace(CONFIG, eval=EvalConfig(**settings))
+        assert own_settings(config) == [told]
+    made = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=5, top_p=0.9)), shards=4)
+    assert (made.batch.prompts, made.batch.group_size) == (4, 5)  # at least a prompt a shard
+    assert (made.rollout.top_p, made.rollout.temperature) == (0.9, 1.0)
+    alone = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=1)), shards=4)
+    assert (alone.batch.prompts, alone.batch.group_size) == (16, 1)
+
+
+def lines_of(folder: Path, step: int, shares: dict[str, list[bool | None]], **changes: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = [
+        {"set": "sums", "problem": i, "prompt": prompt, "correct": correct} | changes
+        for i, (prompt, correct) in enumerate(shares.items())
+    ]
+    Records(folder, 0).write(step, lines)
+
+
+def test_two_evaluations_are_compared_by_problem(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    lines_of(first, 0, {"1+1=": [True, False], "2+1=": [None, None], "3+1=": [False, False]})
+    lines_of(second, 0, {"1+1=": [False, False], "2+1=": [True, True], "3+1=": [False, False]})
+    lines_of(second, 20, {"1+1=": [True, True], "2+1=": [True, True], "3+1=": [None, True]})
+    found = compare(str(first), str(second))["sums"]
+    assert (found.estimate.value, found.estimate.problems) == (pytest.approx(0.75), 2)
+    assert compare(str(first), f"{second}:0")["sums"].estimate.value == pytest.approx(-0.25)
+    Records(second, 0).cut_back(20)
+    assert compare(str(first), str(second))["sums"].estimate.value == pytest.approx(-0.25)
+
+
+def test_evaluations_that_cannot_be_compared(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    lines_of(first, 0, {"1+1=": [True]})
+    lines_of(second, 0, {"2+1=": [True]})  # another problem in the same place
+    lines_of(third, 0, {"1+1=": [True]}, correct=None)
+    for other, told in (
+        (second, "no problem is in the same set of both"),
+        (tmp_path, r"has no evaluations\.jsonl"),
+        (f"{first}:7", "no evaluation at step 7; there are 0"),
+        (third, r"evaluations\.jsonl, line 1 has no correct"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            compare(str(first), str(other))
+
+
+def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    lines_of(tmp_path, 0, {"1+1=": [True], "2+1=": [True]})
+    records = Records(tmp_path, 0)
+    records.file.write_text(records.file.read_text()[:-9])
+    records.cut_back(float("inf"))
+    assert [json.loads(line)["problem"] for line in records.file.read_text().splitlines()] == [0]
