@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
@@ -51,8 +50,7 @@ class StopTable:
     ) -> tuple[Bool[Array, "B T"], Int[Array, "B T1"]]:
         """Returns whether a string ends inside each of the tokens, and the states before them and
         after each."""
-        with jax.ensure_compile_time_eval():
-            kinds, after = jnp.asarray(self.kinds), jnp.asarray(self.after)
+        kinds, after = jnp.asarray(self.kinds), jnp.asarray(self.after)
         ends, passed = [], [states]
         for kind in jnp.moveaxis(kinds[tokens], 1, 0):
             found = after[kind, passed[-1]].astype(jnp.int32)
