@@ -23,6 +23,7 @@ from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, Objective
 from jaxspec.rl.learner import Learner
 from jaxspec.rollout import draft_temperature
+from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
@@ -32,10 +33,14 @@ from jaxspec.streams import Stream, stream_key
 
 
 def build_step(
-    config: ResolvedConfig, mesh: Mesh, stop_ids: tuple[int, ...], vocab_size: int
+    config: ResolvedConfig,
+    mesh: Mesh,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
+    stop: StopStrings | None = None,
 ) -> Step:
     """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below
-    `vocab_size` have a token."""
+    `vocab_size` have a token, and `stop` finds `rollout.stop` in them."""
     rollout = config.rollout
     processing = Processing(
         banned=rollout.banned,
@@ -46,7 +51,7 @@ def build_step(
         top_p=rollout.top_p,
         vocab_size=vocab_size,
     )
-    generator = _build_generator(config, mesh, processing)
+    generator = _build_generator(config, mesh, processing, stop)
     lora, model = config.lora, config.model
     adapters = stream_key(config.seed, Stream.ADAPTERS)
     return Step(
@@ -240,7 +245,9 @@ def _page_size(config: ResolvedConfig, mesh: Mesh) -> int:
     return size
 
 
-def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing) -> Generator:
+def _build_generator(
+    config: ResolvedConfig, mesh: Mesh, processing: Processing, stop: StopStrings | None
+) -> Generator:
     rollout, batch = config.rollout, config.batch
     settings = Settings(
         group_size=batch.group_size,
@@ -253,6 +260,7 @@ def _build_generator(config: ResolvedConfig, mesh: Mesh, processing: Processing)
         chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
         lengths=rollout.draft.draft_lengths if rollout.draft.drafts else (),
+        stop=stop,
     )
 
     def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:

@@ -261,7 +261,13 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         replace(
             job,
             config=each,
-            step=build_step(each, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size),
+            step=build_step(
+                each,
+                job.mesh,
+                job.tokenizer.stop_ids,
+                job.tokenizer.size,
+                job.step.generator.settings.stop,
+            ),
         )
         for each in configs
     ]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from jaxspec.drafts.kinds import DraftKind, LookupKind, kind_of
 from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.json_keys import is_whole_text, shown
 from jaxspec.inputs.spec import Count, LayerCount, Natural
 
 DraftSampling = Literal["argmax", "sample", "auto"]
@@ -162,6 +163,10 @@ class RolloutConfig(Checked, prefix="rollout."):
     from all."""
     banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, with the token in which its text first contains one of them
+    (before min_new_tokens they are passed over). They are taken as they are: in bash a line break
+    is $'\\n'."""
     enable_thinking: bool = True
     """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to
     answer without thinking first."""
@@ -175,6 +180,12 @@ class RolloutConfig(Checked, prefix="rollout."):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
     def check(self) -> None:
+        for text in self.stop:
+            require(
+                bool(text) and is_whole_text(text),
+                f"rollout.stop has {shown(text)}; each must be a text in UTF-8 of a character or"
+                " more",
+            )
         longer = (
             f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
             f" {self.max_new_tokens}"

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from jaxspec.data.chat_template import ChatTemplate
+from jaxspec.data.stop_strings import StopTable, stop_table, token_bytes
 from jaxspec.data.turns import PROBE, Turn, turn_of
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import (
@@ -97,6 +98,14 @@ class Tokenizer:
         dropped = {*self.stop_ids, self.pad_id}
         kept = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped]
         return self._backend.decode(kept, skip_special_tokens=True)
+
+    def stop_table(self, strings: Sequence[str]) -> StopTable | None:
+        """Return what finds `strings` in the text that `decode` gives: see
+        `stop_strings.stop_table`."""
+        added = self._backend.get_added_tokens_decoder().items()
+        left_out = {*self.stop_ids, self.pad_id, *(i for i, token in added if token.special)}
+        pieces = token_bytes(self._backend, self.size, left_out) if strings else []
+        return stop_table(strings, pieces, self.source)
 
     def render(self, problem: str | Sequence[Mapping[str, str]]) -> str:
         """Return `problem`, a text or the messages of a chat, as a prompt: by the chat template; or

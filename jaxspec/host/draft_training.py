@@ -51,6 +51,7 @@ CODE = (
         "data/problem_source.py",
         "data/json_lines.py",
         "data/problems.py",
+        "data/stop_strings.py",
         "data/turns.py",
         "data/chat_template.py",
         "data/template_process.py",
@@ -342,7 +343,8 @@ def _key(job: Job, text: Rows | None) -> str:
     )
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources(*CODE)
-    sampling = config.seed, config.rollout.max_new_tokens, processing
+    rollout = config.rollout
+    sampling = config.seed, rollout.max_new_tokens, rollout.stop, processing
     weights = [
         fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path
     ]

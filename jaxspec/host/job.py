@@ -206,8 +206,8 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
 
     Raises:
       ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the
-        model has rows; bans leave no token to sample; a warm start is asked for where there is
-        nothing to train it on.
+        model has rows; bans leave no token to sample; stop strings are too many or cannot be
+        written; a warm start is asked for where there is nothing to train it on.
     """
     thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
     tokenizer = (
@@ -227,7 +227,13 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         config=config,
         tokenizer=tokenizer,
         mesh=mesh,
-        step=build_step(config, mesh, tokenizer.stop_ids, tokenizer.size),
+        step=build_step(
+            config,
+            mesh,
+            tokenizer.stop_ids,
+            tokenizer.size,
+            tokenizer.stop_table(config.rollout.stop),
+        ),
     )
 
 

@@ -48,8 +48,9 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     the draft on some prompts.
 
     Every round is one of the program that a run uses, with the table that makes it choose that
-    length; end tokens are off. The same on every process: process 0's seconds count. What a draft
-    reads more after rounds of other lengths is in no cost: a wide pass now and then.
+    length; end tokens and stop strings are off. The same on every process: process 0's seconds
+    count. What a draft reads more after rounds of other lengths is in no cost: a wide pass now and
+    then.
     """
     # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens
     # would follow another distribution.
@@ -57,7 +58,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
         stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh)))
     )
     settings, mesh = generator.settings, generator.mesh
-    generator = generator.with_(processing=settings.processing._replace(stop_ids=()))
+    generator = generator.with_(processing=settings.processing._replace(stop_ids=()), stop=None)
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
     empty = length_chooser.unmeasured(settings.lengths, longest)
 

@@ -64,6 +64,13 @@ class Queue(Tree):
     prompts: Prefilled
 
 
+StopStrings = Callable[
+    [Int[Array, " B"], Int[Array, "B T"]], tuple[Bool[Array, "B T"], Int[Array, "B T1"]]
+]
+"""(states, tokens) -> whether a stop string ends inside each token, and the states before them and
+after each. A state says how much of a stop string a text ends with; 0: nothing."""
+
+
 @pytree
 class DecodeState(Tree):
     """Everything a rollout carries between rounds. R rows, of which B are in slots; all of it is
@@ -87,6 +94,9 @@ class DecodeState(Tree):
     """How many admissions there were before that of each slot's row."""
     acceptance: AcceptanceEstimate
     """Of the draft, with a first axis of one; it stays as it is where all rounds draft alike."""
+    matched: Int[Array, " R"] | None
+    """How much of a stop string each response ends with; None: there are none, and nothing of them
+    is compiled."""
 
 
 def slot_count(state: DecodeState) -> int:

@@ -101,6 +101,8 @@ def begin(
         pages=start.pages,
         admitted=jnp.zeros_like(start.row),
         acceptance=_estimate(drafter, length, settings),
+        # the text of a prompt does not count
+        matched=jnp.zeros_like(lengths) if settings.stop else None,
     )
 
 

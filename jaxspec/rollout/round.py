@@ -15,6 +15,7 @@ from jaxspec.rollout.decode_state import (
     Caches,
     DecodeState,
     Rows,
+    StopStrings,
     active,
     added,
     rows_may_wait,
@@ -60,6 +61,8 @@ class Settings(NamedTuple):
     lengths: tuple[int, ...] = ()
     """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that
     one alone."""
+    stop: StopStrings | None = None
+    """What ends a response beside an end token."""
 
 
 class _Round(NamedTuple):
@@ -108,12 +111,7 @@ def one_round(
     with jax.named_scope("verify"):
         positions = block_positions(now.lengths - 1, length + 1)
         tokens = jnp.concatenate([context.at(now.lengths[:, None] - 1), proposal.tokens], axis=1)
-        forward = target(
-            tokens,
-            positions,
-            caches.target,
-            draft.taps if draft else (),
-        )
+        forward = target(tokens, positions, caches.target, draft.taps if draft else ())
         assert forward.cache is not None, "a cache that goes in comes back"
         logits = target.logits(forward.hidden)
         produced = _produced(now, length + 1)
@@ -147,7 +145,7 @@ def one_round(
                 noise.next,
             )
     with jax.named_scope("commit"):
-        rollout, block, kept = _commit(
+        rollout, matched, block, kept = _commit(
             state, now, verdict, proposal.tokens, target_logprobs, finite, settings
         )
         entropy = sampling.entropy(target_logprobs)
@@ -172,6 +170,7 @@ def one_round(
         rollout=rollout.replace(
             statistics=_counted(rollout.statistics, change, rows, measured.groups)
         ),
+        matched=matched,
         caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
         draft=draft_state,
         round=state.round + 1,
@@ -283,15 +282,8 @@ def _widened(change: Statistics, length: int) -> Statistics:
     def wide(leaf: Array) -> Array:
         return jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))
 
-    names = (
-        "drafted",
-        "offered_in_turn",
-        "accepted",
-        "overlap",
-        "overlap_by_factor",
-        "draft_entropy",
-    )
-    return change.replace(**{name: wide(getattr(change, name)) for name in names})
+    names = "drafted offered_in_turn accepted overlap overlap_by_factor draft_entropy"
+    return change.replace(**{name: wide(getattr(change, name)) for name in names.split()})
 
 
 class _Measured(NamedTuple):
@@ -351,11 +343,11 @@ def _commit(
     target_logprobs: Float[Array, "B K1 V"],
     finite: Bool[Array, "B K1"],
     settings: Settings,
-) -> tuple[Rollout, Int[Array, "B K1"], Int[Array, " B"]]:
-    """Cuts the block at the first end token, the length limit or a failure, and writes what is left
-    of it.
+) -> tuple[Rollout, Int[Array, " R"] | None, Int[Array, "B K1"], Int[Array, " B"]]:
+    """Cuts the block at the first end token or stop string, the length limit or a failure, and
+    writes what is left of it.
 
-    Returns the rows, the block, and how much of it each slot keeps.
+    Returns the rows, what they match, the block, and how much of it each slot keeps.
     """
     rollout, rows = state.rollout, rows_of_slots(state)
     offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
@@ -367,15 +359,22 @@ def _commit(
     )
     # no draft is accepted beyond a failure, so at most the last token of the block is not
     good = leading(within & finite)
-    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32)) & (
-        offsets < good[:, None]
-    )
+    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32))
+    passed = None
+    if settings.stop is not None and state.matched is not None:
+        closes, passed = settings.stop(taken(state.matched, rows), block)
+        ends |= closes & (_produced(now, block.shape[1]) >= settings.processing.min_new_tokens)
+    ends &= offsets < good[:, None]
     until_end = jnp.where(
         jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good
     )
     room = now.prompt_lengths + settings.max_new_tokens - now.lengths
     count = jnp.where(now.running, jnp.minimum(until_end, room), 0)
     committed = offsets < count[:, None]
+    matched = state.matched
+    if matched is not None and passed is not None:
+        after = jnp.take_along_axis(passed, count[:, None], axis=1)[:, 0]
+        matched = added(matched, rows, after - passed[:, 0])
     at_end = jnp.any(ends & committed, axis=1)
     ended = jnp.where(
         at_end,
@@ -393,4 +392,4 @@ def _commit(
         lengths=added(rollout.lengths, rows, count),
         status=added(rollout.status, rows, change),
     )
-    return written, block, count
+    return written, matched, block, count

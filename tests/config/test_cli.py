@@ -57,6 +57,12 @@ class TestLoad:
             "bfloat16",
         )
 
+    def test_stop_strings_are_taken_as_they_are(self) -> None:
+        strings = ("\n\nProblem:", r"\n", " #", " #")
+        argv = ["--config", "rl_think.py", "--rollout.stop", *strings, "--rollout.top_k", "3"]
+        rollout = load(*argv)[0].rollout
+        assert (rollout.stop, rollout.top_k) == (strings, 3)
+
     def test_overrides_on_either_side(self) -> None:
         argv = [
             "--batch.group_size",

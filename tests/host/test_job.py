@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.config.settings import (
@@ -53,8 +54,21 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
         (7,),
     )
     assert job.tokenizer.render("+2") == "1+2"
+    assert job.step.generator.settings.stop is None
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
     assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
+
+
+def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
+    config = tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0))
+    rollout = replace(config.rollout, stop=("=4", "=4"))
+    job = make_job(replace(config, rollout=rollout), small_mesh())
+    stop = job.step.generator.plain().settings.stop
+    assert stop is not None
+    ids = jnp.asarray([job.tokenizer.encode("4=42")], jnp.int32)
+    assert stop(jnp.zeros(1, jnp.int32), ids)[0].tolist() == [[False, False, True, False]]
+    with pytest.raises(ConfigError, match=r"rollout\.stop has 'Problem:', which no tokens"):
+        make_job(replace(config, rollout=replace(rollout, stop=("Problem:",))), small_mesh())
 
 
 # ---- what ends a program

@@ -16,11 +16,11 @@ from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import MeshConfig
 from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job
-from jaxspec.host.loaded_run import Run, find_run, read_prompt, restore
+from jaxspec.host.loaded_run import Answer, LoadedRun, Run, find_run, read_prompt, restore
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import laid_out
-from jaxspec.state import Ready
+from jaxspec.state import EOS, Ready
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import answering_config, small_mesh, tiny_network
 
@@ -167,6 +167,31 @@ class TestRestore:
         ) as caught:
             restore(Run(run, 12, edited), make_job(edited, small_mesh(1)), 2)
         assert "--workdir" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_answers_end_with_the_stop_strings_of_the_run(run: Path) -> None:
+    def texts(*stop: str) -> tuple[list[str], list[int]]:
+        rollout = dataclasses.replace(CONFIG.rollout, stop=stop)
+        config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig())
+        job = make_job(config, small_mesh(1))
+        loaded = LoadedRun(job, restore(find_run(str(run)), job, 2), 2)
+        rows = [], []
+        for given in loaded.rounds(read_prompt("3+4=", config, job.tokenizer)):
+            if isinstance(given, Answer):
+                return [job.tokenizer.decode(row) for row in rows], given.status
+            for row, piece in zip(rows, given, strict=True):
+                row += piece.tokens
+        raise AssertionError("no answer")
+
+    whole, _ = texts()
+    longest = max(whole, key=len)
+    string = longest[3:5]
+    wanted = [before + found for before, found, _ in (text.partition(string) for text in whole)]
+    stopped, status = texts(string)
+    assert stopped == wanted
+    assert len(wanted[whole.index(longest)]) <= 5 < len(longest)
+    assert status[whole.index(longest)] == EOS
 
 
 class TestReadPrompt:

@@ -18,6 +18,7 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
+from jaxspec.data.stop_strings import stop_table
 from jaxspec.host.round_cost import _save, _saved, measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
@@ -42,7 +43,9 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
         data=DataConfig(max_prompt_length=5),
         draft_model=MODEL if draft.kind == "model" else ModelSpec(),
     )
-    generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab).generator
+    # every token would end a row, if stop strings were not off
+    stop = stop_table(("a",), [b"a"] * MODEL.vocab, "its")
+    generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab, stop).generator
     network = (
         tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
     )
