@@ -63,11 +63,15 @@ def all_problems(config: DataConfig, tokenizer: Tokenizer) -> Problems:
     return JsonLines(parser, *scan(parser))
 
 
-def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, Problems]:
+def load_problems(
+    config: DataConfig, tokenizer: Tokenizer, *, answers: bool = True
+) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 
     Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
-    unless `data.eval_path` is set.
+    unless `data.eval_path` is set. Without `answers`, for a draft, rows that state none are among
+    the training problems, and those that do are held out as with them, or not at all where they are
+    too few.
     Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
     fit `data.max_prompt_length`.
     """
@@ -84,20 +88,23 @@ def load_problems(config: DataConfig, tokenizer: Tokenizer) -> tuple[Problems, P
         " UTF-8"
     )
     require(is_whole_text(config.instruction), halved)
-    parser, held_out = RowParser(config, tokenizer, "data.path", config.path), config.eval_prompts
+    parser = RowParser(config, tokenizer, "data.path", config.path, answers)
+    held_out = config.eval_prompts
     places, left_out = scan(parser)
     if config.eval_path:
-        other = RowParser(config, tokenizer, "data.eval_path", config.eval_path)
+        other = RowParser(config, tokenizer, "data.eval_path", config.eval_path, answers)
         eval_places, eval_left_out = scan(other)
         held = JsonLines(other, eval_places[:held_out], eval_left_out)
         return JsonLines(parser, places, left_out), held
-    if len(places) <= held_out:
+    answered = np.flatnonzero(places[:, 4])
+    if len(places) == len(answered) <= held_out:
         raise ConfigError(
             f"data.path {config.path}: {len(places)} usable problems, of which data.eval_prompts ="
             f" {held_out} would be held out; lower data.eval_prompts or set data.eval_path"
         )
-    held = JsonLines(parser, places[-held_out:], LeftOut())
-    return JsonLines(parser, places[:-held_out], left_out), held
+    last = answered[-held_out:] if len(answered) > held_out else answered[:0]
+    held = JsonLines(parser, places[last], LeftOut())
+    return JsonLines(parser, np.delete(places, last, axis=0), left_out), held
 
 
 def remarks(
@@ -111,6 +118,11 @@ def remarks(
     lines = []
     if str(problems.left_out):
         lines.append(f"data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
+    if isinstance(problems, JsonLines) and problems.unanswered:
+        lines.append(
+            f"data.path {config.path}: {problems.unanswered} of {len(problems)} prompts have no"
+            " reference answer, which a draft learns without"
+        )
     if str(held_out.left_out):
         lines.append(
             f"data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held out"
@@ -129,7 +141,7 @@ def remarks(
             f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on,"
             " so that some are in it repeatedly"
         )
-    if len(held_out) < config.eval_prompts:
+    if 0 < len(held_out) < config.eval_prompts:
         lines.append(
             f"{len(held_out)} problems are held out: there are no more, though data.eval_prompts is"
             f" {config.eval_prompts}"

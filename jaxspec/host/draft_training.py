@@ -18,6 +18,7 @@ from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
+from jaxspec.data.files import json_lines_of
 from jaxspec.data.problems import load_problems, pad_prompts
 from jaxspec.data.tokenizer import FILES
 from jaxspec.drafts.kinds import learned
@@ -322,7 +323,7 @@ def _key(job: Job, text: Rows | None) -> str:
     tokenizer = (
         [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
     )
-    path = [Path(config.data.path)] if config.data.path else []
+    path = [Path(json_lines_of(config.data.path, "data.path"))] if config.data.path else []
     data = dataclasses.replace(config.data, path=_digest(path), tokenizer=_digest(tokenizer))
     offline = dataclasses.replace(
         config.offline,
@@ -372,7 +373,7 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
     not, why."""
-    problems, _ = load_problems(job.config.data, job.tokenizer)
+    problems, _ = load_problems(job.config.data, job.tokenizer, answers=False)
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
     reading = measured_agreement(

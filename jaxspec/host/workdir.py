@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.config.as_json import differing_keys, flat, to_json
 from jaxspec.config.settings import ResolvedConfig
+from jaxspec.data.files import json_lines_of
 from jaxspec.data.tokenizer import FILES
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, refused_by_all, sources
@@ -248,13 +249,17 @@ def require_no_checkpoints(folder: Path) -> None:
 
 
 def _data(config: ResolvedConfig) -> dict[str, str]:
-    """Digests of the files that say what is trained and evaluated on, by setting and file."""
+    """Digests of what is trained and evaluated on, as JSON lines, and of the tokenizer's files; by
+    setting and file."""
     data = config.data
-    files = {"data.path": Path(data.path)} if data.path else {}
-    files |= {"data.eval_path": Path(data.eval_path)} if data.path and data.eval_path else {}
-    if data.tokenizer:
-        files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
-    return {f"{name} {file}": digest(file) for name, file in files.items()}
+    problems = {"data.path": data.path, "data.eval_path": data.eval_path if data.path else ""}
+    files = {
+        f"{name} {path}": Path(json_lines_of(path, name)) for name, path in problems.items() if path
+    }
+    for name in FILES if data.tokenizer else ():
+        file = Path(data.tokenizer) / name
+        files[f"data.tokenizer {name} {file}"] = file
+    return {name: digest(file) for name, file in files.items()}
 
 
 def _require_same_data(job: Job, folder: Path) -> None:
