@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.drafts import VARIANTS, Variant, config_of
+from jaxspec.bench.variants import VARIANTS, Variant, config_of
 from jaxspec.config.check import check
 from jaxspec.config.settings import (
     BatchConfig,
@@ -27,15 +29,20 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_problems
+from jaxspec.hf.eagle3_config import draft_config_json
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
-from jaxspec.inputs.spec import ModelSpec
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.spec import HeadSpec, ModelSpec
+from jaxspec.models.eagle3 import Eagle3, llama_head
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
 from tests.conftest import small_mesh
+from tests.hf_checkpoints import draft_tensors
 
+MODEL = ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24)
 CONFIG = ResolvedConfig(
-    model=ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
+    model=MODEL,
     rollout=RolloutConfig(
         max_new_tokens=8,
         draft=DraftConfig(draft_length=2),
@@ -87,6 +94,7 @@ ROWS = [
     "draft_temperature",
     "round_cost",
     "tokens_per_s",
+    "speed_up",
 ]
 
 
@@ -124,6 +132,42 @@ def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
             "eagle3+ngram",
         ),
     }
+
+
+def head(folder: Path) -> Path:
+    """The folder of a head that is narrower than one that is made for the policy, and reads it
+    elsewhere."""
+    config = dataclasses.replace(llama_head(MODEL, 8), rope_theta=77.0)
+    network = Eagle3(config, HeadSpec(taps=(1, 3)), MODEL, jax.random.key(0))
+    folder.mkdir()
+    content = draft_config_json(network.config, network.form, MODEL, "speculators", 0)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(draft_tensors(network, "speculators"), str(folder / "model.safetensors"))
+    return folder
+
+
+def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_path: Path) -> None:
+    """All others are the same beside either."""
+    config = dataclasses.replace(CONFIG, offline=OfflineConfig())
+    folder = head(tmp_path / "head")
+    for variant in VARIANTS:
+        plain, text, ready = (
+            config_of(variant, config, generic)
+            for generic in ("generic", "chats.jsonl", str(folder))
+        )
+        check(ready, devices=1)
+        if not variant.generic:
+            assert plain == text == ready
+            continue
+        assert (text.offline.text, text.rollout.draft.path) == ("chats.jsonl", "")
+        assert dataclasses.replace(text, offline=plain.offline) == plain
+        assert (ready.offline.steps, ready.rollout.draft.path) == (0, str(folder))
+        own = ready.draft_model
+        assert own is not None
+        assert (own.ffn, own.rope_theta, ready.head.taps) == (8, 77.0, (1, 3))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"head/config\.json"):
+        config_of(Variant("eagle3-generic", "eagle3", generic=True), config, str(folder))
 
 
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
@@ -193,6 +237,15 @@ def test_refusals(
     assert [word for word in words if word not in error] == []
 
 
+def test_a_head_in_the_config_is_referred_to_the_option() -> None:
+    job = make_job(dataclasses.replace(CONFIG, offline=OfflineConfig()), small_mesh())
+    draft = dataclasses.replace(CONFIG.rollout.draft, path="head")
+    rollout = dataclasses.replace(CONFIG.rollout, draft=draft)
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, rollout=rollout))
+    with Interrupt() as interrupt, pytest.raises(ConfigError, match="give --generic head instead"):
+        bench.drafts(job, interrupt, 16)
+
+
 def test_the_config_is_judged_and_the_problems_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,7 +258,9 @@ def test_the_config_is_judged_and_the_problems_are_read_once(
         raise Enough
 
     monkeypatch.setattr(
-        bench, "load_problems", lambda *given: read.append(given) or load_problems(*given)
+        bench,
+        "load_problems",
+        lambda *given, **how: read.append(given) or load_problems(*given, **how),
     )
     monkeypatch.setattr(bench, "load_policy", enough)
     with Interrupt() as interrupt, pytest.raises(Enough):
@@ -222,6 +277,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
         "coverage": 0.987,
         "round_cost": 1.33,
         "tokens_per_s": 123456.7,
+        "speed_up": 2.17,
     }
     lists = {
         name: [0.75] * depths
@@ -242,12 +298,13 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     Console(file=file, width=width).print(*bench._tables(rows))
     words = file.getvalue().split()
     titles = (
-        "draft sampling verify K acceptance length tokens a pass coverage round cost tokens/s"
+        "draft sampling verify K acceptance length tokens a pass round cost tokens/s speed-up"
         " conditional rate expected acceptance T"
     )
     assert set(titles.split()) <= set(words)
     assert not [word for word in words if "…" in word]
-    assert [words.count(text) for text in ("3.41", "123,457", "0.75")] == [
+    assert [words.count(text) for text in ("3.41", "123,457", "2.17", "0.75")] == [
+        len(rows),
         len(rows),
         len(rows),
         3 * depths * len(rows),
@@ -258,7 +315,10 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
 
 @pytest.mark.slow
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
-    wanted = [("none", False), ("eagle3", True), ("model", False), ("history", False)]
+    wanted = [
+        *(("none", False), ("eagle3", True), ("eagle3-generic", False)),
+        *(("model", False), ("history", False)),
+    ]
     chosen = [
         place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted
     ]
@@ -285,6 +345,8 @@ sys.exit(main(sys.argv[1:]))
         str(repository / "configs/rl_think.py"),
         "--rows",
         "40",
+        "--generic",
+        str(head(tmp_path / "head")),
         *flags,
     ]
     done = subprocess.run(
@@ -299,15 +361,21 @@ sys.exit(main(sys.argv[1:]))
     assert done.returncode == 0, done.stdout + done.stderr
     *before, last = done.stdout.splitlines()
     line = json.loads(last)
-    assert line.keys() == {"bench", "machine", "versions", "answers", "rows"}
+    assert line.keys() == {"bench", "machine", "versions", "answers", "generic", "rows"}
+    assert line["generic"] == str(tmp_path / "head")
     assert (line["bench"], line["answers"]) == ("drafts", 48)  # three batches of 16
     assert line["versions"].keys() == {"python", "jaxspec", "jax", "flax"}
-    assert [row["draft"] for row in line["rows"]] == ["none", "eagle3", "model", "history"]
+    names = ["none", "eagle3-generic", "eagle3", "model", "history"]
+    assert [row["draft"] for row in line["rows"]] == names
+    assert any(f"read {tmp_path}/head: eagle3 draft" in text for text in before)
     for row in line["rows"]:
         assert list(row) == ROWS
         shown = next(text.split() for text in before if text.split()[:1] == [row["draft"]])
         assert f"{row['acceptance_length']:.2f}" == shown[4]
-        assert f"{row['round_cost']:.2f}" == shown[-2]
+        assert f"{row['round_cost']:.2f}" == shown[-3]
+        assert f"{row['speed_up']:.2f}" == shown[-1]
+        speed_up = row["tokens_per_s"] / line["rows"][0]["tokens_per_s"]
+        assert row["speed_up"] == pytest.approx(speed_up)
         depths = 5 if row["K"] == "auto" else row["K"]
         assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [
             depths,
@@ -319,7 +387,8 @@ sys.exit(main(sys.argv[1:]))
         every = 1 + row["coverage"] * (row["acceptance_length"] - 1)
         assert row["tokens_per_target_pass"] == pytest.approx(every, rel=1e-5)
         assert row["tokens_per_s"] > 0
-    none, chosen, model, history = line["rows"]
+    none, ready, chosen, model, history = line["rows"]
+    assert (ready["K"], ready["coverage"]) == (3, 1)
     assert (chosen["K"], list(chosen["lengths"]), none["lengths"], model["lengths"]) == (
         "auto",
         ["0", "1", "3", "5"],

@@ -291,6 +291,20 @@ class TestWhatItBeganWith:
         Path(data.tokenizer, "chat_template.jinja").write_text("{{ messages[0].content }}")
         assert "chat_template.jinja holds other data" in refusal(job_of(job, folder, data=data))
 
+    def test_other_shards_of_a_dataset_are_refused_by_name(
+        self, job: Job, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is compared is what is read: lines of all files that match, wherever they lie."""
+        monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+        shards = f"{tmp_path}:[te]*.jsonl"
+        here = job_of(job, tmp_path / "run", data=dataclasses.replace(data, path=shards))
+        self.started(here)
+        assert not any("warning" in line for line in self.started(here))
+        Path(data.eval_path).write_text(Path(data.path).read_text() + "\n")
+        told = refusal(here)
+        assert f"data.path {shards}" in told
+        assert "holds other data than the run" in told
+
     def test_what_was_not_recorded_is_said(
         self, job: Job, data: DataConfig, tmp_path: Path
     ) -> None:
