@@ -232,7 +232,7 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
 
 def test_every_option_that_the_documents_name_exists() -> None:
     # the last is SLURM's
-    others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}
+    others = {"config", "checkpoint", "help", "version", "rows", "generic", "slow", "signal"}
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
         known |= set(settings(options))

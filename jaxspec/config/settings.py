@@ -190,8 +190,9 @@ class OfflineConfig(Checked, prefix="offline."):
     """Responses sampled from the policy on the training prompts; the last sixteenth, at least a
     batch, is held out to measure the draft."""
     text: str = ""
-    """Train on this file instead: JSON lines, each with a column `text` or `messages` (a chat, of
-    which the assistant's turns are learnt), or `generic` for the built-in mixed corpus."""
+    """Train on this file instead: JSON lines or parquet (or a dataset, as `data.path`), each row
+    with a column `text`, or with a chat, of which the assistant's turns are learnt: `messages`,
+    `conversations`, or `data` (what both say in turn). Or `generic`: the built-in mixed corpus."""
     steps: Natural = 300
     """Updates; 0 keeps the weights as they are: loaded, or random."""
     rows: Count = 64

@@ -8,51 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.variants import VARIANTS, Variant, config_of
-from jaxspec.config.check import check
 from jaxspec.config.settings import (
-    BatchConfig,
-    DataConfig,
-    DraftConfig,
-    LookupConfig,
     OfflineConfig,
-    ResolvedConfig,
-    RolloutConfig,
-    SftConfig,
 )
 from jaxspec.data.problems import load_problems
-from jaxspec.hf.eagle3_config import draft_config_json
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.inputs.spec import HeadSpec, ModelSpec
-from jaxspec.models.eagle3 import Eagle3, llama_head
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
+from tests.bench.compared import CONFIG, head
 from tests.conftest import small_mesh
-from tests.hf_checkpoints import draft_tensors
 
-MODEL = ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24)
-CONFIG = ResolvedConfig(
-    model=MODEL,
-    rollout=RolloutConfig(
-        max_new_tokens=8,
-        draft=DraftConfig(draft_length=2),
-        lookup=LookupConfig(past=2, min_match=1),
-    ),
-    batch=BatchConfig(prompts=4, group_size=4),
-    data=DataConfig(digits=1, max_prompt_length=6),
-    sft=SftConfig(steps=0),
-    offline=OfflineConfig(steps=0),
-)
 SMALL = {
     "model.layers": 4,
     "model.embed": 16,
@@ -96,78 +70,6 @@ ROWS = [
     "tokens_per_s",
     "speed_up",
 ]
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
-def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
-    vocab = 16 if kind == "eagle3" else 0
-    own = dataclasses.replace(
-        CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
-    )
-    for variant in VARIANTS:
-        config = config_of(
-            variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig())
-        )
-        check(config, devices=1)
-        draft = config.rollout.draft
-        assert (draft.kind, draft.draft_length, draft.temperature) == (
-            variant.kind,
-            "auto" if variant.chosen else 2,
-            0.7,
-        )
-        assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
-        assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
-    names = [variant.name for variant in VARIANTS]
-    assert names[0] == "none"  # the yardstick of round_cost
-    assert set(names) == {
-        *(
-            "none",
-            "eagle3",
-            "eagle3-generic",
-            "mtp",
-            "model",
-            "ngram",
-            "history",
-            "eagle3+history",
-            "eagle3+ngram",
-        ),
-    }
-
-
-def head(folder: Path) -> Path:
-    """The folder of a head that is narrower than one that is made for the policy, and reads it
-    elsewhere."""
-    config = dataclasses.replace(llama_head(MODEL, 8), rope_theta=77.0)
-    network = Eagle3(config, HeadSpec(taps=(1, 3)), MODEL, jax.random.key(0))
-    folder.mkdir()
-    content = draft_config_json(network.config, network.form, MODEL, "speculators", 0)
-    (folder / "config.json").write_text(json.dumps(content))
-    save_file(draft_tensors(network, "speculators"), str(folder / "model.safetensors"))
-    return folder
-
-
-def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_path: Path) -> None:
-    """All others are the same beside either."""
-    config = dataclasses.replace(CONFIG, offline=OfflineConfig())
-    folder = head(tmp_path / "head")
-    for variant in VARIANTS:
-        plain, text, ready = (
-            config_of(variant, config, generic)
-            for generic in ("generic", "chats.jsonl", str(folder))
-        )
-        check(ready, devices=1)
-        if not variant.generic:
-            assert plain == text == ready
-            continue
-        assert (text.offline.text, text.rollout.draft.path) == ("chats.jsonl", "")
-        assert dataclasses.replace(text, offline=plain.offline) == plain
-        assert (ready.offline.steps, ready.rollout.draft.path) == (0, str(folder))
-        own = ready.draft_model
-        assert own is not None
-        assert (own.ffn, own.rope_theta, ready.head.taps) == (8, 77.0, (1, 3))
-    (folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"head/config\.json"):
-        config_of(Variant("eagle3-generic", "eagle3", generic=True), config, str(folder))
 
 
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
