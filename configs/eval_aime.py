@@ -3,8 +3,8 @@ intervals, answered with speculative decoding.
 
   python -m jaxspec.evaluate --config eval_aime.py:qwen3_8b --model.path FOLDER \
     --eval.sets.0.data.path AIME24 --eval.sets.1.data.path AIME25 --eval.sets.2.data.path MATH500
-  python -m jaxspec.evaluate --config eval_aime.py:qwen3_8b --checkpoint runs/rl_think-qwen3_8b \
-    --eval.sets.0.data.path AIME24 ...
+  python -m jaxspec.evaluate --config eval_aime.py:qwen3_8b --checkpoint RUN \
+    --eval.sets.0.data.path AIME24 --eval.sets.1.data.path AIME25 --eval.sets.2.data.path MATH500
   python -m jaxspec.evaluate --config eval_aime.py
 
 The files hold JSON lines with columns problem and answer. The third command measures a tiny

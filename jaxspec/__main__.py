@@ -16,6 +16,10 @@ PROGRAMS = {
         "--config NAME.py[:SCALE]",
         "its draft alone: trained on the policy's own responses, or on a text",
     ),
+    "evaluate": (
+        "--config NAME.py[:SCALE]",
+        "a policy, or a run's checkpoint, on named sets of problems: avg@k, pass@k, cons@k",
+    ),
     "sample": ("--checkpoint RUN", "answers of a run on the terminal, as they are drafted"),
     "export": ("--checkpoint RUN --out DIR", "a run as Hugging Face folders"),
     "bench": ("BENCH ...", "measurements: generate, step, drafts, load, roofline"),

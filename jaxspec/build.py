@@ -7,6 +7,8 @@ import math
 from functools import partial
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -14,7 +16,8 @@ from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
-from jaxspec.inputs.checked import require
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.own_code import imported
 from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
@@ -109,6 +112,8 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         "cispo": partial(losses.clipped_weight, **bounds),
         "reinforce": losses.plain_reinforce,
     }[wanted.kind]
+    if wanted.function:
+        surrogate = _own_loss(wanted.function)
     low, high = wanted.importance_bounds
     whole = wanted.kind == "gspo"
     correction = {
@@ -124,6 +129,36 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         kl=_kl_penalty(config, "loss"),
         entropy_weight=wanted.entropy,
     )
+
+
+def _own_loss(name: str) -> losses.Surrogate:
+    """The loss that `loss.function` names, which is tried on shapes.
+
+    Raises:
+      ConfigError: it cannot be imported, fails, or gives no loss at each token.
+    """
+    try:
+        function = imported(name)
+
+        def surrogate(inputs: loss_terms.LossInputs) -> loss_terms.Loss:
+            found = function(inputs)
+            return found if isinstance(found, loss_terms.Loss) else loss_terms.Loss(found)
+
+        def tried() -> loss_terms.PerLabel:
+            number = jnp.zeros((2, 3), jnp.float32)
+            of_tokens = dict.fromkeys(loss_terms.LossInputs._fields, number)
+            of_tokens |= {"chosen": number == 0, "first": number.astype(jnp.int32)}
+            return surrogate(loss_terms.LossInputs(**of_tokens)).by_label
+
+        shape = jax.eval_shape(tried).shape
+    except Exception as error:
+        raise ConfigError(f"loss.function {name}: {type(error).__name__}: {error}") from error
+    require(
+        shape == (2, 3),
+        f"loss.function {name} gives an array of shape {shape} for tokens of shape (2, 3); give the"
+        " loss at each token, and leave their mean to loss.aggregation",
+    )
+    return surrogate
 
 
 def _kl_penalty(config: ResolvedConfig, where: str) -> loss_terms.KlPenalty | None:

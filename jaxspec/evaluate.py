@@ -70,10 +70,7 @@ _USED = "seed workdir data. mixture. reward. eval. mesh. batch.prompts batch.gro
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates, or compares; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
-    parser.add_argument("--checkpoint", default="")
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"))
-    options, words = parser.parse_known_args(argv)
+    options, words = parsed(argv)
     if options.compare:
         require(not words, f"--compare A B stands alone; leave {' '.join(words)} out")
         first, second = options.compare
@@ -96,6 +93,14 @@ def main(argv: Sequence[str]) -> int:
 
             refused_by_all(look)
             return evaluate(job, interrupt, folder, run)
+
+
+def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options that are no settings, and the words that are left."""
+    parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"))
+    return parser.parse_known_args(argv)
 
 
 def evaluated(words: Sequence[str], run: Run | None) -> Config:

@@ -24,7 +24,6 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.config.cli import override, take_option
 from jaxspec.config.settings import MeshConfig, ResolvedConfig
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.drafts.base import Export, Files
 from jaxspec.drafts.kinds import kind_of, learned
 from jaxspec.hf.names import policy_rows
@@ -41,6 +40,7 @@ from jaxspec.state import PyTree
 from jaxspec.system.files import SaveError, expanded
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
+from jaxspec.tokens.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM,

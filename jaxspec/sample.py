@@ -30,7 +30,6 @@ from jaxspec.config.settings import (
     VerifyRule,
 )
 from jaxspec.data.problem_source import Problem
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import at_once
 from jaxspec.host.loaded_run import (
@@ -47,6 +46,7 @@ from jaxspec.inputs.checked import Checked, ConfigError, Range, require
 from jaxspec.inputs.spec import Count
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.system.progress import short
+from jaxspec.tokens.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.sample"
 ABOUT = """Answers prompts with the newest checkpoint of a training run, and shows which tokens the

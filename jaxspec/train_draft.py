@@ -67,9 +67,10 @@ def main(job: Job, interrupt: Interrupt) -> int:
             " (eagle3, mtp, model)"
         )
     # bad data is named before any work
-    for line in remarks(job.config, load_sets(job.config, job.tokenizer)):
-        job.say(line)
-    text = draft_data.training_text(job.config, job.tokenizer, job.say)
+    with interrupt.nothing_unsaved("reading the data"):
+        for line in remarks(job.config, load_sets(job.config, job.tokenizer, answers=False)):
+            job.say(line)
+        text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = process_0_first(lambda: cached_draft(job, interrupt, text))
     if jax.process_index() == 0:
         outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config.settings import DraftConfig, MeshConfig
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Drafter, Prompts, Ready
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, no_history, small_mesh, tiny_network
 
 CONFIG = answering_config(verify="coupled")

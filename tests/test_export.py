@@ -16,7 +16,6 @@ from jaxspec import export as program
 from jaxspec.config.as_json import to_json
 from jaxspec.config.from_checkpoint import read_draft, resolved
 from jaxspec.config.settings import DataConfig, DraftConfig, LoraConfig, ResolvedConfig
-from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_network
 from jaxspec.export import Options, export, main
@@ -33,6 +32,7 @@ from jaxspec.models.lora import Adapted, merged
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, SaveError
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
 
 BASE = answering_config()

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from jaxspec import __main__ as programs
-from jaxspec import bench, export, sample
+from jaxspec import bench, evaluate, export, sample
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.config import cli
 from jaxspec.config.cli import load_config, override, take_option
@@ -95,6 +95,15 @@ class Reader:
             )
             if name == "train":
                 self.made.add(config.workdir)
+        elif name == "evaluate":
+            options, rest = evaluate.parsed(words)
+            given = [options.checkpoint, *(options.compare or ())]
+            self.needs(*(path.partition(":")[0] for path in given))
+            if not options.compare:
+                base = Config() if options.checkpoint else None
+                config, _ = load_config(rest, name, "", base=base)
+                sets = [each.data.path for each in config.eval.sets]
+                self.needs(config.model.path, *sets)
         elif name in ("sample", "export"):
             path, rest = take_option(words, module, "checkpoint", "RUN")
             self.needs(path)
@@ -228,11 +237,23 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
         inner = get_type_hints(cls)[item.name]
         if is_dataclass(inner):
             yield from settings(inner, f"{prefix}{item.name}.")
+        elif get_origin(inner) is tuple and is_dataclass(get_args(inner)[0]):
+            yield from settings(get_args(inner)[0], f"{prefix}{item.name}.0.")
 
 
 def test_every_option_that_the_documents_name_exists() -> None:
     # the last is SLURM's
-    others = {"config", "checkpoint", "help", "version", "rows", "slow", "signal"}
+    others = {
+        "config",
+        "checkpoint",
+        "compare",
+        "help",
+        "version",
+        "rows",
+        "generic",
+        "slow",
+        "signal",
+    }
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
         known |= set(settings(options))

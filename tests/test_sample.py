@@ -29,13 +29,13 @@ from jaxspec.config.settings import (
     OfflineConfig,
     ResolvedConfig,
 )
-from jaxspec.data.tokenizer import Tokenizer, character_tokenizer
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Piece
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.sample import Writer, main, options_of, sampling_config
 from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.conftest import small_mesh, tiny_network
 from tests.plain_answers import CONFIG, answers, cut, marked, plain, policy
 

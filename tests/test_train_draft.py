@@ -2,6 +2,7 @@
 stopped."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -13,13 +14,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxspec.config.settings import OfflineConfig
+from jaxspec.config.settings import DataConfig, OfflineConfig
+from jaxspec.data.problems import load_problems
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.train_draft import closing_table, main
+from tests.conftest import tiny_model
 from tests.host.training_jobs import a_job
+from tests.tokens.folders import QWEN, needs_qwen
 
 ROOT = Path(__file__).parents[1]
+CHAT = QWEN.parent / "chat"
 
 
 class TestClosingTable:
@@ -94,6 +99,42 @@ class TestProgram:
                 ),
             ):
                 main(job, interrupt)
+
+    @pytest.mark.slow
+    @needs_qwen
+    @pytest.mark.skipif(not CHAT.is_dir(), reason=f"no prompts in {CHAT}")
+    def test_a_draft_is_trained_on_answers_to_prompts_that_have_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The prompts of three published sets, in Qwen's template."""
+        monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+        prompts = []
+        for name in ("ultra_eval_prompts", "mt_bench_question", "vicuna_bench_question"):
+            for line in (CHAT / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                prompts.append({"prompt": row.get("prompt") or row["turns"][0]})
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in prompts), encoding="utf-8")
+        data = DataConfig(
+            path=str(path), prompt_column="prompt", tokenizer=str(QWEN), max_prompt_length=32
+        )
+        job = a_job(
+            model=tiny_model(vocab=151_936, dtype="float32"),
+            data=data,
+            offline=OfflineConfig(samples=4, rows=2, steps=2),
+        )
+        with Interrupt() as interrupt:
+            assert main(job, interrupt) == 0
+        told = capsys.readouterr().out
+        problems, _ = load_problems(data, job.tokenizer, answers=False)
+        left_out = problems.left_out
+        assert len(prompts) == 545 == len(problems) + left_out.problems
+        assert left_out.unanswered == 0
+        assert len(problems) > 300
+        count = len(problems)
+        assert f"{count} of {count} prompts have no reference answer" in told
+        assert "draft 2/2" in told
+        assert "eagle3 on 2 held-out responses" in told
 
     @pytest.mark.slow
     def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,15 @@ from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
+from jaxspec.bench.variants import VARIANTS, VARIED, Variant, config_of
 from jaxspec.build import build_step
 from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
-from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_sets
-from jaxspec.drafts.kinds import kind_of
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
-from jaxspec.host.draft_training import cached_draft
+from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
 from jaxspec.host.job import Job, process_0_first, run
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
@@ -42,68 +41,20 @@ from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress, short
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
-prompts, at its draft_length and temperature, and some with the lengths that each round chooses;
-drafts are trained on first use. --rows N (default 512) answers each; the last line of the output is
-one JSON object."""
+prompts, at its draft_length and temperature, and some with the lengths that each round chooses.
+Drafts are trained on first use, on what the policy answers to its prompts; for comparison one,
+eagle3-generic, is not: --generic FILE trains it on a text (JSON lines or parquet, or a dataset id,
+as for --offline.text; without, the built-in text), --generic FOLDER takes an EAGLE-3 head that is
+ready, published or exported, as it is. --rows N (default 512) answers each. Speed-up is tokens/s
+over those of plain decoding in the same run, both medians of calls in turn; the last line of the
+output is one JSON object."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is
 measured."""
 REPEATS = 5
 """Timed calls of each row of the table, in turn."""
-VARIED = ("rollout.draft.kind", "rollout.draft.sampling", "rollout.verify", "rollout.lookup.beside")
-"""What the rows of the table set."""
 USED = f"{OF_DRAFT} batch.group_size rollout.draft.temperature rollout.lookup."
 """Settings that this program looks at, beside `VARIED`, which it goes through."""
-
-
-class Variant(NamedTuple):
-    """A row of the table: the config's draft settings with these in their place."""
-
-    name: str
-    kind: DraftKind
-    sampling: DraftSampling = "auto"
-    verify: VerifyRule = "block"
-    beside: LookupKind = "none"
-    generic: bool = False
-    """Trained on text that the policy did not write."""
-    chosen: bool = False
-    """Each round chooses its draft length, instead of the config's."""
-
-
-VARIANTS = (
-    Variant("none", "none"),
-    Variant("eagle3", "eagle3", "argmax"),
-    Variant("eagle3", "eagle3", "sample"),
-    Variant("eagle3", "eagle3"),
-    Variant("eagle3", "eagle3", verify="token"),
-    Variant("eagle3", "eagle3", verify="coupled"),
-    Variant("eagle3-generic", "eagle3", generic=True),
-    Variant("eagle3", "eagle3", chosen=True),
-    Variant("mtp", "mtp"),
-    Variant("mtp", "mtp", chosen=True),
-    Variant("model", "model"),
-    Variant("ngram", "ngram"),
-    Variant("history", "history"),
-    Variant("eagle3+history", "eagle3", beside="history"),
-    Variant("eagle3+ngram", "eagle3", beside="ngram"),
-)
-
-
-def config_of(variant: Variant, config: ResolvedConfig) -> ResolvedConfig:
-    """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers,
-    lookup rules."""
-    draft = config.rollout.draft
-    draft = replace(
-        draft,
-        kind=variant.kind,
-        sampling=variant.sampling,
-        vocab=draft.vocab if "rollout.draft.vocab" in kind_of(variant.kind).settings else 0,
-    )
-    draft = replace(draft, draft_length="auto") if variant.chosen else draft
-    lookup = replace(config.rollout.lookup, beside=variant.beside)
-    rollout = replace(config.rollout, draft=draft, lookup=lookup, verify=variant.verify)
-    offline = replace(config.offline, text="generic") if variant.generic else config.offline
-    return replace(config, rollout=rollout, offline=offline)
 
 
 @dataclass(kw_only=True)
@@ -154,8 +105,8 @@ class Bench:
             )
             self.ready = self.ready.replace(drafter=drafter.replace(chooser=chooser))
 
-    def row(self, plain_round: float) -> dict[str, Any]:
-        """The row of the table."""
+    def row(self, plain: "Bench") -> dict[str, Any]:
+        """The row of the table; `plain` is the one that decodes without a draft."""
         generator = self.job.step.generator
         grid, length = generator.settings.grid, generator.draft_length
         every = jax.tree.map(
@@ -189,8 +140,9 @@ class Bench:
             },
             **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
             "draft_temperature": by_depth("draft_temperature") if sampling else [],
-            "round_cost": float(np.median(self.round_seconds)) / plain_round,
+            "round_cost": float(np.median(self.round_seconds) / np.median(plain.round_seconds)),
             "tokens_per_s": float(np.median(self.rates)),
+            "speed_up": float(np.median(self.rates) / np.median(plain.rates)),
         }
 
 
@@ -211,15 +163,18 @@ def _shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float
 def prepare(
     variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts
 ) -> Bench:
-    """Draft weights from the cache, or trained now, and the compiled calls."""
+    """Draft weights from a folder, from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
-    shapes = abstract(step, job.config.batch.prompts)[0]
-    if shapes.learner.draft is not None:
-        text = training_text(job.config, job.tokenizer, job.say)
-        network = load_tree(
-            process_0_first(lambda: cached_draft(job, interrupt, text)),
-            shapes.learner.draft.network,
-        )
+    draft = abstract(step, job.config.batch.prompts)[0].learner.draft
+    if draft is not None:
+        network = load_draft(job, draft.network)
+        if network is not None:
+            say_agreement(job, policy, network)
+        else:
+            text = training_text(job.config, job.tokenizer, job.say)
+            network = load_tree(
+                process_0_first(lambda: cached_draft(job, interrupt, text)), draft.network
+            )
     state = with_chooser(
         step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
     )
@@ -230,9 +185,9 @@ def prepare(
     )
 
 
-def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
+def drafts(job: Job, interrupt: Interrupt, rows: int, generic: str = "generic") -> int:
     """Measures every variant on the same policy and the same training prompts; `rows` answers each,
-    rounded up to whole batches."""
+    rounded up to whole batches. `generic` is as in `config_of`."""
     config = job.config
     require(
         config.offline.steps > 0,
@@ -247,16 +202,18 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
     )
     path = config.rollout.draft.path
     require(
-        not path, f"bench drafts trains every kind by itself; leave out --rollout.draft.path {path}"
+        not path,
+        "bench drafts trains every kind by itself, and compares them with a head that is ready:"
+        f" give --generic {path} instead of --rollout.draft.path",
     )
     require(
         jax.process_count() == 1,
         f"{jax.process_count()} processes: drafts are measured by one alone",
     )
-    configs = [config_of(variant, config) for variant in VARIANTS]
+    configs = [config_of(variant, config, generic, job.say) for variant in VARIANTS]
     for each in configs:
         check(each, job.mesh.size)
-    sets = load_sets(config, job.tokenizer)
+    sets = load_sets(config, job.tokenizer, answers=False)
     jobs = [
         replace(
             job,
@@ -285,8 +242,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         _remember(benches, batches, TUNING + calls)
         _measure(benches, batches, calls)
         _time(benches, batches)
-    plain = float(np.median(benches[0].round_seconds))
-    table = [bench.row(plain) for bench in benches]
+    table = [bench.row(benches[0]) for bench in benches]
     answers = calls * config.batch.prompts * config.batch.group_size
     Console().print(*_tables(table), sep="\n")
     for row in table:
@@ -295,6 +251,7 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
                 f"{share:.0%} drafted {length}" for length, share in row["lengths"].items()
             )
             job.say(f"of the rounds that chose their length with {row['draft']}, {shares}")
+    plain = float(np.median(benches[0].round_seconds))
     sampled = (
         f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     )
@@ -303,7 +260,8 @@ def drafts(job: Job, interrupt: Interrupt, rows: int) -> int:
         " draft T is a factor on the temperature"
     )
     about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
-    print(json.dumps({**about, "answers": answers, "rows": table}), flush=True)
+    line = {**about, "answers": answers, "generic": generic, "rows": table}
+    print(json.dumps(line), flush=True)
     return 0
 
 
@@ -351,16 +309,17 @@ def _tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
     depth."""
     whole = _table(
-        "drafts", "acceptance\nlength", "tokens\na pass", "coverage", "round\ncost", "tokens/s"
+        "drafts", "acceptance\nlength", "tokens\na pass", "round\ncost", "tokens/s", "speed-up"
     )
     depths = _table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
         how = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
         numbers = [
             f"{row[name]:.2f}"
-            for name in ("acceptance_length", "tokens_per_target_pass", "coverage", "round_cost")
+            for name in ("acceptance_length", "tokens_per_target_pass", "round_cost")
         ]
-        whole.add_row(*how, *numbers, short(row["tokens_per_s"]))
+        speed = short(row["tokens_per_s"]), f"{row['speed_up']:.2f}"
+        whole.add_row(*how, *numbers, *speed)
         lists = [
             row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
         ]
@@ -380,9 +339,9 @@ def _table(name: str, *titles: str) -> Table:
 
 def main(words: Sequence[str]) -> int:
     """Runs the benchmark with what the command line says."""
-    given, words = take_option(
-        words, "python -m jaxspec.bench drafts", "rows", "N --config NAME.py[:SCALE]", "512"
-    )
+    command, form = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
+    given, words = take_option(words, command, "rows", f"N {form}", "512")
+    generic, words = take_option(words, command, "generic", f"PATH {form}", "generic")
     if not given.isdecimal() or int(given) < 1:
         print(
             f"error: --rows is {given!r}; a number of answers, at least 1",
@@ -393,7 +352,7 @@ def main(words: Sequence[str]) -> int:
     return run(
         "bench drafts",
         ABOUT,
-        lambda job, interrupt: drafts(job, interrupt, int(given)),
+        lambda job, interrupt: drafts(job, interrupt, int(given), generic),
         words,
         VARIED,
         USED,

@@ -19,7 +19,6 @@ from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import PromptStream, all_problems, pad_prompts
-from jaxspec.data.tokenizer import load_tokenizer
 from jaxspec.drafts.kinds import build_draft, build_network
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host.job import Job, start_jax
@@ -32,6 +31,7 @@ from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.sampling import Noise, categorical
 from jaxspec.state import Prompts, Ready
 from jaxspec.streams import Stream, stream_key
+from jaxspec.tokens.tokenizer import load_tokenizer
 
 CACHE = 2**25
 """Bytes of weights that the caches of a CPU hold."""

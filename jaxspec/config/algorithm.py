@@ -33,6 +33,9 @@ class LossConfig(Checked, prefix="loss."):
     kind: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
     """Clipped ratios of tokens (PPO, GRPO, DAPO), of whole answers (gspo), clipped weights that
     keep their gradient (cispo), or no ratio at all (reinforce)."""
+    function: str = ""
+    """A loss of your own in place of `kind`, as package.module:name or file.py:name: from the
+    LossInputs of `rl/loss_terms.py`, an array of the loss at each token, or a Loss."""
     clip_low: Weight = 0.2
     """Ratios below 1 - clip_low are clipped; at least 1: none."""
     clip_high: Weight = 0.28

@@ -21,10 +21,11 @@ class DataConfig(Checked, prefix="data."):
     """Prompts with checkable answers: generated tasks, or rows of a file."""
 
     path: str = ""
-    """Training problems: JSON lines, or parquet (extra `parquet`); empty: generated arithmetic
-    tasks."""
+    """Training problems: JSON lines, or parquet (extra `parquet`), in a file; in files of a dataset
+    on the Hugging Face hub, OWNER/NAME:GLOB (OWNER/NAME where it has one); or of a folder,
+    FOLDER:GLOB. Empty: generated arithmetic tasks."""
     eval_path: str = ""
-    """Held-out problems, in such a file, too; empty: the last `eval_prompts` rows of `path`."""
+    """Held-out problems, in such files, too; empty: the last `eval_prompts` rows of `path`."""
     tokenizer: str = ""
     """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of
     model.path, else the built-in characters."""

@@ -197,8 +197,9 @@ class OfflineConfig(Checked, prefix="offline."):
     """Responses sampled from the policy on the training prompts; the last sixteenth, at least a
     batch, is held out to measure the draft."""
     text: str = ""
-    """Train on this file instead: JSON lines, each with a column `text` or `messages` (a chat, of
-    which the assistant's turns are learnt), or `generic` for the built-in mixed corpus."""
+    """Train on this file instead: JSON lines or parquet (or a dataset, as `data.path`), each row
+    with a column `text`, or with a chat, of which the assistant's turns are learnt: `messages`,
+    `conversations`, or `data` (what both say in turn). Or `generic`: the built-in mixed corpus."""
     steps: Natural = 300
     """Updates; 0 keeps the weights as they are: loaded, or random."""
     rows: Count = 64
@@ -318,7 +319,8 @@ class Config(Checked):
     @property
     def reads_old_logprobs(self) -> bool:
         """Whether anything in the loss is a ratio of policy to old policy, or weighs it."""
-        return self.loss.kind != "reinforce" or self.loss.importance != "none"
+        of_ratio = self.loss.kind != "reinforce" or bool(self.loss.function)
+        return of_ratio or self.loss.importance != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,11 @@ WITH_ANY_DRAFT = (
     Unused("sft.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
     Unused("sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _generic(c)),
     Unused(
+        "loss.kind loss.clip_low loss.clip_high loss.dual_clip",
+        "loss.function, which takes their place,",
+        lambda c: bool(c.loss.function),
+    ),
+    Unused(
         "loss.clip_low loss.clip_high loss.dual_clip",
         "loss.kind reinforce",
         lambda c: c.loss.kind == "reinforce",

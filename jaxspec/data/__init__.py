@@ -1,1 +1,1 @@
-"""Problems, and text as tokens."""
+"""Problems, and text to train on."""

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxspec.config.settings import DataConfig, SftConfig
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.tokens.tokenizer import Tokenizer
 
 Task = Literal["add", "subtract", "mixed"]
 

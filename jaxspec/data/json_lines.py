@@ -18,12 +18,12 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxspec.config.settings import DataConfig
-from jaxspec.data.parquet import json_lines_of
+from jaxspec.data.files import json_lines_of
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError, read_from
 from jaxspec.inputs.json_keys import is_whole_text, json_line, listed, named, shown
 from jaxspec.rewards.extract import extract, normalise
+from jaxspec.tokens.tokenizer import Tokenizer
 
 _EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
 _ANSWERS = (
@@ -35,17 +35,20 @@ _ANSWERS = (
 
 @dataclass(frozen=True)
 class RowParser:
-    """How a line of a JSON-lines file, or a row of a parquet file, becomes a problem; `key` and
-    `path` name the file in messages."""
+    """How a row of what `files.data_files` finds becomes a problem; `key` and `path` name that in
+    messages."""
 
     config: DataConfig
     tokenizer: Tokenizer
     key: str
     path: str
+    answers: bool = True
+    """Whether a row must state its answer; else one that does not, or not rightly, is a prompt
+    without one."""
 
     @cached_property
     def lines(self) -> str:
-        """The path of the lines; a parquet file is written out first."""
+        """The path of the lines, which are written out first where no single file has them."""
         return json_lines_of(self.path, self.key)
 
     def parse(self, line: bytes, index: int) -> Problem:
@@ -67,7 +70,7 @@ class RowParser:
                 " data.tokenizer to a tokenizer's folder"
             )
         with read_from(self.where(index)):
-            asked = [*chat[:-1], {"role": "user", "content": text}] if chat else text
+            asked = [*chat[:-1], {**chat[-1], "content": text}] if chat else text
             prompt = self.tokenizer.render(asked)
             return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index, row)
 
@@ -76,24 +79,30 @@ class RowParser:
         return self._answer(json_line(line, self.where(index)), index)
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
-        if self.config.answer_style == "code":
-            tests = self._value(row, "answer_column", index)
-            return assertions_of(row, tests) or self._column(row, "answer_column", index)
-        return reference_answer(self._column(row, "answer_column", index))
+        try:
+            if self.config.answer_style == "code":
+                tests = self._value(row, "answer_column", index)
+                return assertions_of(row, tests) or self._column(row, "answer_column", index)
+            return reference_answer(self._column(row, "answer_column", index))
+        except ConfigError:
+            if self.answers:
+                raise
+            return ""
 
     def where(self, index: int) -> str:
         """Return the place of row `index` for a message."""
         return f"{self.key} {self.path}, line {index + 1}"
 
-    def _messages(self, row: dict[str, Any], index: int) -> list[dict[str, str]]:
+    def _messages(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
         """The messages of a problem that is a chat, up to the last of the user; empty where it is a
         text."""
         value = self._value(row, "prompt_column", index)
         if not isinstance(value, list):
             return []
-        chat = messages_of(value)
-        asked = [place for place, each in enumerate(chat or ()) if each["role"] == "user"]
-        if not chat or not asked or not all(is_whole_text(each["content"]) for each in chat):
+        chat = messages_of(value) or []
+        asked = [place for place, each in enumerate(chat) if each["role"] == "user"]
+        texts = [each.get("content") for each in chat]
+        if not asked or not all(isinstance(text, str) and is_whole_text(text) for text in texts):
             raise ConfigError(
                 f"{self.where(index)}: column {self.config.prompt_column!r} holds a list that is no"
                 " chat; its messages must be objects with a text for `role` and `content` (or"
@@ -153,10 +162,10 @@ class RowParser:
 
 class JsonLines(Problems):
     """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row
-    number and the prompt's hash."""
+    number, the prompt's hash, and whether the row states an answer."""
 
     def __init__(
-        self, parser: RowParser, places: Int64[np.ndarray, "rows 4"], left_out: LeftOut
+        self, parser: RowParser, places: Int64[np.ndarray, "rows 5"], left_out: LeftOut
     ) -> None:
         self.left_out = left_out
         self._parser, self._places = parser, places
@@ -172,7 +181,7 @@ class JsonLines(Problems):
         return self._parser.parse(*self._line(index))
 
     def _line(self, index: int) -> tuple[bytes, int]:
-        offset, size, row, _ = self._places[index].tolist()
+        offset, size, row, *_ = self._places[index].tolist()
         return os.pread(self._file, size, offset), row
 
     def references(self) -> Iterator[tuple[str, str]]:
@@ -180,29 +189,40 @@ class JsonLines(Problems):
         for line, row in map(self._line, range(len(self))):
             yield self._parser.where(row), self._parser.answer(line, row)
 
+    @property
+    def unanswered(self) -> int:
+        """How many of these problems have no reference answer."""
+        return int(np.sum(self._places[:, 4] == 0))
+
     def shared(self, other: JsonLines) -> int:
         """Return how many of these problems are among those of `other`."""
         return int(np.isin(self._places[:, 3], other._places[:, 3]).sum())
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""What the layout with `from` and `value` (ShareGPT, Magpie) calls who speaks."""
+_KEYS = {"from": "role", "value": "content"}
+"""What the layout of ShareGPT and Magpie calls who speaks, and the keys of a message."""
 
 
-def messages_of(chat: list[Any]) -> list[dict[str, str]] | None:
+def messages_of(chat: Any) -> list[dict[str, Any]] | None:
     """Return the messages of a chat with `role` and `content`, whichever of the two layouts it is
-    written in; None where it is written in neither."""
+    written in; None where it is written in neither.
+
+    What else a message holds (tool_calls, reasoning_content) is left to the chat template; where it
+    is null it counts as absent, since parquet knows no other way.
+    """
     found = []
-    for message in chat:
+    for message in chat if isinstance(chat, list) else [None]:
         if not isinstance(message, dict):
             return None
-        role, text = (
-            message.get(name, message.get(other))
-            for name, other in (("role", "from"), ("content", "value"))
-        )
-        if not isinstance(role, str) or not isinstance(text, str):
+        held = {name: part for name, part in message.items() if part is not None}
+        held = {_KEYS[name]: part for name, part in held.items() if name in _KEYS} | held
+        role = held.get("role")
+        if not isinstance(role, str):
             return None
-        found.append({"role": _SPEAKERS.get(role, role), "content": text})
+        if "content" in message:  # null beside calls of tools, which templates look for
+            held.setdefault("content", None)
+        found.append({**held, "role": _SPEAKERS.get(role, role)})
     return found
 
 
@@ -236,23 +256,24 @@ def reference_answer(text: str) -> str:
     return answer.strip() if normalise(answer) else ""
 
 
-def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 4"], LeftOut]:
-    """Return the places of the usable rows and what was left out, after a look at every line of the
-    file."""
+def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 5"], LeftOut]:
+    """Return the places of the usable rows, as `JsonLines` keeps them, and what was left out, after
+    a look at every line of the file."""
     limit = parser.config.max_prompt_length
-    places: list[tuple[int, int, int, int]] = []
+    places: list[tuple[int, int, int, int, bool]] = []
     seen: set[int] = set()
     offset, counts, shortest = 0, Counter[str](), 0
     try:
         with Path(parser.lines).open("rb") as file:
             for index, line in enumerate(file):
                 problem = parser.parse(line, index) if line.strip() else None
-                reason = _unusable(problem, limit, seen)
+                reason = _unusable(problem, limit, seen, parser.answers)
                 counts[reason] += 1
                 if problem and reason == "too_long":
                     shortest = min(shortest or len(problem.ids), len(problem.ids))
                 elif problem and not reason:
-                    places.append((offset, len(line), index, hash(problem.prompt)))
+                    row = hash(problem.prompt), bool(problem.answer)
+                    places.append((offset, len(line), index, *row))
                     seen.add(hash(problem.prompt))
                 offset += len(line)
     except OSError as error:
@@ -283,14 +304,14 @@ def _why_none(config: DataConfig, left_out: LeftOut, shortest: int) -> str:
     return "the file is empty; give one JSON object a line"
 
 
-def _unusable(problem: Problem | None, limit: int, seen: set[int]) -> str:
+def _unusable(problem: Problem | None, limit: int, seen: set[int], answers: bool) -> str:
     """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable
     one."""
     if problem is None:
         return "blank"
     if not problem.prompt:
         return "empty"
-    if not problem.answer:
+    if answers and not problem.answer:
         return "unanswered"
     if len(problem.ids) > limit:
         return "too_long"

@@ -16,10 +16,10 @@ from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.json_lines import JsonLines, RowParser, scan
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import is_whole_text, shown
 from jaxspec.rewards.extract import normalise
+from jaxspec.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class ProblemSets(NamedTuple):
         yield from ((each.judge, each.problems) for each in self.measured.values())
 
 
-def load_sets(config: ResolvedConfig, tokenizer: Tokenizer) -> ProblemSets:
+def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = True) -> ProblemSets:
     """Return the problems of a run: those to train on, and those that the policy is measured on,
-    which are held out of them unless `eval.sets` names others.
+    which are held out of them unless `eval.sets` names others. `answers` are as in `load_problems`.
 
     Raises `ConfigError` as `load_problems` does.
     """
@@ -126,7 +126,7 @@ def load_sets(config: ResolvedConfig, tokenizer: Tokenizer) -> ProblemSets:
         (f"mixture.{number}." if config.mixture else "", each)
         for number, each in enumerate(config.training_sets)
     ]
-    loaded = [load_problems(each.data, tokenizer, where) for where, each in named]
+    loaded = [load_problems(each.data, tokenizer, where, answers=answers) for where, each in named]
     measured = {
         each.name: Measured(held_out, number)
         for number, ((_, each), (_, held_out)) in enumerate(zip(named, loaded, strict=True))
@@ -157,12 +157,14 @@ def all_problems(config: DataConfig, tokenizer: Tokenizer, where: str = "") -> P
 
 
 def load_problems(
-    config: DataConfig, tokenizer: Tokenizer, where: str = ""
+    config: DataConfig, tokenizer: Tokenizer, where: str = "", *, answers: bool = True
 ) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 
     Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
-    unless `data.eval_path` is set. `where` comes before the names of settings in messages.
+    unless `data.eval_path` is set. Without `answers`, for a draft, rows that state none are among
+    the training problems, and those that do are held out as with them, or not at all where they are
+    too few. `where` comes before the names of settings in messages.
     Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
     fit `data.max_prompt_length`.
     """
@@ -184,22 +186,24 @@ def load_problems(
         " it in UTF-8"
     )
     require(is_whole_text(config.instruction), halved)
-    parser = RowParser(config, tokenizer, f"{where}data.path", config.path)
+    parser = RowParser(config, tokenizer, f"{where}data.path", config.path, answers)
     places, left_out = scan(parser)
     held_out = config.eval_prompts
     if config.eval_path:
-        other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path)
+        other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path, answers)
         eval_places, eval_left_out = scan(other)
         held = JsonLines(other, eval_places[:held_out], eval_left_out)
         return JsonLines(parser, places, left_out), held
-    if len(places) <= held_out:
+    answered = np.flatnonzero(places[:, 4])
+    if len(places) == len(answered) <= held_out:
         raise ConfigError(
             f"{where}data.path {config.path}: {len(places)} usable problems, of which"
             f" {where}data.eval_prompts = {held_out} would be held out; lower"
             f" {where}data.eval_prompts or set {where}data.eval_path"
         )
-    held = JsonLines(parser, places[-held_out:], LeftOut())
-    return JsonLines(parser, places[:-held_out], left_out), held
+    last = answered[-held_out:] if len(answered) > held_out else answered[:0]
+    held = JsonLines(parser, places[last], LeftOut())
+    return JsonLines(parser, np.delete(places, last, axis=0), left_out), held
 
 
 def remarks(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
@@ -230,7 +234,12 @@ def _of_set(
 ) -> Iterator[str]:
     """What a user should know of a set of problems, of which a batch takes so many."""
     if str(problems.left_out):
-        yield (f"{where}data.path {config.path}: {problems.left_out}; {len(problems)} to train on")
+        yield f"{where}data.path {config.path}: {problems.left_out}; {len(problems)} to train on"
+    if isinstance(problems, JsonLines) and problems.unanswered:
+        yield (
+            f"{where}data.path {config.path}: {problems.unanswered} of {len(problems)} prompts have"
+            " no reference answer, which a draft learns without"
+        )
     if held_out is not None and str(held_out.left_out):
         yield (
             f"{where}data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held"
@@ -243,7 +252,7 @@ def _of_set(
             f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on,"
             " so that some are in it repeatedly"
         )
-    if held_out is not None and len(held_out) < config.eval_prompts:
+    if held_out is not None and 0 < len(held_out) < config.eval_prompts:
         yield (
             f"{len(held_out)} problems are held out: there are no more, though"
             f" {where}data.eval_prompts is {config.eval_prompts}"

@@ -14,7 +14,6 @@ from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig, RewardConfig, SetConfig
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import ProblemSets
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import listed, shown
 from jaxspec.rewards.outcome import Scores, nothing_known
@@ -22,6 +21,7 @@ from jaxspec.rewards.pool import PoolError, RewardPool
 from jaxspec.rewards.scorer import Ahead, Rows, Scorer, SetScorers
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, LENGTH, Rollout
+from jaxspec.tokens.tokenizer import Tokenizer
 
 MOST_WORKERS = 8
 """Processes where nothing says how many."""

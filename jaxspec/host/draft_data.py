@@ -2,9 +2,7 @@
 own, and the vocabulary they call for."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +15,16 @@ from jaxspec.config.settings import OfflineConfig, ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
-from jaxspec.data.tokenizer import Tokenizer
+from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
-from jaxspec.inputs.checked import ConfigError, read_from, require
-from jaxspec.inputs.json_keys import json_line, listed, shown
+from jaxspec.inputs.checked import require
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import FAILED, Prompts, PyTree
 from jaxspec.streams import Stream, stream_rng
+from jaxspec.tokens.tokenizer import Tokenizer
 
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
-_COLUMNS = ("text", "messages")
 
 
 class Rows(NamedTuple):
@@ -66,7 +63,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     config, rows = job.config, job.config.offline.rows
     # those of the config are for other prompts
     alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
-    stream = load_sets(config, job.tokenizer).stream(config.seed)
+    stream = load_sets(config, job.tokenizer, answers=False).stream(config.seed)
 
     @jax.jit
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
@@ -99,147 +96,25 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 def training_text(
     config: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], Any]
 ) -> Rows | None:
-    """The rows of `offline.text`; None where the policy's own responses are trained on. `say` is
-    told what a file repeats or leaves empty.
+    """The rows of `offline.text`, of a file no more than the updates take; None where the policy's
+    own responses are trained on. `say` is told what a file repeats, leaves empty, or has too long.
 
     Raises:
       ConfigError: names file, line and column of what cannot be used, and a remedy.
     """
-    length = config.row_length
-    if config.offline.text == "generic":
+    length, offline = config.row_length, config.offline
+    rng = stream_rng(config.seed, Stream.CORPUS)
+    if offline.text == "generic":
         corpus = dataclasses.replace(config.sft, format="text")
-        rng = stream_rng(config.seed, Stream.CORPUS)
         return answered(
             arithmetic.sample_sft_batch(
-                config.data, corpus, tokenizer, rng, config.offline.samples, length
+                config.data, corpus, tokenizer, rng, offline.samples, length
             )
         )
-    return (
-        _read(config.offline.text, bool(config.data.tokenizer), tokenizer, length, say)
-        if config.offline.text
-        else None
-    )
-
-
-def _read(
-    path: str, any_text: bool, tokenizer: Tokenizer, length: int, say: Callable[[str], Any]
-) -> Rows:
-    """The columns `text` or `messages` of a JSON-lines file, padded to `length`; empty texts are
-    left out."""
-    rows: list[tuple[list[int], list[bool]]] = []
-    seen: set[tuple[int, ...]] = set()
-    counts = dict.fromkeys(
-        ("blank lines passed over", "empty texts left out", "repeated texts (kept)"), 0
-    )
-    blank, empty, repeated = counts
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"offline.text {path}: {error.strerror}; give a readable JSON-lines file, or `generic`"
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            counts[blank] += 1
-            continue
-        where = f"offline.text {path}, line {number}"
-        row = _columns(line, where)
-        column = "text" if "text" in row else "messages"
-        if isinstance(row.get("text"), str) and not row["text"].strip():
-            counts[empty] += 1
-            continue
-        with read_from(where):
-            ids, mask = (
-                _chat(row["messages"], tokenizer, where)
-                if column == "messages"
-                else _text(row["text"], any_text, tokenizer, where)
-            )
-        if len(ids) > length:
-            raise ConfigError(
-                f"{where}: column {column!r} takes {len(ids)} tokens with its ends, more than"
-                f" data.max_prompt_length + rollout.max_new_tokens = {length}; cut it into pieces,"
-                " or raise --rollout.max_new_tokens"
-            )
-        rows.append((ids, mask))
-        counts[repeated] += tuple(ids) in seen
-        seen.add(tuple(ids))
-    if any(counts.values()):
-        say(
-            f"offline.text {path}:"
-            f" {', '.join(f'{count} {what}' for what, count in counts.items() if count)};"
-            f" {len(rows)} to train on"
-        )
-    if not rows:
-        what = f"all {counts[empty]} texts are empty" if counts[empty] else "the file is empty"
-        raise ConfigError(
-            f"offline.text {path}: {what}; give one JSON object a line, with a column 'text' or"
-            " 'messages'"
-        )
-    tokens = np.full((len(rows), length), tokenizer.pad_id, np.int32)
-    masks = np.zeros((len(rows), length), bool)
-    for place, (ids, mask) in enumerate(rows):
-        tokens[place, : len(ids)], masks[place, : len(ids)] = ids, mask
-    return Rows(tokens, masks)
-
-
-def _columns(line: bytes, where: str) -> dict[str, Any]:
-    """A row with just one of the columns that are read."""
-    row = json_line(line, where, ", with a column 'text' or 'messages'")
-    found = [name for name in _COLUMNS if name in row]
-    if not found:
-        near = [
-            (match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)
-        ]
-        remedy = (
-            f"; rename {near[0][0]!r} to {near[0][1]!r}?"
-            if near
-            else "; give the row one of the two"
-        )
-        raise ConfigError(
-            f"{where}: no column 'text' or 'messages' among"
-            f" {listed(map(shown, row)) or 'none'}{remedy}"
-        )
-    if len(found) > 1:
-        raise ConfigError(f"{where}: columns 'text' and 'messages' both; keep the one to train on")
-    return row
-
-
-def _text(
-    text: Any, any_text: bool, tokenizer: Tokenizer, where: str
-) -> tuple[list[int], list[bool]]:
-    """A text between the beginning token, if there is one, and the end token; all but the first is
-    to be predicted."""
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"{where}: column 'text' holds a {type(text).__name__} instead of text; put its text in"
-            " quotes"
-        )
-    if not any_text and (unknown := tokenizer.unknown(text)):
-        raise ConfigError(
-            f"{where}: the built-in tokenizer lacks {unknown[:20]!r} of column 'text'; set"
-            " --data.tokenizer to a folder"
-        )
-    ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
-    return [*tokenizer.bos_ids, *ids], [False] * len(tokenizer.bos_ids) + [True] * len(ids)
-
-
-def _chat(messages: Any, tokenizer: Tokenizer, where: str) -> tuple[list[int], list[bool]]:
-    """A chat as the checkpoint's own template writes it; what the assistant wrote is to be
-    predicted."""
-    if not (
-        isinstance(messages, list)
-        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)
-    ):
-        raise ConfigError(
-            f"{where}: column 'messages' is not a list of objects with a role and its content;"
-            " correct the row"
-        )
-    if all(message["role"] != "assistant" for message in messages):
-        raise ConfigError(
-            f"{where}: column 'messages' has none of role 'assistant', so there is nothing to"
-            " learn; leave the row out"
-        )
-    return tokenizer.conversation(messages)
+    if not offline.text:
+        return None
+    file = TextFile(offline.text, tokenizer, bool(config.data.tokenizer), length)
+    return Rows(*file.read(offline.steps * offline.rows, rng, say))
 
 
 def joined(batches: Sequence[Rows]) -> Rows:

@@ -18,8 +18,8 @@ from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
+from jaxspec.data.files import json_lines_of
 from jaxspec.data.problems import load_sets, pad_prompts
-from jaxspec.data.tokenizer import FILES
 from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host import draft_data
@@ -37,6 +37,7 @@ from jaxspec.storage.cache import cache_folder, cached, content_key, load_tree, 
 from jaxspec.system.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
+from jaxspec.tokens.tokenizer import FILES
 
 ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""
@@ -51,10 +52,10 @@ CODE = (
         "data/problem_source.py",
         "data/json_lines.py",
         "data/problems.py",
-        "data/stop_strings.py",
-        "data/turns.py",
-        "data/chat_template.py",
-        "data/template_process.py",
+        "tokens/stop_strings.py",
+        "tokens/turns.py",
+        "tokens/chat_template.py",
+        "tokens/template_process.py",
     ),
     *("build.py", "step.py", "streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
@@ -323,7 +324,7 @@ def _key(job: Job, text: Rows | None) -> str:
     tokenizer = (
         [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
     )
-    path = [Path(config.data.path)] if config.data.path else []
+    path = [Path(json_lines_of(config.data.path, "data.path"))] if config.data.path else []
     data = dataclasses.replace(config.data, path=_digest(path), tokenizer=_digest(tokenizer))
     offline = dataclasses.replace(
         config.offline,
@@ -374,7 +375,7 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
     not, why."""
-    problems = load_sets(job.config, job.tokenizer).training[0]
+    problems = load_sets(job.config, job.tokenizer, answers=False).training[0]
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
     reading = measured_agreement(

@@ -21,7 +21,6 @@ from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.spec import ModelSpec
@@ -31,6 +30,7 @@ from jaxspec.storage.cache import cache_folder
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.processes import first_line, initialize_processes
 from jaxspec.system.terminal import say
+from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 _PACKAGE = Path(__file__).parent.parent

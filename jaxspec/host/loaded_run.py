@@ -19,7 +19,6 @@ from jaxspec.config.check import check
 from jaxspec.config.settings import MeshConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
-from jaxspec.data.tokenizer import Tokenizer
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
@@ -32,6 +31,7 @@ from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.streams import Stream
 from jaxspec.system.files import expanded
+from jaxspec.tokens.tokenizer import Tokenizer
 
 EXPECTED = (
     "give the folder of a training run (a workdir of jaxspec.train, with config.json and"

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.config.as_json import differing_keys, flat, to_json
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.data.tokenizer import FILES
+from jaxspec.data.files import json_lines_of
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, refused_by_all, sources
 from jaxspec.inputs.checked import INT32, ConfigError, require
@@ -29,6 +29,7 @@ from jaxspec.system.files import digest, expanded, now, write_whole, writing
 from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.metrics import read
 from jaxspec.system.version import version
+from jaxspec.tokens.tokenizer import FILES
 
 CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
 STARTS, SAVED = "starts.jsonl", "saved"
@@ -248,20 +249,21 @@ def require_no_checkpoints(folder: Path) -> None:
 
 
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
-    """Digests of the files that say what is trained and evaluated on, by setting and file."""
+    """Digests of what is trained and evaluated on, as JSON lines, and of the tokenizer's files; by
+    setting and file."""
     sets = {f"mixture.{number}.": each.data for number, each in enumerate(config.mixture)}
     sets = sets or {"": config.data}
     sets |= {f"eval.sets.{number}.": each.data for number, each in enumerate(config.eval.sets)}
-    files: dict[str, Path] = {}
-    for where, data in sets.items():
-        if data.path:
-            files[f"{where}data.path"] = Path(data.path)
-        if data.path and data.eval_path:
-            files[f"{where}data.eval_path"] = Path(data.eval_path)
-    data = config.data
-    if data.tokenizer:
-        files |= {f"data.tokenizer {name}": Path(data.tokenizer) / name for name in FILES}
-    return {f"{name} {file}": digest(file) for name, file in files.items()}
+    paths = {f"{where}data.path": data.path for where, data in sets.items()}
+    paths |= {f"{where}data.eval_path": data.eval_path for where, data in sets.items() if data.path}
+    files = {
+        f"{name} {path}": Path(json_lines_of(path, name)) for name, path in paths.items() if path
+    }
+    folder = config.data.tokenizer
+    for name in FILES if folder else ():
+        file = Path(folder) / name
+        files[f"data.tokenizer {name} {file}"] = file
+    return {name: digest(file) for name, file in files.items()}
 
 
 def _require_same_data(job: Job, folder: Path) -> None:

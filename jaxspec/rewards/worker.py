@@ -6,8 +6,6 @@ A task is a list that starts with its kind, an answer a value of JSON.
 import asyncio
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -15,12 +13,12 @@ import os
 import re
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jaxspec.inputs import own_code
 from jaxspec.rewards.code import adopt_orphans, is_test, passes
 
 MEMORY = 3 * 2**30
@@ -48,7 +46,7 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
     adopt_orphans()
     own = os.getpid()
     try:
-        call = imported(function) if function else None
+        call = own_code.imported(function) if function else None
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
         _send(tasks, {"failed": told(error)})
         return
@@ -119,33 +117,6 @@ def _parsed(text: str) -> list[Any]:
 # ---- a user's function
 
 
-def imported(function: str) -> Callable[..., Any]:
-    """The function that `package.module:name` or `file.py:name` names.
-
-    Raises:
-      ValueError, ImportError, AttributeError, TypeError: there is no such function; whatever its
-        module raises.
-    """
-    where, mark, name = function.rpartition(":")
-    if not mark or not where or not name:
-        raise ValueError("write it as package.module:name or file.py:name")
-    if where.endswith(".py"):
-        path = Path(where).expanduser()
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"  # noqa: PT018
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent))
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        module = importlib.import_module(where)
-    found = getattr(module, name)
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}, which cannot be called")
-    return found
-
-
 def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
     """What a function gives for some rows: a reward with an outcome for each, or why there is
     none."""
@@ -197,7 +168,7 @@ def told(error: BaseException) -> str:
     trace, place = error.__traceback__, ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name != __file__:
+        if name not in (__file__, own_code.__file__):
             place = f" ({Path(name).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     reason = " ".join(str(error).split())

@@ -11,8 +11,8 @@ import pytest
 from jaxspec.bench import roofline
 from jaxspec.bench.__main__ import main as bench_main
 from jaxspec.config.unused import OF_DRAFT, OF_POLICY
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import run
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import MODEL, QUICK, assert_one_line, ended, trained
 from tests.conftest import save_policy
 

@@ -14,38 +14,19 @@ from rich.console import Console
 
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.drafts import VARIANTS, Variant, config_of
-from jaxspec.config.check import check
+from jaxspec.bench.variants import VARIANTS, Variant, config_of
 from jaxspec.config.settings import (
-    BatchConfig,
-    DataConfig,
-    DraftConfig,
-    LookupConfig,
     OfflineConfig,
-    ResolvedConfig,
-    RolloutConfig,
-    SftConfig,
 )
 from jaxspec.data.problems import load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
-from jaxspec.inputs.spec import ModelSpec
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
+from tests.bench.compared import CONFIG, head
 from tests.conftest import small_mesh
 
-CONFIG = ResolvedConfig(
-    model=ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24),
-    rollout=RolloutConfig(
-        max_new_tokens=8,
-        draft=DraftConfig(draft_length=2),
-        lookup=LookupConfig(past=2, min_match=1),
-    ),
-    batch=BatchConfig(prompts=4, group_size=4),
-    data=DataConfig(digits=1, max_prompt_length=6),
-    sft=SftConfig(steps=0),
-    offline=OfflineConfig(steps=0),
-)
 SMALL = {
     "model.layers": 4,
     "model.embed": 16,
@@ -87,43 +68,8 @@ ROWS = [
     "draft_temperature",
     "round_cost",
     "tokens_per_s",
+    "speed_up",
 ]
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
-def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
-    vocab = 16 if kind == "eagle3" else 0
-    own = dataclasses.replace(
-        CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
-    )
-    for variant in VARIANTS:
-        config = config_of(
-            variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig())
-        )
-        check(config, devices=1)
-        draft = config.rollout.draft
-        assert (draft.kind, draft.draft_length, draft.temperature) == (
-            variant.kind,
-            "auto" if variant.chosen else 2,
-            0.7,
-        )
-        assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
-        assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
-    names = [variant.name for variant in VARIANTS]
-    assert names[0] == "none"  # the yardstick of round_cost
-    assert set(names) == {
-        *(
-            "none",
-            "eagle3",
-            "eagle3-generic",
-            "mtp",
-            "model",
-            "ngram",
-            "history",
-            "eagle3+history",
-            "eagle3+ngram",
-        ),
-    }
 
 
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
@@ -193,6 +139,15 @@ def test_refusals(
     assert [word for word in words if word not in error] == []
 
 
+def test_a_head_in_the_config_is_referred_to_the_option() -> None:
+    job = make_job(dataclasses.replace(CONFIG, offline=OfflineConfig()), small_mesh())
+    draft = dataclasses.replace(CONFIG.rollout.draft, path="head")
+    rollout = dataclasses.replace(CONFIG.rollout, draft=draft)
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, rollout=rollout))
+    with Interrupt() as interrupt, pytest.raises(ConfigError, match="give --generic head instead"):
+        bench.drafts(job, interrupt, 16)
+
+
 def test_the_config_is_judged_and_the_problems_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,7 +159,11 @@ def test_the_config_is_judged_and_the_problems_are_read_once(
     def enough(*_: object) -> None:
         raise Enough
 
-    monkeypatch.setattr(bench, "load_sets", lambda *given: read.append(given) or load_sets(*given))
+    monkeypatch.setattr(
+        bench,
+        "load_sets",
+        lambda *given, **how: read.append(given) or load_sets(*given, **how),
+    )
     monkeypatch.setattr(bench, "load_policy", enough)
     with Interrupt() as interrupt, pytest.raises(Enough):
         bench.drafts(job, interrupt, 16)
@@ -220,6 +179,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
         "coverage": 0.987,
         "round_cost": 1.33,
         "tokens_per_s": 123456.7,
+        "speed_up": 2.17,
     }
     lists = {
         name: [0.75] * depths
@@ -240,12 +200,13 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     Console(file=file, width=width).print(*bench._tables(rows))
     words = file.getvalue().split()
     titles = (
-        "draft sampling verify K acceptance length tokens a pass coverage round cost tokens/s"
+        "draft sampling verify K acceptance length tokens a pass round cost tokens/s speed-up"
         " conditional rate expected acceptance T"
     )
     assert set(titles.split()) <= set(words)
     assert not [word for word in words if "…" in word]
-    assert [words.count(text) for text in ("3.41", "123,457", "0.75")] == [
+    assert [words.count(text) for text in ("3.41", "123,457", "2.17", "0.75")] == [
+        len(rows),
         len(rows),
         len(rows),
         3 * depths * len(rows),
@@ -256,7 +217,10 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
 
 @pytest.mark.slow
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
-    wanted = [("none", False), ("eagle3", True), ("model", False), ("history", False)]
+    wanted = [
+        *(("none", False), ("eagle3", True), ("eagle3-generic", False)),
+        *(("model", False), ("history", False)),
+    ]
     chosen = [
         place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted
     ]
@@ -283,6 +247,8 @@ sys.exit(main(sys.argv[1:]))
         str(repository / "configs/rl_think.py"),
         "--rows",
         "40",
+        "--generic",
+        str(head(tmp_path / "head")),
         *flags,
     ]
     done = subprocess.run(
@@ -297,15 +263,21 @@ sys.exit(main(sys.argv[1:]))
     assert done.returncode == 0, done.stdout + done.stderr
     *before, last = done.stdout.splitlines()
     line = json.loads(last)
-    assert line.keys() == {"bench", "machine", "versions", "answers", "rows"}
+    assert line.keys() == {"bench", "machine", "versions", "answers", "generic", "rows"}
+    assert line["generic"] == str(tmp_path / "head")
     assert (line["bench"], line["answers"]) == ("drafts", 48)  # three batches of 16
     assert line["versions"].keys() == {"python", "jaxspec", "jax", "flax"}
-    assert [row["draft"] for row in line["rows"]] == ["none", "eagle3", "model", "history"]
+    names = ["none", "eagle3-generic", "eagle3", "model", "history"]
+    assert [row["draft"] for row in line["rows"]] == names
+    assert any(f"read {tmp_path}/head: eagle3 draft" in text for text in before)
     for row in line["rows"]:
         assert list(row) == ROWS
         shown = next(text.split() for text in before if text.split()[:1] == [row["draft"]])
         assert f"{row['acceptance_length']:.2f}" == shown[4]
-        assert f"{row['round_cost']:.2f}" == shown[-2]
+        assert f"{row['round_cost']:.2f}" == shown[-3]
+        assert f"{row['speed_up']:.2f}" == shown[-1]
+        speed_up = row["tokens_per_s"] / line["rows"][0]["tokens_per_s"]
+        assert row["speed_up"] == pytest.approx(speed_up)
         depths = 5 if row["K"] == "auto" else row["K"]
         assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [
             depths,
@@ -317,7 +289,8 @@ sys.exit(main(sys.argv[1:]))
         every = 1 + row["coverage"] * (row["acceptance_length"] - 1)
         assert row["tokens_per_target_pass"] == pytest.approx(every, rel=1e-5)
         assert row["tokens_per_s"] > 0
-    none, chosen, model, history = line["rows"]
+    none, ready, chosen, model, history = line["rows"]
+    assert (ready["K"], ready["coverage"]) == (3, 1)
     assert (chosen["K"], list(chosen["lengths"]), none["lengths"], model["lengths"]) == (
         "auto",
         ["0", "1", "3", "5"],

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.loaded import Loaded
 from jaxspec.bench.workload import GenerateOptions
-from jaxspec.data.tokenizer import character_tokenizer
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import save_policy, tiny_model
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxspec.config.settings import DataConfig, SftConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import Exercise, count, make_exercise, worked_solution
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.tokens.tokenizer import character_tokenizer
 
 STEP = re.compile(r"(\d)([+-])(\d)[+-](\d)=(\d)(\d)")
 TASKS = ("add", "subtract", "mixed")

@@ -1,17 +1,18 @@
 """Problems that are chats, and answers inside objects, as published sets of problems have them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxspec.config.settings import DataConfig
+from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problems
-from jaxspec.data.problems import load_problems
-from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
+from jaxspec.data.problems import load_problems, load_sets, remarks
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.extract import is_number
+from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 TOKENIZER = character_tokenizer()
@@ -21,6 +22,11 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "train.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def told_of(data: DataConfig) -> list[str]:
+    config = ResolvedConfig(data=data, batch=BatchConfig(prompts=1))
+    return remarks(config, load_sets(config, TOKENIZER, answers=False))
 
 
 def load(path: str, **changes: Any) -> tuple[Problems, Problems]:
@@ -75,6 +81,67 @@ def test_a_place_inside_an_object_that_is_not_there_is_named(tmp_path: Path) -> 
     lines = [{"question": "1+1=", "answer": {"a": 1}}]
     with pytest.raises(ConfigError, match=r"no column 'answer\.b' among 'question', 'answer'"):
         load(write(tmp_path, *lines), answer_column="answer.b")
+
+
+ANSWERS: list[dict[str, Any]] = [
+    *({"answer": "2"}, {}, {"answer": ""}, {"answer": ["2"]}, {"answer": None}, {"answer": "3"}),
+    *({"answer": "4"}, {"answer": "#### "}),
+]
+
+
+def test_prompts_without_an_answer_are_asked_where_only_a_draft_learns(tmp_path: Path) -> None:
+    """The last problems that have one are held out, as they are where answers are needed."""
+    lines = [{"question": f"{i}+1=", **answer} for i, answer in enumerate(ANSWERS)]
+    path = write(tmp_path, *lines)
+    with pytest.raises(ConfigError, match=r"line 2: no column 'answer'"):
+        load(path)
+    config = DataConfig(path=path, eval_prompts=2)
+    train, held_out = load_problems(config, TOKENIZER, answers=False)
+    assert [problem.index for problem in train] == [0, 1, 2, 3, 4, 7]
+    assert [problem.answer for problem in train] == ["2", "", "", "", "", ""]
+    assert [problem.answer for problem in held_out] == ["3", "4"]
+    told = (
+        f"data.path {path}: 5 of 6 prompts have no reference answer, which a draft learns without"
+    )
+    assert told_of(config) == [told]
+    prompts = [problem.prompt for problem in held_out]
+    _, strict = load(write(tmp_path, lines[0], *lines[5:7]), eval_prompts=2)
+    assert [problem.prompt for problem in strict] == prompts
+    few = DataConfig(path=write(tmp_path, *lines[:5]), eval_prompts=2)
+    train, held_out = load_problems(few, TOKENIZER, answers=False)
+    assert (len(train), len(held_out), len(told_of(few))) == (5, 0, 1)
+
+
+def test_problems_that_all_have_answers_are_the_same_without_need_of_them(tmp_path: Path) -> None:
+    lines = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(9)]
+    config = DataConfig(path=write(tmp_path, *lines), eval_prompts=3)
+    for with_answers, without in zip(
+        load_problems(config, TOKENIZER),
+        load_problems(config, TOKENIZER, answers=False),
+        strict=True,
+    ):
+        assert list(with_answers) == list(without)
+    with pytest.raises(ConfigError, match="9 usable problems"):
+        load_problems(dataclasses.replace(config, eval_prompts=9), TOKENIZER, answers=False)
+
+
+def test_what_messages_hold_beside_their_text_reaches_the_template(tmp_path: Path) -> None:
+    TOKENIZER.save(str(tmp_path / "tokenizer"))
+    called = "{% if m.tool_calls is defined %}{{ m.tool_calls[0].name }}{% endif %}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{called};{{% endfor %}}="
+    (tmp_path / "tokenizer/chat_template.jinja").write_text(template)
+    chat = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2", "tool_calls": [{"name": "3"}]},
+        {"role": "user", "content": "4"},
+    ]
+    config = DataConfig(
+        path=write(tmp_path, *[{"question": chat, "answer": "5"}] * 2),
+        max_prompt_length=20,
+        eval_path=write(tmp_path / "tokenizer", {"question": "6", "answer": "7"}),
+    )
+    train, _ = load_problems(config, load_tokenizer(str(tmp_path / "tokenizer")))
+    assert [problem.prompt for problem in train] == ["1;23;4;="]
 
 
 @pytest.mark.skipif(

@@ -13,9 +13,9 @@ from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
 from jaxspec.data.json_lines import reference_answer
 from jaxspec.data.problem_source import LeftOut
 from jaxspec.data.problems import PromptStream, load_problems, load_sets, pad_prompts, remarks
-from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.extract import is_number
+from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 TOKENIZER = character_tokenizer()

@@ -10,8 +10,8 @@ import pytest
 from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import scorer_of
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.tokens.tokenizer import character_tokenizer
 
 
 def config(**reward: Any) -> ResolvedConfig:

@@ -17,7 +17,6 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import draft_training, round_cost
 from jaxspec.host.draft_data import Rows
 from jaxspec.host.draft_training import ACCEPTANCE
@@ -26,6 +25,7 @@ from jaxspec.host.warm_start import policy_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
 from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept, same_bits, trained_draft
 
@@ -125,8 +125,9 @@ class TestCachedDraft:
                 round_cost._key(job.step.generator, 6),
             ]
         )
-        prompts = "problem_source json_lines problems turns chat_template template_process"
-        assert {f"data/{name}.py" for name in prompts.split()} <= set(draft_training.CODE)
+        prompts = "data/problem_source data/json_lines data/problems tokens/turns"
+        prompts += " tokens/chat_template tokens/template_process"
+        assert {f"{name}.py" for name in prompts.split()} <= set(draft_training.CODE)
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
             sources("step.py", "nothing*.py")
 

@@ -24,13 +24,13 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job, reported, sources
 from jaxspec.host.run_state import random_draft
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import checkpoint
 from jaxspec.system.closing_table import closing_table
 from jaxspec.system.progress import Progress, Screen
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import MeshConfig
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Answer, LoadedRun, Run, find_run, read_prompt, restore
 from jaxspec.inputs.checked import ConfigError
@@ -22,6 +21,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import laid_out
 from jaxspec.state import EOS, Ready
 from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
 
 CONFIG = answering_config()

@@ -18,12 +18,12 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
-from jaxspec.data.stop_strings import stop_table
 from jaxspec.host.round_cost import _save, _saved, measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
 from jaxspec.storage.cache import content_key
+from jaxspec.tokens.stop_strings import stop_table
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
 
 MODEL = tiny_model(vocab=16, dtype="float32")

@@ -12,10 +12,10 @@ import pytest
 
 from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import DataConfig, EngineConfig
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import workdir
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh
 from tests.host.run_folders import Listening, begun, job_of, refusal
 
@@ -290,6 +290,20 @@ class TestWhatItBeganWith:
             Path(name).write_text(before)
         Path(data.tokenizer, "chat_template.jinja").write_text("{{ messages[0].content }}")
         assert "chat_template.jinja holds other data" in refusal(job_of(job, folder, data=data))
+
+    def test_other_shards_of_a_dataset_are_refused_by_name(
+        self, job: Job, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is compared is what is read: lines of all files that match, wherever they lie."""
+        monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+        shards = f"{tmp_path}:[te]*.jsonl"
+        here = job_of(job, tmp_path / "run", data=dataclasses.replace(data, path=shards))
+        self.started(here)
+        assert not any("warning" in line for line in self.started(here))
+        Path(data.eval_path).write_text(Path(data.path).read_text() + "\n")
+        told = refusal(here)
+        assert f"data.path {shards}" in told
+        assert "holds other data than the run" in told
 
     def test_what_was_not_recorded_is_said(
         self, job: Job, data: DataConfig, tmp_path: Path

@@ -17,12 +17,12 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.host import draft_training
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, make_job
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_model
 
 TOKENIZER = character_tokenizer()

@@ -13,7 +13,6 @@ import pytest
 from jaxspec.config.data import RewardConfig
 from jaxspec.config.settings import DataConfig
 from jaxspec.data.json_lines import RowParser, assertions_of
-from jaxspec.data.tokenizer import character_tokenizer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards import code
 from jaxspec.rewards.code import is_test
@@ -21,6 +20,7 @@ from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
 from jaxspec.rewards.scorer import Rows, Scorer
 from jaxspec.rewards.worker import program_passes
+from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.rewards.test_pool import SHARED, SLACK, alive, children, needs_data
 
 TESTS = "assert f(1) == 2\nassert abs(f(3) - 4) < 1e-6"

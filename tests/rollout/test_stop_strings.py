@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.data.stop_strings import stop_table
 from jaxspec.rollout.generate import advance, collect
 from jaxspec.rollout.prefill import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.state import EOS, LENGTH, RUNNING, Rollout
+from jaxspec.tokens.stop_strings import stop_table
 from tests.rollout.harness import (
     GROUP,
     NEW,

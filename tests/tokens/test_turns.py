@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxspec.inputs.checked import ConfigError
-from tests.data.tokenizers import QWEN, edit, needs_qwen
+from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
+from tests.tokens.folders import QWEN, edit, needs_qwen
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 ASKED = [

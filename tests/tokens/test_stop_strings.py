@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from jaxspec.data.stop_strings import StopTable, stop_table, token_bytes
-from jaxspec.data.tokenizer import Tokenizer, character_tokenizer
 from jaxspec.inputs.checked import ConfigError
-from tests.data.tokenizers import needs_qwen
+from jaxspec.tokens.stop_strings import StopTable, stop_table, token_bytes
+from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
+from tests.tokens.folders import needs_qwen
 
 
 def closed(strings: Sequence[str], tokens: Sequence[bytes]) -> list[bool]:

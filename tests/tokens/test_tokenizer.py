@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from jaxspec.data.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer
 from jaxspec.inputs.checked import ConfigError
-from tests.data.tokenizers import ASKS, QWEN, edit, needs_qwen
+from jaxspec.tokens.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer
+from tests.tokens.folders import ASKS, QWEN, edit, needs_qwen
 
 
 def test_characters_round_trip():

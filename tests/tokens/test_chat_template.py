@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxspec.data import chat_template
-from jaxspec.data.tokenizer import load_tokenizer
 from jaxspec.inputs.checked import ConfigError
-from tests.data.tokenizers import ASKS, edit
+from jaxspec.tokens import chat_template
+from jaxspec.tokens.tokenizer import load_tokenizer
+from tests.tokens.folders import ASKS, edit
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,6 @@ from typing import Any, SupportsIndex
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from jaxspec.data.chat_template import ChatTemplate
-from jaxspec.data.stop_strings import StopTable, stop_table, token_bytes
-from jaxspec.data.turns import PROBE, Turn, turn_of
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import (
     Keys,
@@ -28,6 +25,9 @@ from jaxspec.inputs.json_keys import (
     shown,
 )
 from jaxspec.system.files import expanded
+from jaxspec.tokens.chat_template import ChatTemplate
+from jaxspec.tokens.stop_strings import StopTable, stop_table, token_bytes
+from jaxspec.tokens.turns import PROBE, Turn, turn_of
 
 CHARACTERS = "0123456789+-=,#;?"
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.data.tokenizer import character_tokenizer, load_tokenizer
-from tests.data.tokenizers import QWEN
+from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
+from tests.tokens.folders import QWEN
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,72 @@
+"""The drafts that are compared: each fits the config, and the generic one is what it is to be."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxspec.bench.variants import VARIANTS, Variant, config_of
+from jaxspec.config.check import check
+from jaxspec.config.settings import DraftConfig, OfflineConfig
+from jaxspec.inputs.checked import ConfigError
+from tests.bench.compared import CONFIG, head
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
+    vocab = 16 if kind == "eagle3" else 0
+    own = dataclasses.replace(
+        CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
+    )
+    for variant in VARIANTS:
+        config = config_of(
+            variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig())
+        )
+        check(config, devices=1)
+        draft = config.rollout.draft
+        assert (draft.kind, draft.draft_length, draft.temperature) == (
+            variant.kind,
+            "auto" if variant.chosen else 2,
+            0.7,
+        )
+        assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
+        assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
+    names = [variant.name for variant in VARIANTS]
+    assert names[0] == "none"  # the yardstick of round_cost
+    assert set(names) == {
+        *(
+            "none",
+            "eagle3",
+            "eagle3-generic",
+            "mtp",
+            "model",
+            "ngram",
+            "history",
+            "eagle3+history",
+            "eagle3+ngram",
+        ),
+    }
+
+
+def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_path: Path) -> None:
+    """All others are the same beside either."""
+    config = dataclasses.replace(CONFIG, offline=OfflineConfig())
+    folder = head(tmp_path / "head")
+    for variant in VARIANTS:
+        plain, text, ready = (
+            config_of(variant, config, generic)
+            for generic in ("generic", "chats.jsonl", str(folder))
+        )
+        check(ready, devices=1)
+        if not variant.generic:
+            assert plain == text == ready
+            continue
+        assert (text.offline.text, text.rollout.draft.path) == ("chats.jsonl", "")
+        assert dataclasses.replace(text, offline=plain.offline) == plain
+        assert (ready.offline.steps, ready.rollout.draft.path) == (0, str(folder))
+        own = ready.draft_model
+        assert own is not None
+        assert (own.ffn, own.rope_theta, ready.head.taps) == (8, 77.0, (1, 3))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"head/config\.json"):
+        config_of(Variant("eagle3-generic", "eagle3", generic=True), config, str(folder))
