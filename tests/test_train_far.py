@@ -122,6 +122,7 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
         "rollout.max_new_tokens": 16,
         "data.max_prompt_length": 96,
         "data.eval_prompts": 2,
+        "offline.steps": 0,  # the scale's training of the draft takes minutes
     }
     real = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer"}
 

@@ -66,14 +66,26 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
     _check_micro_batch(config)
     _check_pool(config, prompts // data)
     source = config.data
+    programs = source.task == "programs"
+    own = "code" if programs else "hash"
+    where = "answer in a block of code" if programs else "answer after `#`"
     remedy = (
-        "generated tasks answer after `#`: give --data.path FILE.jsonl and --data.tokenizer FOLDER,"
-        " or --data.answer_style hash"
+        f"generated tasks {where}: give --data.path FILE.jsonl and --data.tokenizer FOLDER, or"
+        f" --data.answer_style {own}"
     )
     require(
-        bool(source.path) or source.answer_style == "hash",
+        bool(source.path) or source.answer_style == own,
         f"data.answer_style {source.answer_style} without data.path; {remedy}",
     )
+    continued = {"sft.format text": config.sft.steps > 0 and config.sft.format == "text"}
+    continued["offline.text generic"] = (
+        _trained_offline(config) and config.offline.text == "generic"
+    )
+    for setting, asked in continued.items():
+        require(
+            not (programs and asked),
+            f"{setting} is a corpus of arithmetic, and data.task is programs; leave it out",
+        )
     reward = config.reward
     judged = "answer" in reward.all_parts
     require(

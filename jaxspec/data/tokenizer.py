@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from jaxspec.data import programs
 from jaxspec.data.chat_template import ChatTemplate
 from jaxspec.data.turns import PROBE, Turn, turn_of
 from jaxspec.inputs.checked import ConfigError, require
@@ -29,6 +30,7 @@ from jaxspec.inputs.json_keys import (
 from jaxspec.system.files import expanded
 
 CHARACTERS = "0123456789+-=,#;?"
+"""Of generated arithmetic; programs have their own, which leaves its ids as they are."""
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What `load_tokenizer` reads."""
@@ -357,10 +359,11 @@ def _refuse(error: Exception, what: str, remedy: str) -> None:
         raise ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") from error
 
 
-def character_tokenizer() -> Tokenizer:
-    """Return the built-in tokenizer: one token a character of the generated tasks, and four special
+def character_tokenizer(task: str = "add") -> Tokenizer:
+    """Return the built-in tokenizer of a generated task: one token a character, and four special
     tokens."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *CHARACTERS])}
+    characters = programs.CHARACTERS if task == "programs" else CHARACTERS
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *characters])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk_token"]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
