@@ -30,6 +30,7 @@ from jaxspec.config.settings import (
     BatchConfig,
     Config,
     DataConfig,
+    OfflineConfig,
     RewardConfig,
     RolloutConfig,
     SftConfig,
@@ -44,14 +45,16 @@ def get_config(scale: str = "tiny") -> Config:
     reward = RewardConfig(verifier="code", run_code=True)
     if scale == "tiny":
         return Config(
-            steps=60,
+            steps=50,
             model=TINY,
             rollout=RolloutConfig(max_new_tokens=49),
             # A program takes a twentieth of a second of a core: few rows a batch.
             batch=BatchConfig(prompts=8, group_size=8),
             reward=replace(reward, workers=2),
             data=DataConfig(task="programs", digits=3, max_prompt_length=21, answer_style="code"),
-            sft=SftConfig(wrong_steps=0.25),
+            # Copying steps is learnt sooner than adding digits.
+            sft=SftConfig(steps=240, wrong_steps=0.25),
+            offline=OfflineConfig(samples=1024, steps=150),
         )
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     small = scale == "qwen3_0.6b"

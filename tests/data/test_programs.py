@@ -36,7 +36,7 @@ KNOWN = Program((("add", 3), ("mul", 2), ("sub", 7)))
 def run(response):
     """Return the function that a response defines."""
     names = {}
-    exec(extract(response, "code"), names)
+    exec(extract(response, "code") or "", names)
     return names["f"]
 
 
