@@ -57,6 +57,12 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
     assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
 
 
+def test_a_generated_task_brings_its_characters() -> None:
+    data = DataConfig(task="programs", max_prompt_length=21)
+    config = tiny_config(tiny_model(vocab=40), data=data)
+    assert make_job(config, small_mesh()).tokenizer.unknown("def f(x):\n return x") == ""
+
+
 # ---- what ends a program
 
 
