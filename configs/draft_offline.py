@@ -31,4 +31,6 @@ def get_config(scale: str = "tiny") -> Config:
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     if scale == "tiny":
         return replace(think, offline=OfflineConfig(samples=4096, steps=600))
-    return replace(think, offline=replace(think.offline, samples=16_384, steps=2000))
+    offline = think.offline
+    longer = replace(offline, samples=2 * offline.samples, steps=4 * offline.steps)
+    return replace(think, offline=longer)

@@ -46,6 +46,12 @@ def fenced(text: str) -> list[str]:
     ]
 
 
+def own_config(words: list[str]) -> str:
+    """The config file that a command names."""
+    named = words[words.index("--config") + 1] if "--config" in words else ""
+    return named.partition(":")[0]
+
+
 class Reader:
     """Types one command after the other in a clean checkout, and remembers what they make."""
 
@@ -80,6 +86,8 @@ class Reader:
         if "--help" in words or not name:
             with pytest.raises(SystemExit, match="0"):
                 programs.main(["--help"]) if not name else load_config(words, name, "")
+        elif own_config(words) in self.made and not Path(own_config(words)).exists():
+            self.made.add(words[words.index("--workdir") + 1])  # the reader has written it
         elif name in ("train", "train_sft", "train_draft"):
             config, _ = load_config(words, name, "")
             data, draft = config.data, config.rollout.draft

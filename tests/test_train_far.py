@@ -98,6 +98,26 @@ def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(
 
 
 @pytest.mark.slow
+def test_programs_of_a_model_are_run(cache: Path, tmp_path: Path) -> None:
+    """A warm start on right programs of one step gets some of them right; all are judged."""
+    task = {
+        "data__task": "programs",
+        "data__answer_style": "code",
+        "data__max_prompt_length": 7,
+        "rollout__max_new_tokens": 35,
+        "reward__verifier": "code",
+        "reward__run_code": True,
+    }
+    model = {"model__vocab": 40, "model__dtype": "float32", "sft__wrong_steps": 0.0}
+    launch(cache, tmp_path / "programs", devices=1, **task, **model, steps=2).finish()
+    found = lines(tmp_path / "programs")
+    assert len(found) == 2
+    for line in found:
+        assert line["reward/mean"] > 0.2
+        assert line["reward/timeout"] == line["reward/error"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (ROOT.parent / "shared/data/gsm8k/train.jsonl").exists(),
     reason="needs GSM8K and Qwen3's tokenizer beside the checkout",
@@ -122,6 +142,7 @@ def test_real_text_from_random_weights_to_a_folder_and_on_from_there(
         "rollout.max_new_tokens": 16,
         "data.max_prompt_length": 96,
         "data.eval_prompts": 2,
+        "offline.steps": 0,  # the scale's training of the draft takes minutes
     }
     real = {"data.path": data / "gsm8k/train.jsonl", "data.tokenizer": data / "qwen_tokenizer"}
 

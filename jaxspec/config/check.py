@@ -81,11 +81,34 @@ def _check_sets(config: ResolvedConfig) -> None:
         f"{', '.join(held_back)} names a data.eval_path: all problems of its data.path are asked;"
         " leave data.eval_path out",
     )
+    _check_task(config)
     mixed, measured = config.training_sets, config.eval_sets
     names = [f"mixture.{i}." for i in range(len(mixed))] if config.mixture else [""]
     names += [f"eval.sets.{i}." for i in range(len(measured))]
     for where, each in zip(names, (*mixed, *measured), strict=True):
         _check_judged(where, each)
+
+
+def _check_task(config: ResolvedConfig) -> None:
+    """Whether generated tasks are written in one set of characters, and there is a corpus of
+    them."""
+    programs, continued = config.data.task == "programs", config.sft.format == "text"
+    corpora = {
+        "sft.format text": config.sft.steps > 0 and continued,
+        "offline.text generic": _trained_offline(config) and config.offline.text == "generic",
+    }
+    for setting, asked in corpora.items():
+        require(
+            not (programs and asked),
+            f"{setting} is a corpus of arithmetic, and data.task is programs; leave it out",
+        )
+    for each in (*config.mixture, *config.eval.sets):
+        require(
+            bool(each.data.path) or (each.data.task == "programs") == programs,
+            f"the set {each.name} has data.task {each.data.task}, and the run data.task"
+            f" {config.data.task}: programs have characters of their own, so that all sets are of"
+            " programs or none",
+        )
 
 
 def _check_shared(
@@ -106,11 +129,14 @@ def _check_judged(where: str, each: SetConfig) -> None:
     """Whether a set's answers stand where its verifier looks; `where` comes before its
     settings."""
     source, reward = each.data, each.reward
+    programs = source.task == "programs"
+    own = "code" if programs else "hash"
+    answer = "answer in a block of code" if programs else "answer after `#`"
     require(
-        bool(source.path) or source.answer_style == "hash",
+        bool(source.path) or source.answer_style == own,
         f"{where}data.answer_style {source.answer_style} without {where}data.path: generated tasks"
-        f" answer after `#`: give --{where}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
-        f" --{where}data.answer_style hash",
+        f" {answer}: give --{where}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
+        f" --{where}data.answer_style {own}",
     )
     judged = "answer" in reward.all_parts
     require(

@@ -23,7 +23,7 @@ class DataConfig(Checked, prefix="data."):
     path: str = ""
     """Training problems: JSON lines, or parquet (extra `parquet`), in a file; in files of a dataset
     on the Hugging Face hub, OWNER/NAME:GLOB (OWNER/NAME where it has one); or of a folder,
-    FOLDER:GLOB. Empty: generated arithmetic tasks."""
+    FOLDER:GLOB. Empty: generated tasks."""
     eval_path: str = ""
     """Held-out problems, in such files, too; empty: the last `eval_prompts` rows of `path`."""
     tokenizer: str = ""
@@ -42,13 +42,17 @@ class DataConfig(Checked, prefix="data."):
     last `Answer:` line, in `either` of these two, in the last block of `code`; `dapo`: DAPO's own
     rule for that line and what equals it, which is stricter (`42.` is not 42)."""
     instruction: str = ""
-    """Text appended to each problem of `path`, such as how to mark the final answer."""
+    """Text appended to each problem of `path`, such as how to mark the final answer. With
+    answer_style code, {test} in it stands for the first of a row's asserts, which names the
+    function."""
     max_prompt_length: Annotated[int, Range(least=2)] = 8
     """Longest prompt, in tokens; longer problems are left out and counted."""
-    task: Literal["add", "subtract", "mixed"] = "add"
-    """Family of the generated tasks."""
+    task: Literal["add", "subtract", "mixed", "programs"] = "add"
+    """Family of the generated tasks: arithmetic, or `programs`: functions to write from a list of
+    steps, in answer_style code."""
     digits: Annotated[int, Range(least=1, most=4)] = 2
-    """Difficulty of the generated tasks: digits of the operands, 1 to 4."""
+    """Difficulty of the generated tasks: digits of the operands, or steps of a program, 1 to
+    4."""
     eval_prompts: Count = 64
     """Held-out problems, at most."""
 

@@ -60,3 +60,28 @@ QWEN3_8B = ModelConfig(
     rope_theta=1e6,
     tied=False,
 )
+QWEN3_30B_A3B = ModelConfig(
+    vocab=151_936,
+    layers=48,
+    embed=2048,
+    heads=32,
+    kv_heads=4,
+    head_size=128,
+    ffn=768,
+    rope_theta=1e6,
+    tied=False,
+)
+"""128 experts a layer, each of width `ffn`, and 8 of them a token; that there are experts is said
+by the checkpoint's config.json alone (model.path)."""
+QWEN3_235B_A22B = ModelConfig(
+    vocab=151_936,
+    layers=94,
+    embed=4096,
+    heads=64,
+    kv_heads=4,
+    head_size=128,
+    ffn=1536,
+    rope_theta=1e6,
+    tied=False,
+)
+"""128 experts a layer, 8 a token, as for QWEN3_30B_A3B."""

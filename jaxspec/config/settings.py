@@ -186,7 +186,7 @@ class SftConfig(Checked, prefix="sft."):
     """`worked` solves each prompt step by step (some steps wrong); `text` is a mixed corpus to
     continue."""
     wrong_steps: Annotated[float, Range(least=0, below=1)] = 0.3
-    """Share of worked steps with a wrong digit, so that the start is imperfect."""
+    """Share of worked steps that are wrong, so that the start is imperfect."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Generated arithmetic: exercises with exact answers, worked solutions with some wrong steps, and a
-corpus to continue."""
+corpus to continue; and supervised batches of any generated task."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxspec.config.settings import DataConfig, SftConfig
+from jaxspec.data.programs import (
+    Program,
+    count_programs,
+    longest_program,
+    make_program,
+    written_program,
+)
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.tokens.tokenizer import Tokenizer
 
-Task = Literal["add", "subtract", "mixed"]
+Arithmetic = Literal["add", "subtract", "mixed"]
+Task = Arithmetic | Literal["programs"]
 
 HELD_OUT = 8  # one exercise in so many is never trained on
 # share of steps that write the carry before the second digit: a free choice, so that the policy
@@ -52,15 +60,24 @@ class SftBatch(NamedTuple):
 
 
 def count(task: Task, digits: int, *, held_out: bool) -> int:
-    """Return how many exercises the training or the held-out side has; the sides share no pair of
-    operands."""
+    """Return how many problems the training or the held-out side has; the sides share no pair of
+    operands, or no function."""
+    if task == "programs":
+        return count_programs(digits, held_out=held_out)
     families = 2 if task == "mixed" else 1
     kept = _pairs(digits) // HELD_OUT
     return families * (kept if held_out else _pairs(digits) - kept)
 
 
-def make_exercise(task: Task, digits: int, number: int, *, held_out: bool) -> Exercise:
-    """Return exercise `number` of one side, 0 <= number < `count`: operands of exactly `digits`
+def make_problem(task: Task, digits: int, number: int, *, held_out: bool) -> Exercise | Program:
+    """Return problem `number` of one side of a generated task, 0 <= number < `count`."""
+    if task == "programs":
+        return make_program(digits, number, held_out=held_out)
+    return make_exercise(task, digits, number, held_out=held_out)
+
+
+def make_exercise(task: Arithmetic, digits: int, number: int, *, held_out: bool) -> Exercise:
+    """Return exercise `number` of one side of an arithmetic task: operands of exactly `digits`
     digits, every pair once a family."""
     if not 0 <= number < count(task, digits, held_out=held_out):
         raise IndexError(f"exercise {number} of {count(task, digits, held_out=held_out)}")
@@ -103,7 +120,9 @@ def worked_solution(exercise: Exercise, rng: np.random.Generator, wrong_steps: f
     return ",".join([*steps, f"#{total}"])
 
 
-def corpus_text(task: Task, digits: int, rng: np.random.Generator, wrong_steps: float = 0.0) -> str:
+def corpus_text(
+    task: Arithmetic, digits: int, rng: np.random.Generator, wrong_steps: float = 0.0
+) -> str:
     """Return one document of a corpus in which a bare question is only sometimes followed by its
     solution.
 
@@ -154,26 +173,33 @@ def sample_sft_batch(
     everything but the beginning token is trained.
     Raises `ConfigError` where a document could be longer than `length`.
     """
-    question = make_exercise(data.task, data.digits, 0, held_out=False).question
+    question = make_problem(data.task, data.digits, 0, held_out=False).question
+    longest = (longest_program if data.task == "programs" else longest_response)(data.digits)
     before = (
         len(tokenizer.chat(question))
         if sft.format == "worked"
         else len(tokenizer.bos_ids) + len(f"?{question}")
     )
-    if length < before + longest_response(data.digits):
+    if length < before + longest:
         raise ConfigError(
-            f"data.digits {data.digits} gives documents of up to"
-            f" {before + longest_response(data.digits)} tokens, more than data.max_prompt_length +"
-            f" rollout.max_new_tokens = {length}; raise rollout.max_new_tokens or lower data.digits"
+            f"data.digits {data.digits} gives documents of up to {before + longest} tokens, more"
+            f" than data.max_prompt_length + rollout.max_new_tokens = {length}; raise"
+            " rollout.max_new_tokens or lower data.digits"
         )
     tokens = np.full((rows, length), tokenizer.pad_id, np.int32)
     prompt_lengths, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     for row in range(rows):
         if sft.format == "worked":
-            exercise = _draw(data.task, data.digits, rng)
-            prompt = tokenizer.chat(exercise.question)
-            response = worked_solution(exercise, rng, sft.wrong_steps)
+            drawn = int(rng.integers(count(data.task, data.digits, held_out=False)))
+            problem = make_problem(data.task, data.digits, drawn, held_out=False)
+            prompt = tokenizer.chat(problem.question)
+            response = (
+                written_program(problem, rng, sft.wrong_steps)
+                if isinstance(problem, Program)
+                else worked_solution(problem, rng, sft.wrong_steps)
+            )
         else:
+            assert data.task != "programs", "a config that asks for a corpus of them is refused"
             prompt = [*tokenizer.bos_ids]
             response = corpus_text(data.task, data.digits, rng, sft.wrong_steps)
         ids = [*prompt, *tokenizer.encode(response), tokenizer.stop_ids[0]]
@@ -209,7 +235,7 @@ def _scramble(rank: int, size: int) -> int:
             return rank
 
 
-def _draw(task: Task, digits: int, rng: np.random.Generator) -> Exercise:
+def _draw(task: Arithmetic, digits: int, rng: np.random.Generator) -> Exercise:
     return make_exercise(
         task, digits, int(rng.integers(count(task, digits, held_out=False))), held_out=False
     )

@@ -63,7 +63,10 @@ class RowParser:
         answer = self._answer(row, index)
         if not problem.strip():
             return Problem("", (), answer, index)
-        text = f"{problem}\n{self.config.instruction}" if self.config.instruction else problem
+        instruction = self.config.instruction
+        if self.config.answer_style == "code":
+            instruction = instruction.replace("{test}", first_test(answer))
+        text = f"{problem}\n{instruction}" if instruction else problem
         if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
             raise ConfigError(
                 f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set"
@@ -239,6 +242,12 @@ def assertions_of(row: dict[str, Any], tests: Any) -> str:
     if isinstance(entry, str) and "def check(" in program:
         program += f"\ncheck({entry})"
     return "\n".join([*(line for line in lines if isinstance(line, str)), program]).strip()
+
+
+def first_test(tests: str) -> str:
+    """Return the first line of a program of tests that asserts, which says what a solution must be
+    called; empty where none does."""
+    return next((line for line in tests.splitlines() if line.startswith("assert ")), "")
 
 
 def reference_answer(text: str) -> str:

@@ -18,13 +18,12 @@ from jaxspec.data.json_lines import JsonLines, RowParser, scan
 from jaxspec.data.problem_source import LeftOut, Problem, Problems
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import is_whole_text, shown
-from jaxspec.rewards.extract import normalise
 from jaxspec.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Generated(Problems):
-    """The first `rows` exercises of one side of a generated task."""
+    """The first `rows` problems of one side of a generated task."""
 
     tokenizer: Tokenizer
     task: arithmetic.Task
@@ -38,11 +37,9 @@ class Generated(Problems):
     def __getitem__(self, index: int) -> Problem:
         if not 0 <= index < self.rows:
             raise IndexError(f"problem {index} of {self.rows}")
-        exercise = arithmetic.make_exercise(self.task, self.digits, index, held_out=self.held_out)
-        prompt = self.tokenizer.render(exercise.question)
-        return Problem(
-            prompt, tuple(self.tokenizer.encode(prompt)), normalise(exercise.answer), index
-        )
+        problem = arithmetic.make_problem(self.task, self.digits, index, held_out=self.held_out)
+        prompt = self.tokenizer.render(problem.question)
+        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), problem.answer, index)
 
 
 class PromptStream:

@@ -213,7 +213,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
     tokenizer = (
         load_tokenizer(folder, thinking, config.data.prompt_format)
         if folder
-        else character_tokenizer()
+        else character_tokenizer(config.data.task)
     )
     tokenizer.check_vocab(config.model.vocab)
     _check_bans(config, tokenizer)

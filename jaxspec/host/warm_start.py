@@ -84,6 +84,7 @@ def policy_key(job: Job) -> str:
     )
     code = sources(
         "data/arithmetic.py",
+        "data/programs.py",
         "tokens/tokenizer.py",
         "host/warm_start.py",
         "streams.py",

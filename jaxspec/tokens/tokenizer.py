@@ -30,6 +30,9 @@ from jaxspec.tokens.stop_strings import StopTable, stop_table, token_bytes
 from jaxspec.tokens.turns import PROBE, Turn, turn_of
 
 CHARACTERS = "0123456789+-=,#;?"
+"""Of generated arithmetic."""
+PROGRAM_CHARACTERS = "0123456789+-*=(),: \n`abdeflmnrstux"
+"""Of generated programs, which have their own so that the ids of arithmetic stay as they are."""
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What `load_tokenizer` reads."""
@@ -366,10 +369,11 @@ def _refuse(error: Exception, what: str, remedy: str) -> None:
         raise ConfigError(f"{what} ({' '.join(str(error).split())}); {remedy}") from error
 
 
-def character_tokenizer() -> Tokenizer:
-    """Return the built-in tokenizer: one token a character of the generated tasks, and four special
+def character_tokenizer(task: str = "add") -> Tokenizer:
+    """Return the built-in tokenizer of a generated task: one token a character, and four special
     tokens."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *CHARACTERS])}
+    characters = PROGRAM_CHARACTERS if task == "programs" else CHARACTERS
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *characters])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk_token"]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -11,7 +11,7 @@ from jaxspec.config.settings import Config
 from jaxspec.inputs.checked import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("draft_offline.py", "rl_think.py", "rl_zero.py")
+NAMES = ("dapo.py", "draft_offline.py", "rl_code.py", "rl_think.py", "rl_zero.py")
 
 
 def load(*argv: str) -> tuple[Config, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxspec.config.check import check
@@ -33,9 +35,15 @@ def test_commands_that_are_shown_to_users_are_taken(repository: Path) -> None:
         load(*words)
 
 
+SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
+LARGER = ("qwen3_30b_a3b", "qwen3_235b_a22b")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_config_files(name: str) -> None:
-    for scale in ("tiny", "qwen3_0.6b", "qwen3_8b"):
+    scales = runpy.run_path(str(CONFIGS / name))["SCALES"]
+    assert scales == SCALES + (LARGER if name in ("rl_think.py", "rl_zero.py") else ())
+    for scale in scales:
         config, run = read_config(CONFIGS / name, scale)
         assert run == f"{Path(name).stem}-{scale}"
         if scale != "tiny":
@@ -43,7 +51,59 @@ def test_config_files(name: str) -> None:
         check(ResolvedConfig.of(config), devices=1)
 
 
-@pytest.mark.parametrize("scale", ["qwen3_0.6b", "qwen3_8b"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", SCALES[1:])
+def test_a_draft_is_trained_in_domain_and_loads_as_it_is_where_that_is_asked(
+    name: str, scale: str
+) -> None:
+    argv = ["--config", f"{name}:{scale}", "--model.path", "policy", "--data.path", "problems"]
+    config, _ = load(*argv, "--rollout.draft.path", "head")
+    assert config.offline.steps > 0
+    assert config.offline.text == ""  # on the policy's own answers
+    config, _ = load(*argv, "--rollout.draft.path", "head", "--offline.steps", "0")
+    assert config.offline.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "tokens"),
+    [
+        ("rl_think.py", "prompt", 16_384),
+        ("rl_zero.py", "prompt", 8192),
+        ("dapo.py", "prompt", 22_528),
+        ("rl_code.py", "text", 4608),
+    ],
+)
+def test_what_headers_say_of_the_largest_common_scale(name: str, column: str, tokens: int) -> None:
+    config, _ = read_config(CONFIGS / name, "qwen3_8b")
+    assert config.data.prompt_column == column
+    assert config.data.max_prompt_length + config.rollout.max_new_tokens == tokens
+    assert config.draft_training.online == (name not in ("rl_think.py", "rl_zero.py"))
+
+
+def test_dapo_is_what_was_published() -> None:
+    config, _ = read_config(CONFIGS / "dapo.py", "qwen3_8b")
+    batch, overlong = config.batch, config.overlong
+    assert (batch.prompts, batch.group_size, batch.epochs) == (512, 16, 1)
+    assert batch.prompts * batch.group_size // batch.mini_batches == 512  # answers an update
+    assert config.optimizer.warmup_steps == 20 * batch.mini_batches
+    assert config.rollout.max_new_tokens == 16_384 + 4096
+    assert overlong.buffer * config.rollout.max_new_tokens == 4096
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.aggregation) == (
+        *(0.2, 0.28),
+        "token",
+    )
+    assert config.kl.beta == 0
+    assert config.dynamic_sampling.max_batches == 10
+    # Right, wrong, wrong and 0.3 into the buffer: with its 1 and -1 and a penalty of up to 1, the
+    # same advantages.
+    ours = np.array([1.0, 0.0, -0.3 * overlong.penalty])
+    theirs = np.array([1.0, -1.0, -1.0 - 0.3])
+    np.testing.assert_allclose(
+        (ours - ours.mean()) / ours.std(), (theirs - theirs.mean()) / theirs.std()
+    )
+
+
+@pytest.mark.parametrize("scale", SCALES[1:])
 def test_a_base_model_gets_no_chat_template(scale: str) -> None:
     zero, _ = read_config(CONFIGS / "rl_zero.py", scale)
     think, _ = read_config(CONFIGS / "rl_think.py", scale)
@@ -52,7 +112,8 @@ def test_a_base_model_gets_no_chat_template(scale: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "program"), list(zip(NAMES, ("train_draft", "train", "train"), strict=True))
+    ("name", "program"),
+    [(name, "train_draft" if name == "draft_offline.py" else "train") for name in NAMES],
 )
 def test_config_files_say_how_to_run_them_and_what_to_expect_where(name: str, program: str) -> None:
     head = (CONFIGS / name).read_text().split('"""')[1]

@@ -71,6 +71,12 @@ def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
         make_job(replace(config, rollout=replace(rollout, stop=("Problem:",))), small_mesh())
 
 
+def test_a_generated_task_brings_its_characters() -> None:
+    data = DataConfig(task="programs", max_prompt_length=21)
+    config = tiny_config(tiny_model(vocab=40), data=data)
+    assert make_job(config, small_mesh()).tokenizer.unknown("def f(x):\n return x") == ""
+
+
 # ---- what ends a program
 
 

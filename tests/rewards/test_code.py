@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,11 @@ def test_assertions_of_published_layouts() -> None:
     )
     line = json.dumps(mbpp).encode()
     assert parser.answer(line, 0) == "import math\nassert f(1)\nassert f(2)"
+    shown = replace(
+        parser.config, tokenizer="folder", instruction="Pass {test}", max_prompt_length=64
+    )
+    problem = replace(parser, config=shown).parse(json.dumps(mbpp | {"text": "One."}).encode(), 0)
+    assert problem.prompt.endswith("One.\nPass assert f(1)")
     humaneval = {"test": "def check(g):\n    assert g(1)", "entry_point": "f"}
     assert assertions_of(humaneval, humaneval["test"]) == f"{humaneval['test']}\ncheck(f)"
     assert is_test(f"{humaneval['test']}\ncheck(f)")
