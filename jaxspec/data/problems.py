@@ -123,7 +123,12 @@ def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = T
         (f"mixture.{number}." if config.mixture else "", each)
         for number, each in enumerate(config.training_sets)
     ]
-    loaded = [load_problems(each.data, tokenizer, where, answers=answers) for where, each in named]
+    loaded = [
+        load_problems(
+            each.data, tokenizer, where, answers=answers, judged="answer" in each.reward.all_parts
+        )
+        for where, each in named
+    ]
     measured = {
         each.name: Measured(held_out, number)
         for number, ((_, each), (_, held_out)) in enumerate(zip(named, loaded, strict=True))
@@ -132,7 +137,13 @@ def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = T
     if others:
         measured = {
             each.name: Measured(
-                all_problems(each.data, tokenizer, f"eval.sets.{place}."), len(loaded) + place
+                all_problems(
+                    each.data,
+                    tokenizer,
+                    f"eval.sets.{place}.",
+                    judged="answer" in each.reward.all_parts,
+                ),
+                len(loaded) + place,
             )
             for place, each in enumerate(others)
         }
@@ -143,25 +154,33 @@ def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = T
     )
 
 
-def all_problems(config: DataConfig, tokenizer: Tokenizer, where: str = "") -> Problems:
+def all_problems(
+    config: DataConfig, tokenizer: Tokenizer, where: str = "", *, judged: bool = True
+) -> Problems:
     """Return every problem of the file `data.path`, of which none is held out, or the held-out side
-    of a generated task; `where` comes before the names of settings in messages. Raises
-    `ConfigError` as `load_problems` does."""
+    of a generated task; `where` and `judged` are as in `load_problems`, which also says what is
+    raised."""
     if not config.path:
         return _generated(config, tokenizer, where, held_out=True)
-    parser = RowParser(config, tokenizer, f"{where}data.path", config.path)
+    parser = RowParser(config, tokenizer, f"{where}data.path", config.path, judged)
     return JsonLines(parser, *scan(parser))
 
 
 def load_problems(
-    config: DataConfig, tokenizer: Tokenizer, where: str = "", *, answers: bool = True
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    where: str = "",
+    *,
+    answers: bool = True,
+    judged: bool = True,
 ) -> tuple[Problems, Problems]:
     """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
 
     Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
     unless `data.eval_path` is set. Without `answers`, for a draft, rows that state none are among
     the training problems, and those that do are held out as with them, or not at all where they are
-    too few. `where` comes before the names of settings in messages.
+    too few; where no answer is `judged`, for rewards look at responses alone, all rows are alike.
+    `where` comes before the names of settings in messages.
     Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
     fit `data.max_prompt_length`.
     """
@@ -183,15 +202,16 @@ def load_problems(
         " it in UTF-8"
     )
     require(is_whole_text(config.instruction), halved)
-    parser = RowParser(config, tokenizer, f"{where}data.path", config.path, answers)
+    needed = answers and judged
+    parser = RowParser(config, tokenizer, f"{where}data.path", config.path, needed)
     places, left_out = scan(parser)
     held_out = config.eval_prompts
     if config.eval_path:
-        other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path, answers)
+        other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path, needed)
         eval_places, eval_left_out = scan(other)
         held = JsonLines(other, eval_places[:held_out], eval_left_out)
         return JsonLines(parser, places, left_out), held
-    answered = np.flatnonzero(places[:, 4])
+    answered = np.flatnonzero(places[:, 4] | (not judged))
     if len(places) == len(answered) <= held_out:
         raise ConfigError(
             f"{where}data.path {config.path}: {len(places)} usable problems, of which"
@@ -235,7 +255,7 @@ def _of_set(
     if isinstance(problems, JsonLines) and problems.unanswered:
         yield (
             f"{where}data.path {config.path}: {problems.unanswered} of {len(problems)} prompts have"
-            " no reference answer, which a draft learns without"
+            " no reference answer, which is not needed here"
         )
     if held_out is not None and str(held_out.left_out):
         yield (

@@ -100,9 +100,7 @@ def test_prompts_without_an_answer_are_asked_where_only_a_draft_learns(tmp_path:
     assert [problem.index for problem in train] == [0, 1, 2, 3, 4, 7]
     assert [problem.answer for problem in train] == ["2", "", "", "", "", ""]
     assert [problem.answer for problem in held_out] == ["3", "4"]
-    told = (
-        f"data.path {path}: 5 of 6 prompts have no reference answer, which a draft learns without"
-    )
+    told = f"data.path {path}: 5 of 6 prompts have no reference answer, which is not needed here"
     assert told_of(config) == [told]
     prompts = [problem.prompt for problem in held_out]
     _, strict = load(write(tmp_path, lines[0], *lines[5:7]), eval_prompts=2)
