@@ -11,7 +11,7 @@ line `Answer: ...`, and data.answer_style dapo reads it by DAPO's own rule.
 Vary: --dynamic_sampling.max_batches 0 (each rollout is a batch), --dynamic_sampling.surplus carry,
 --batch.mini_batches, --overlong.buffer 0, --overlong.filter, --loss.clip_high.
 Expect (tiny, seed 0, on 2 cores of an AMD EPYC, 26 November 2026): reward 0.60 -> 0.96 (first and
-last tenth), held-out exact match 0.50 -> 0.97, acceptance_length 3.6 at K=3 throughout, 1.5 -> 5.3
+last tenth), held-out avg@8 0.50 -> 0.97, acceptance_length 3.6 at K=3 throughout, 1.5 -> 5.3
 rollouts a batch as fewer groups differ, 10 and a half minutes from an empty cache on cores that
 other work kept busy.
 

@@ -16,7 +16,7 @@ Vary: --data.digits 1..4 (steps; prompts and answers grow with it, and a message
 --sft.wrong_steps (how well it begins), --reward.parts answer stated (pays for the form too),
 --reward.workers, --batch.group_size.
 Expect (tiny, seed 0, on 2 cores of an AMD EPYC, 26 November 2026): reward 0.43 -> 0.94 (first and
-last tenth), held-out exact match 0.40 -> 0.92, acceptance_length 3.85 at K=3 throughout, 11 minutes
+last tenth), held-out avg@8 0.40 -> 0.92, acceptance_length 3.85 at K=3 throughout, 11 minutes
 from an empty cache on cores that other work kept busy (8 of processor time), of which the 50
 batches took 3 and a half; three quarters of these ran programs.
 

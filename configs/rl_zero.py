@@ -11,7 +11,7 @@ Problems are not put into a chat: see data.prompt_format.
 Vary: --batch.group_size (a rare right answer needs a large group to be seen), --sft.steps (how well
 it continues), --data.digits.
 Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): reward 0.14 -> 0.93
-(first and last tenth), held-out exact match 0.12 -> 0.91, acceptance_length 2.8 -> 2.6 -> 2.95 at
+(first and last tenth), held-out avg@8 0.12 -> 0.91, acceptance_length 2.8 -> 2.6 -> 2.95 at
 K=3 (the policy leaves the text its draft was trained on, and the draft follows), 346 s from an
 empty cache.
 
