@@ -10,10 +10,10 @@ intervals, answered with speculative decoding.
 The files hold JSON lines with columns problem and answer. The third command measures a tiny
 model after a warm start on generated tasks, which is made if it is not in the cache.
 
-Vary: --eval.samples (k), --rollout.temperature and --rollout.top_p (here those that Qwen3's model
-card recommends for thinking; published protocols differ, and so do their numbers),
---rollout.max_new_tokens, --rollout.draft.kind eagle3 --rollout.draft.path FOLDER (the same law, in
-less time). Sets of your own: EvalConfig.sets in a config of your own.
+Vary: --eval.samples (k), --eval.temperature and --eval.top_p (here those that Qwen3's model card
+recommends for thinking, whose top_k is --rollout.top_k 20; published protocols differ, and so do
+their numbers), --eval.max_new_tokens, --rollout.draft.kind eagle3 --rollout.draft.path FOLDER (the
+same law, in less time). Sets of your own: EvalConfig.sets in a config of your own.
 Expect (tiny, seed 0, on 2 cores of an AMD EPYC, 26 November 2026): see EXPECT
 """
 
@@ -53,13 +53,17 @@ def get_config(scale: str = "tiny") -> Config:
     names = ("aime24", "aime25", "math500")
     return Config(
         model=model,
-        rollout=RolloutConfig(
-            max_new_tokens=32_768, temperature=0.6, top_p=0.95, top_k=20, draft=LOOKUP
-        ),
+        rollout=RolloutConfig(draft=LOOKUP),
         batch=BatchConfig(prompts=16, group_size=32),
         data=DataConfig(max_prompt_length=1024),
         sft=SftConfig(steps=0),
-        eval=EvalConfig(samples=32, sets=tuple(map(_mathematics, names))),
+        eval=EvalConfig(
+            samples=32,
+            temperature=0.6,
+            top_p=0.95,
+            max_new_tokens=32_768,
+            sets=tuple(map(_mathematics, names)),
+        ),
     )
 
 

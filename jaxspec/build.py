@@ -115,7 +115,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     if wanted.function:
         surrogate = _own_loss(wanted.function)
     low, high = wanted.importance_bounds
-    whole = wanted.kind == "gspo"
+    whole = wanted.kind == "gspo" and not wanted.function
     correction = {
         "none": None,
         "tis": loss_terms.ImportanceWeights(most=high, by_sequence=whole),

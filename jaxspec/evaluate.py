@@ -22,10 +22,10 @@ import optax
 from rich import box
 from rich.table import Table
 
-from jaxspec.config.as_json import flat, to_json
+from jaxspec.config.as_json import SPEED, flat, to_json
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import resolved
-from jaxspec.config.settings import Config, OfflineConfig, ResolvedConfig
+from jaxspec.config.from_checkpoint import from_home, resolved
+from jaxspec.config.settings import Config, KlConfig, OfflineConfig, ResolvedConfig
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.estimates import Difference, Estimate
@@ -35,17 +35,19 @@ from jaxspec.evaluation.records import Records, compare
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.draft_training import load_draft
 from jaxspec.host.job import Job, open_job, refused_by_all, reported
-from jaxspec.host.loaded_run import Run, find_run, measured_factors, restored
+from jaxspec.host.loaded_run import Run, check_weights, find_run, measured_factors, restored
 from jaxspec.host.warm_start import load_policy
 from jaxspec.host.workdir import data_digests, prepare_workdir
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import read_json
+from jaxspec.inputs.json_keys import listed, read_json
 from jaxspec.models.lora import merged
 from jaxspec.rl.learner import Learner
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import TrainState
 from jaxspec.system.files import write_whole
 from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.metrics import plain
 from jaxspec.system.progress import Progress, Screen
 
 COMMAND = "python -m jaxspec.evaluate"
@@ -64,7 +66,10 @@ or of an evaluation, or FOLDER:STEP. Examples:
   python -m jaxspec.evaluate --compare runs/before runs/after"""
 EVALUATION, RESULTS = "evaluation.json", "results.json"
 _WEIGHTS = "model. lora.path sft. head. rollout.draft.path"
-_USED = "seed workdir data. mixture. reward. eval. mesh. batch.prompts batch.group_size rollout."
+_USED = (
+    "seed workdir data. mixture. reward. eval.samples eval.temperature eval.top_p"
+    " eval.max_new_tokens eval.sets. mesh. batch.prompts batch.group_size rollout."
+)
 """Settings that an evaluation reads; of the weights too, where no checkpoint has them."""
 
 
@@ -113,8 +118,10 @@ def evaluated(words: Sequence[str], run: Run | None) -> Config:
         base = Config(**own)
     used = _USED if run else f"{_USED} {_WEIGHTS}"
     config, _ = load_config(words, "evaluate", ABOUT, used=used, base=base)
-    # what would only be trained is not there
-    return replace(config, offline=OfflineConfig(steps=0), kl=replace(config.kl, beta=0.0))
+    if run is None:  # what would only be trained is not there
+        return replace(config, offline=OfflineConfig(steps=0), kl=KlConfig())
+    check_weights(run.config.rollout.draft, config.rollout.draft)
+    return replace(from_home(config), kl=KlConfig())
 
 
 def with_weights(config: Config, run: Run) -> ResolvedConfig:
@@ -152,13 +159,16 @@ def evaluate(job: Job, interrupt: Interrupt, folder: Path, run: Run | None) -> i
         known += new
     found = evaluator.estimated(known)
     if jax.process_index() == 0:
-        plain = {
+        numbers = {
             name: {metric: each._asdict() for metric, each in part.items()}
             for name, part in found.items()
         }
-        write_whole(folder / RESULTS, json.dumps(plain, indent=2) + "\n")
+        write_whole(folder / RESULTS, json.dumps(plain(numbers), indent=2) + "\n")
         Screen().print(table(found))
     job.say(f"results are in {folder}")
+    unknown = [name for name, part in found.items() if not part["reward"].problems]
+    if unknown:
+        raise Diverged(f"nothing is known of any answer to {listed(unknown)}")
     return 0
 
 
@@ -200,7 +210,9 @@ def claim(job: Job, folder: Path, run: Run | None) -> None:
     weights = {path: fingerprint(path) for path in paths if path}
     if run is not None:
         weights = {"checkpoint": str(run.checkpoints / str(run.number))}
-    mine = {"config": config, "data": data_digests(job.config), "weights": weights}
+    # which process asks what, and together with what, follows from both
+    mesh = {"processes": jax.process_count(), **dict(job.mesh.shape)}
+    mine = {"config": config, "data": data_digests(job.config), "weights": weights, "mesh": mesh}
 
     def look() -> None:
         file = folder / EVALUATION
@@ -213,7 +225,7 @@ def claim(job: Job, folder: Path, run: Run | None) -> None:
             write_whole(file, json.dumps(mine, indent=2) + "\n")
             return
         before, now = flat(read_json(file)), flat(mine)
-        free = {"config.workdir", "config.mesh.data", "config.mesh.tensor"}
+        free = [f"config.{name}" for name in ("workdir", "reward.workers", *SPEED)]
         other = [
             f"{name}: {before.get(name, '(absent)')} -> {now.get(name, '(absent)')}"
             for name in before | now

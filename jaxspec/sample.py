@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, get_args
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
@@ -30,13 +30,14 @@ from jaxspec.config.settings import (
     VerifyRule,
 )
 from jaxspec.data.problem_source import Problem
-from jaxspec.drafts.kinds import DraftKind, kind_of
+from jaxspec.drafts.kinds import kind_of
 from jaxspec.host.job import at_once
 from jaxspec.host.loaded_run import (
     Answer,
     LoadedRun,
     Piece,
     check_tokenizer,
+    check_weights,
     find_run,
     open_here,
     read_prompt,
@@ -123,7 +124,7 @@ def sampling_config(run: ResolvedConfig, options: Options, words: Sequence[str])
     longest = options.max_prompt_length + options.max_new_tokens
     require_countable(f"--samples {options.samples}:", options.samples, longest)
     rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout
-    _check_weights(run.rollout.draft, rollout.draft)
+    check_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)
     data = replace(
         run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
@@ -149,28 +150,6 @@ def _alone(rollout: RolloutConfig) -> RolloutConfig:
     if draft.learned:
         return replace(rollout, lookup=replace(lookup, beside=alone))
     return replace(rollout, lookup=replace(lookup, beside="none"), draft=replace(draft, kind=alone))
-
-
-def _check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
-    unlearned = [name for name in get_args(DraftKind) if kind_of(name).learned is None]
-    unlearned.sort(key=lambda name: name != "none")
-    names = [*([trained.kind] if trained.learned else []), *unlearned]
-    possible = f"{', '.join(names[:-1])} and {names[-1]}"
-    has = (
-        f"the run's draft is {trained.kind}, so there are no weights for --draft.kind"
-        f" {wanted.kind}; possible are {possible}"
-    )
-    require(not wanted.learned or wanted.kind == trained.kind, has)
-    for name in (
-        ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
-        if wanted.learned
-        else ()
-    ):
-        was, now = getattr(trained, name), getattr(wanted, name)
-        require(
-            was == now,
-            f"--draft.{name} {now}: the run's draft was trained with {was!r}; leave it out",
-        )
 
 
 class Writer:

@@ -26,6 +26,7 @@ from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
+from jaxspec.evaluation.evaluator import measured
 from jaxspec.evaluation.in_run import Evaluations, in_run
 from jaxspec.host import memory
 from jaxspec.host import workdir as workdirs
@@ -124,7 +125,7 @@ def loop_to_the_end(
     config, process = job.config, jax.process_index()
     with contextlib.closing(checkpoints), MetricsWriter(workdir, process) as writer:
         writer.cut_back(run.over)
-        evaluations.cut_back(run.over)
+        evaluations.cut_back(run)
         calls, trace = numbers_of("profile", config.profile), workdir / f"trace-{process}.json.gz"
         profiler = Profiler(calls, trace, tuple(runner.programs.values()), print)
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
@@ -214,7 +215,7 @@ class Loop:
         batch's evaluation comes after its update."""
         last = line["step"] == self.job.config.steps - 1
         turn = line["step"] % self.job.config.eval.every == 0
-        return turn and not last and not any(name.startswith("eval/") for name in line)
+        return turn and not last and not measured(line)
 
     def call(self, run: RunState) -> bool:
         """Learns what is pending, generates and scores what is left; False when interrupted."""

@@ -111,7 +111,7 @@ def described() -> str:
 def remarks(config: Config) -> list[str]:
     """What is allowed, and rarely meant."""
     loss, bounds = config.loss, (config.loss.clip_low, config.loss.clip_high)
-    if loss.kind == "gspo" and max(bounds) > LARGEST_SEQUENCE_CLIP:
+    if loss.kind == "gspo" and not loss.function and max(bounds) > LARGEST_SEQUENCE_CLIP:
         return [
             f"warning: loss.kind gspo with loss.clip_low {bounds[0]:g} and loss.clip_high"
             f" {bounds[1]:g}: the ratio of a whole answer hardly leaves 1, so that nothing is ever"

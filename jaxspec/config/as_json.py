@@ -11,9 +11,10 @@ from jaxspec.inputs.checked import classes_in, require, types_of
 
 _MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
 _ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
-_SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
+SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
+"""What changes nothing but the time and the memory that a program takes."""
 _WHEN = ("steps", "save_every", "compare_plain", "profile")
-FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *_SPEED, *_MESH})
+FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *SPEED, *_MESH})
 """Keys that may differ when a run is resumed: they change where and how long it runs, and what is
 measured of it, not what it computes. One that ends in a dot stands for all that start with it."""
 

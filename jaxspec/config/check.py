@@ -2,7 +2,7 @@
 
 import math
 
-from jaxspec.config.settings import OF_THE_RUN, ResolvedConfig, SetConfig
+from jaxspec.config.settings import OF_THE_RUN, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
@@ -75,12 +75,14 @@ def _check_sets(config: ResolvedConfig) -> None:
         for number, each in enumerate(sets):
             for part, names in OF_THE_RUN.items():
                 _check_shared(f"{where}.{number}.{part}.", each, config, part, names)
-    held_back = [f"eval.sets.{i}" for i, each in enumerate(config.eval.sets) if each.data.eval_path]
-    require(
-        not held_back,
-        f"{', '.join(held_back)} names a data.eval_path: all problems of its data.path are asked;"
-        " leave data.eval_path out",
-    )
+    every = DataConfig().eval_prompts
+    for number, each in enumerate(config.eval.sets):
+        limited = each.data.path and each.data.eval_prompts != every
+        require(
+            not each.data.eval_path and not limited,
+            f"eval.sets.{number} has a data.eval_path or data.eval_prompts: all problems of its"
+            " data.path are asked; leave them out",
+        )
     _check_task(config)
     mixed, measured = config.training_sets, config.eval_sets
     names = [f"mixture.{i}." for i in range(len(mixed))] if config.mixture else [""]

@@ -19,6 +19,7 @@ from typing import TypeVar
 import tyro
 
 from jaxspec.config.algorithms import ALGORITHMS, described, with_algorithm
+from jaxspec.config.as_json import stands_for
 from jaxspec.config.settings import OF_THE_RUN, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
@@ -90,7 +91,7 @@ def load_config(
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
     if used:
         refuse_idle(named | ({"algorithm"} if algorithm else set()), used, command)
-    if used and "rollout.draft." not in used:
+    if used and not stands_for(used.split(), "rollout.draft.kind"):
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)
     if varied:
@@ -102,7 +103,7 @@ def load_config(
 
 def _evaluated_by(base: Config, config: Config) -> Config:
     """A config with the evaluation of another, and room for its prompts."""
-    longest = config.data.max_prompt_length
+    longest = max(base.data.max_prompt_length, config.data.max_prompt_length)
     workers = {name: getattr(config.reward, name) for name in OF_THE_RUN["reward"]}
     return replace(
         base,

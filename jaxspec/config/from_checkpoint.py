@@ -28,7 +28,7 @@ def resolved(config: Config, say: Say) -> ResolvedConfig:
       ConfigError: a folder, a file or a key is missing, or a checkpoint is of a kind that is not
         supported.
     """
-    config = ResolvedConfig.of(_from_home(config))
+    config = ResolvedConfig.of(from_home(config))
     if config.model.path:
         model = policy_config(config.model)
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
@@ -76,7 +76,7 @@ def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
     return replace(config, draft_model=own, head=spec.head, rollout=rollout)
 
 
-def _from_home(config: Config) -> Config:
+def from_home(config: Config) -> Config:
     """The config with home directories for `~` in the names of its data, whoever reads or digests
     them."""
 

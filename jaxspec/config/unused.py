@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import get_args
 
 from jaxspec.config.as_json import flat, stands_for, to_json
-from jaxspec.config.settings import Config, DraftConfig
+from jaxspec.config.settings import Config, DraftConfig, RewardConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.inputs.checked import Unused, require
 
@@ -35,6 +35,11 @@ def _from_files(setting: str) -> Unused:
         ),
         said_by_files=True,
     )
+
+
+def _rewards(c: Config) -> list[RewardConfig]:
+    """Of all sets of problems."""
+    return [each.reward for each in (*c.training_sets, *c.eval_sets)]
 
 
 def _on_policy(c: Config) -> bool:
@@ -155,9 +160,14 @@ WITH_ANY_DRAFT = (
     Unused(
         "reward.workers reward.deadline",
         "no reward.function and reward.verifier exact",
-        lambda c: not c.reward.function and c.reward.verifier == "exact",
+        lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
     ),
-    Unused("reward.rows reward.max_failed", "no reward.function", lambda c: not c.reward.function),
+    Unused("reward.rows", "no reward.function", lambda c: not c.reward.function),
+    Unused(
+        "reward.max_failed",
+        "no reward.function",
+        lambda c: not any(each.function for each in _rewards(c)),
+    ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
     Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),

@@ -115,7 +115,8 @@ class ProblemSets(NamedTuple):
 
 def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = True) -> ProblemSets:
     """Return the problems of a run: those to train on, and those that the policy is measured on,
-    which are held out of them unless `eval.sets` names others. `answers` are as in `load_problems`.
+    which are held out of them, or those of `eval.sets`, which change nothing in what is trained on.
+    `answers` are as in `load_problems`.
 
     Raises `ConfigError` as `load_problems` does.
     """

@@ -194,6 +194,11 @@ def metrics_of(found: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
     return metrics
 
 
+def measured(line: Mapping[str, Any]) -> bool:
+    """Whether a batch's metrics have those of an evaluation."""
+    return any(name.startswith("eval/") for name in line)
+
+
 def _answer(judged: Judged, row: int) -> dict[str, Any]:
     """One answer, as items of the lists of a record."""
     known, scores = bool(judged.rewarded[row]), judged.scores

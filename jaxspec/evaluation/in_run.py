@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 
-from jaxspec.evaluation.evaluator import Evaluator, metrics_of
+from jaxspec.config.as_json import to_json
+from jaxspec.evaluation.evaluator import Evaluator, measured, metrics_of
 from jaxspec.evaluation.program import own_settings, samples_of, with_own_program
 from jaxspec.evaluation.records import Records
 from jaxspec.host.batches import Batches
-from jaxspec.host.job import Job
+from jaxspec.host.job import Job, refused_by_all
+from jaxspec.host.run_state import RunState
 from jaxspec.host.runner import Runner
 from jaxspec.host.workdir import BEST
+from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed, read_json
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
@@ -25,7 +28,7 @@ from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import write_whole
 
 VALUES = "best.json"
-"""The metric by which checkpoints were kept, and its value by their number."""
+"""The settings of evaluations, and the value of their metric by number of the checkpoint."""
 
 
 class Evaluations:
@@ -40,20 +43,35 @@ class Evaluations:
         self._evaluator, self._folder, self._metric = evaluator, folder, job.config.eval.keep_best
         self._records = Records(folder, jax.process_index())
         evaluator.require_metric(self._metric)
+        how = to_json(job.config)["eval"]
+        self._how = {name: value for name, value in how.items() if name != "every"}
+        if self._metric:
+            refused_by_all(self._require_alike)
         self._best = Checkpoints(folder / BEST, keep=1, say=job.say) if self._metric else None
         self._values = self._known()
 
-    def _known(self) -> dict[str, float]:
-        """Values of checkpoints that are there: what was kept by another metric says nothing."""
+    def _require_alike(self) -> None:
+        """Refuses to go on beside a checkpoint that was best by another measure."""
         file = self._folder / VALUES
-        found = read_json(file) if self._best and file.exists() else {}
-        newest = str(self._best.latest()) if self._best else ""
-        values = found.get("values", {}) if found.get("metric") == self._metric else {}
+        before = read_json(file).get("eval") if file.exists() else self._how
+        require(
+            before == self._how,
+            f"{self._folder / BEST} has what was best by other settings of eval, as {file} says;"
+            f" set these back, or move both away",
+        )
+
+    def _known(self) -> dict[str, float]:
+        """Value of the checkpoint that is there."""
+        if self._best is None or self._best.latest() is None:
+            return {}
+        newest, file = str(self._best.latest()), self._folder / VALUES
+        values = read_json(file).get("values", {}) if file.exists() else {}
         return {number: value for number, value in values.items() if number == newest}
 
-    def cut_back(self, step: int) -> None:
-        """Drops what was found for a batch that is made again."""
-        self._records.cut_back(step)
+    def cut_back(self, run: RunState) -> None:
+        """Drops what was found for batches that are evaluated again."""
+        has = run.pending is not None and measured(run.pending.line)
+        self._records.cut_back(run.over + has)
 
     def __call__(
         self, state: TrainState, step: int, stop: Callable[[], bool]
@@ -78,7 +96,7 @@ class Evaluations:
         assert self._best is not None, "there is a metric to be best by"
         self._values[str(number)] = metrics[f"eval/{self._metric}"]
         if jax.process_index() == 0:
-            values = {"metric": self._metric, "values": self._values}
+            values = {"eval": self._how, "values": self._values}
             write_whole(self._folder / VALUES, json.dumps(values, indent=2) + "\n")
         self._best.save(number, arrays, host)
 

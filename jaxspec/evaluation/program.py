@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jaxspec import mesh as meshes
 from jaxspec.build import automatic, build_step
+from jaxspec.config.check import check
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
 from jaxspec.data.problems import ProblemSets
 from jaxspec.evaluation.evaluator import Evaluator
@@ -15,6 +18,7 @@ from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job
 from jaxspec.host.loaded_run import measured_factors
 from jaxspec.host.runner import Runner, abstract, ahead
+from jaxspec.inputs.checked import read_from
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import smallest_pool
 from jaxspec.state import Prompts, Ready, Rollout, TrainState
@@ -97,7 +101,10 @@ def with_own_program(
       ConfigError: it does not fit the devices beside such a state.
     """
     config = measuring(job.config, job.mesh.shape[meshes.DATA])
-    asking = build_step(config, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
+    with read_from("evaluations"):
+        check(config, job.mesh.size, jax.process_count())
+    stop = job.step.generator.settings.stop
+    asking = build_step(config, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
     # beside it lies what the job keeps, not what this config would
     asking = replace(asking, learner=job.step.learner)
     prompts, grid = config.batch.prompts, job.step.generator.settings.grid

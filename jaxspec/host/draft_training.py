@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
-from jaxspec.config.settings import ResolvedConfig
+from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.files import json_lines_of
 from jaxspec.data.problems import load_sets, pad_prompts
@@ -321,11 +321,9 @@ def _key(job: Job, text: Rows | None) -> str:
     """Names the draft by all that shapes it: policy, prompts, how responses are sampled, text,
     network, training, code."""
     config: ResolvedConfig = job.config
-    tokenizer = (
-        [Path(config.data.tokenizer) / name for name in FILES] if config.data.tokenizer else []
-    )
-    path = [Path(json_lines_of(config.data.path, "data.path"))] if config.data.path else []
-    data = dataclasses.replace(config.data, path=_digest(path), tokenizer=_digest(tokenizer))
+    folder = config.data.tokenizer
+    tokenizer = _digest([Path(folder) / name for name in FILES] if folder else [])
+    data = [(each.weight, _as_read(each.data, tokenizer)) for each in config.training_sets]
     offline = dataclasses.replace(
         config.offline,
         text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else "",
@@ -346,12 +344,25 @@ def _key(job: Job, text: Rows | None) -> str:
     code = sources(*CODE)
     rollout = config.rollout
     sampling = config.seed, rollout.max_new_tokens, rollout.stop, processing
-    weights = [
-        fingerprint(path) for path in (config.model.path, config.lora.path, draft.path) if path
-    ]
+    paths = config.model.path, config.lora.path, draft.path
+    weights = [fingerprint(path) for path in paths if path]
     return content_key(
-        "draft", policy_key(job), weights, sampling, data, offline, network, objective, code
+        "draft",
+        policy_key(job),
+        weights,
+        sampling,
+        data,
+        offline,
+        network,
+        objective,
+        code,
     )
+
+
+def _as_read(data: DataConfig, tokenizer: str) -> DataConfig:
+    """Where prompts come from, by the content of its files."""
+    path = [Path(json_lines_of(data.path, "data.path"))] if data.path else []
+    return dataclasses.replace(data, path=_digest(path), tokenizer=tokenizer)
 
 
 def _digest(files: list[Path]) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from jaxspec import mesh as meshes
 from jaxspec.build import build_step
 from jaxspec.config.as_json import from_json
 from jaxspec.config.check import check
-from jaxspec.config.settings import MeshConfig, ResolvedConfig
+from jaxspec.config.settings import DraftConfig, LossConfig, MeshConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
+from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
@@ -85,7 +86,9 @@ def find_run(path: str) -> Run:
         f"{folder / kept} has no checkpoint {number}; it has {', '.join(map(str, found))}",
     )
     with read_from(str(file)):
-        return Run(folder, number, from_json(saved), kept)
+        # nothing is learnt from it, and a loss of the user's own may not be here
+        config = replace(from_json(saved), loss=LossConfig())
+        return Run(folder, number, config, kept)
 
 
 def check_tokenizer(trained: str, wanted: str) -> None:
@@ -104,6 +107,33 @@ def check_tokenizer(trained: str, wanted: str) -> None:
         not wanted or file.is_file(),
         f"the run's tokenizer is not at {file}; name its folder with --tokenizer",
     )
+
+
+def check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
+    """Whether a run has weights for a draft that is wanted of it.
+
+    Raises:
+      ConfigError: it has none, or of another form.
+    """
+    unlearned = [name for name in get_args(DraftKind) if kind_of(name).learned is None]
+    unlearned.sort(key=lambda name: name != "none")
+    names = [*([trained.kind] if trained.learned else []), *unlearned]
+    possible = f"{', '.join(names[:-1])} and {names[-1]}"
+    has = (
+        f"the run's draft is {trained.kind}, so there are no weights for --rollout.draft.kind"
+        f" {wanted.kind}; possible are {possible}"
+    )
+    require(not wanted.learned or wanted.kind == trained.kind, has)
+    for name in (
+        ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
+        if wanted.learned
+        else ()
+    ):
+        was, now = getattr(trained, name), getattr(wanted, name)
+        require(
+            was == now,
+            f"--rollout.draft.{name} {now}: the run's draft was trained with {was!r}; leave it out",
+        )
 
 
 def open_here(config: ResolvedConfig) -> Job:
@@ -133,7 +163,8 @@ def restored(run: Run, job: Job) -> tuple[TrainState, Generator]:
     """The run's state on the job's mesh, as `read_state` does, with the draft if the job's drafts
     by weights; and the run's own generator."""
     own = replace(run.config, mesh=job.config.mesh)
-    trained = build_step(own, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size)
+    stop = job.step.generator.settings.stop
+    trained = build_step(own, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
     return read_state(run, trained, job.config.rollout.draft.learned), trained.generator
 
 
@@ -245,16 +276,13 @@ class LoadedRun:
 
 
 def read_prompt(text: str, config: ResolvedConfig, tokenizer: Tokenizer) -> Problem:
-    """Renders a prompt as training did.
+    """Renders a prompt as training did; of a mixture, as its first set.
 
     Raises:
       ConfigError: characters that the tokenizer lacks, or more tokens than `max_prompt_length`.
     """
-    asked = (
-        f"{text}\n{config.data.instruction}"
-        if config.data.path and config.data.instruction
-        else text
-    )
+    data = config.training_sets[0].data
+    asked = f"{text}\n{data.instruction}" if data.path and data.instruction else text
     unknown = "" if config.data.tokenizer else tokenizer.unknown(asked)
     require(
         not unknown,

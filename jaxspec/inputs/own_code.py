@@ -1,5 +1,6 @@
 """A user's own function, by the name of its module or file."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
+@functools.cache
 def imported(function: str) -> Callable[..., Any]:
     """The function that `package.module:name` or `file.py:name` names.
 
@@ -20,10 +22,11 @@ def imported(function: str) -> Callable[..., Any]:
         raise ValueError("write it as package.module:name or file.py:name")
     if where.endswith(".py"):
         path = Path(where).expanduser()
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        own = f"jaxspec_own_{path.stem}"  # which replaces no module of that name
+        spec = importlib.util.spec_from_file_location(own, path)
         assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"  # noqa: PT018
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[own] = module
         sys.path.insert(0, str(path.parent))
         spec.loader.exec_module(module)
     else:

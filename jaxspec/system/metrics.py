@@ -70,13 +70,13 @@ class MetricsWriter:
         """Appends one line, whose `step` is the x axis in TensorBoard; NaN and infinity are written
         as null."""
         if not self._silent:
-            plain = _plain(line)
-            append_lines(self._workdir / _METRICS, [plain])
+            written = plain(line)
+            append_lines(self._workdir / _METRICS, [written])
             self._events.write(
-                plain["step"],
+                written["step"],
                 {
                     name: float(value)
-                    for name, value in plain.items()
+                    for name, value in written.items()
                     if isinstance(value, int | float)
                 },
             )
@@ -153,20 +153,20 @@ def _writing(path: Path) -> Iterator[None]:
         ) from reason
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Turns arrays and NumPy numbers into JSON's own types, and NaN and infinity into None."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Appends lines of JSON to a file; NaN and infinity are written as null."""
-    _dump(path, "a", map(_plain, lines))
+    _dump(path, "a", map(plain, lines))
 
 
 def _dump(path: Path, mode: Literal["a", "w"], lines: Iterable[Mapping[str, Any]]) -> None:

@@ -343,7 +343,10 @@ def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Pat
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("own_reward.py:missing", "AttributeError: module 'own_reward' has no attribute 'missing'"),
+        (
+            "own_reward.py:missing",
+            "AttributeError: module 'jaxspec_own_own_reward' has no attribute 'missing'",
+        ),
         ("own_reward.py:number", "number is a int, which cannot be called"),
         ("nowhere.py:reward", "FileNotFoundError"),
         ("no_such_package.rewards:reward", "ModuleNotFoundError"),
