@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
-from jaxspec.config.settings import DataConfig, ResolvedConfig
+from jaxspec.config.settings import DataConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.files import json_lines_of
 from jaxspec.data.problems import load_sets, pad_prompts
@@ -320,7 +320,7 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
 def _key(job: Job, text: Rows | None) -> str:
     """Names the draft by all that shapes it: policy, prompts, how responses are sampled, text,
     network, training, code."""
-    config: ResolvedConfig = job.config
+    config = job.config
     folder = config.data.tokenizer
     tokenizer = _digest([Path(folder) / name for name in FILES] if folder else [])
     data = [(each.weight, _as_read(each.data, tokenizer)) for each in config.training_sets]
@@ -328,8 +328,7 @@ def _key(job: Job, text: Rows | None) -> str:
         config.offline,
         text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else "",
     )
-    draft = config.rollout.draft
-    training = config.draft_training
+    draft, training = config.rollout.draft, config.draft_training
     processing = job.step.learner.processing
     network = (
         draft.kind,
@@ -361,8 +360,8 @@ def _key(job: Job, text: Rows | None) -> str:
 
 def _as_read(data: DataConfig, tokenizer: str) -> DataConfig:
     """Where prompts come from, by the content of its files."""
-    path = [Path(json_lines_of(data.path, "data.path"))] if data.path else []
-    return dataclasses.replace(data, path=_digest(path), tokenizer=tokenizer)
+    files = [Path(json_lines_of(data.path, "data.path"))] if data.path else []
+    return dataclasses.replace(data, path=_digest(files), tokenizer=tokenizer)
 
 
 def _digest(files: list[Path]) -> str:
