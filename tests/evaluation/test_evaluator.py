@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from jaxspec.evaluation.program import measuring, own_settings
 from jaxspec.evaluation.records import Records, compare
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
+from jaxspec.host.run_state import Pending, RunState
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
@@ -200,6 +202,20 @@ def test_the_best_checkpoint_is_known_by_its_metric(
     with pytest.raises(ConfigError, match=r"best has what was best by other settings of eval"):
         made("differences/pass@2")
     assert not made("").is_best({"eval/sums/avg@4": 1.0})
+
+
+def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
+    job: Job, evaluator: Evaluator, tmp_path: Path
+) -> None:
+    """The batch that is pending: its evaluation is in its line, or is made once more."""
+    evaluations = Evaluations(job, evaluator, tmp_path)
+    state, finished = jax.eval_shape(job.step.fresh), job.step.nothing_finished(PROMPTS * GROUP)
+    for line, kept in (({"step": 4, "eval/sums/avg@4": 0.5}, [0, 4]), ({"step": 4}, [0])):
+        lines = [{"step": step, "set": "sums"} for step in (0, 4, 8)]
+        (tmp_path / "evaluations.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
+        run = RunState(state, finished, batch=5, rollouts=5, pending=Pending(line, []))
+        evaluations.cut_back(run)
+        assert [record["step"] for record in Records(tmp_path, 0).read()] == kept
 
 
 def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> None:
