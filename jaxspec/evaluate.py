@@ -290,8 +290,9 @@ def table(found: Mapping[str, Mapping[str, Estimate]]) -> Table:
 def compared(first: str, second: str, found: Mapping[str, Difference]) -> Table:
     """How two evaluations differ, for rich to print."""
     shown = Table(box=box.SIMPLE, title=f"{first} -> {second}", title_justify="left")
-    for title in ("set", "first", "second", "change", "95 %", "better", "worse", "problems"):
-        shown.add_column(title, justify="left" if title == "set" else "right", no_wrap=True)
+    for title in ("set", "first", "second", "change", "95 %", "problems"):
+        left = title in ("set", "problems")
+        shown.add_column(title, justify="left" if left else "right", no_wrap=True)
     for name, each in found.items():
         change = each.estimate
         shown.add_row(
@@ -300,9 +301,7 @@ def compared(first: str, second: str, found: Mapping[str, Difference]) -> Table:
             f"{each.second:.3f}",
             f"{change.value:+.3f}",
             f"{change.low:+.2f} to {change.high:+.2f}",
-            str(each.better),
-            str(each.worse),
-            str(change.problems),
+            f"{each.better} better, {each.worse} worse of {change.problems}",
         )
     return shown
 
