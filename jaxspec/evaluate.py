@@ -301,7 +301,7 @@ def compared(first: str, second: str, found: Mapping[str, Difference]) -> Table:
             f"{each.second:.3f}",
             f"{change.value:+.3f}",
             f"{change.low:+.2f} to {change.high:+.2f}",
-            f"{each.better} better, {each.worse} worse of {change.problems}",
+            f"+{each.better} -{each.worse} of {change.problems}",
         )
     return shown
 
