@@ -11,6 +11,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -282,7 +283,8 @@ def table(found: Mapping[str, Mapping[str, Estimate]]) -> Table:
         shown.add_column(title, justify="left" if title in ("set", "metric") else "right")
     for name, part in found.items():
         for metric, each in part.items():
-            interval = f"{each.low:.3f} - {each.high:.3f}"
+            known = math.isfinite(each.low)  # one problem says nothing of others
+            interval = f"{each.low:.3f} - {each.high:.3f}" if known else ""
             shown.add_row(name, metric, f"{each.value:.3f}", interval, str(each.problems))
     return shown
 
