@@ -5,7 +5,7 @@ The config is opened once, here; what is made knows only its own parts.
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.own_code import imported
+from jaxspec.inputs.own_code import imported, told
 from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
@@ -140,24 +140,26 @@ def _own_loss(name: str) -> losses.Surrogate:
     try:
         function = imported(name)
 
-        def surrogate(inputs: loss_terms.LossInputs) -> loss_terms.Loss:
-            found = function(inputs)
-            return found if isinstance(found, loss_terms.Loss) else loss_terms.Loss(found)
-
-        def tried() -> loss_terms.PerLabel:
+        def tried() -> Any:
             number = jnp.zeros((2, 3), jnp.float32)
             of_tokens = dict.fromkeys(loss_terms.LossInputs._fields, number)
             of_tokens |= {"chosen": number == 0, "first": number.astype(jnp.int32)}
-            return surrogate(loss_terms.LossInputs(**of_tokens)).by_label
+            found = function(loss_terms.LossInputs(**of_tokens))
+            return found.by_label if isinstance(found, loss_terms.Loss) else jnp.asarray(found)
 
         shape = jax.eval_shape(tried).shape
-    except Exception as error:
-        raise ConfigError(f"loss.function {name}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's code raises whatever it likes
+        raise ConfigError(f"loss.function {name}: {told(error)}") from error
     require(
         shape == (2, 3),
         f"loss.function {name} gives an array of shape {shape} for tokens of shape (2, 3); give the"
         " loss at each token, and leave their mean to loss.aggregation",
     )
+
+    def surrogate(inputs: loss_terms.LossInputs) -> loss_terms.Loss:
+        found = function(inputs)
+        return found if isinstance(found, loss_terms.Loss) else loss_terms.Loss(found)
+
     return surrogate
 
 

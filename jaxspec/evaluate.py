@@ -9,11 +9,10 @@ if __name__ == "__main__":
     begin()
 
 import argparse
-import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,15 @@ from rich.table import Table
 from jaxspec.config.as_json import SPEED, flat, to_json
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import from_home, resolved
-from jaxspec.config.settings import Config, KlConfig, OfflineConfig, ResolvedConfig
+from jaxspec.config.settings import (
+    OF_THE_RUN,
+    Config,
+    DataConfig,
+    KlConfig,
+    OfflineConfig,
+    ResolvedConfig,
+    RewardConfig,
+)
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.estimates import Difference, Estimate
@@ -35,10 +42,10 @@ from jaxspec.evaluation.program import with_own_program
 from jaxspec.evaluation.records import Records, compare
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.draft_training import load_draft
-from jaxspec.host.job import Job, open_job, refused_by_all, reported
+from jaxspec.host.job import Job, refused_by_all, reported, started
 from jaxspec.host.loaded_run import Run, check_weights, find_run, measured_factors, restored
 from jaxspec.host.warm_start import load_policy
-from jaxspec.host.workdir import data_digests, prepare_workdir
+from jaxspec.host.workdir import data_digests, held
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed, read_json
 from jaxspec.models.lora import merged
@@ -46,7 +53,6 @@ from jaxspec.rl.learner import Learner
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import TrainState
 from jaxspec.system.files import write_whole
-from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import plain
 from jaxspec.system.progress import Progress, Screen
@@ -84,21 +90,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     run = find_run(options.checkpoint) if options.checkpoint else None
     config = evaluated(words, run)
-    with Interrupt() as interrupt:
-        told: list[str] = []
-        with interrupt.nothing_unsaved("starting"):
-            whole = with_weights(config, run) if run else resolved(config, told.append)
-            job = open_job(whole)
-        for line in told:
-            job.say(line)
-        folder = prepare_workdir(config.workdir)
-        with contextlib.ExitStack() as stack:
 
-            def look() -> None:
-                stack.enter_context(folder_lock(folder, job.say))
+    def resolve(say: Callable[[str], Any]) -> ResolvedConfig:
+        whole = with_weights(config, run) if run else resolved(config, say)
+        require_draft(whole, run)
+        return whole
 
-            refused_by_all(look)
+    def body(job: Job, interrupt: Interrupt) -> int:
+        with held(job, not_a_run) as folder:
             return evaluate(job, interrupt, folder, run)
+
+    return started(resolve, body)
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -119,10 +121,38 @@ def evaluated(words: Sequence[str], run: Run | None) -> Config:
         base = Config(**own)
     used = _USED if run else f"{_USED} {_WEIGHTS}"
     config, _ = load_config(words, "evaluate", ABOUT, used=used, base=base)
+    config = replace(measured_alone(config), kl=KlConfig())
     if run is None:  # what would only be trained is not there
-        return replace(config, offline=OfflineConfig(steps=0), kl=KlConfig())
+        return replace(config, offline=OfflineConfig(steps=0))
     check_weights(run.config.rollout.draft, config.rollout.draft)
-    return replace(from_home(config), kl=KlConfig())
+    return from_home(config)
+
+
+def measured_alone(config: Config) -> Config:
+    """The config without what is trained on, where sets of its own are measured: files and
+    functions of a run may not be here. A warm start is still that of the task."""
+    if not config.eval.sets:
+        return config
+    data = {name: getattr(config.data, name) for name in (*OF_THE_RUN["data"], "task", "digits")}
+    style = "code" if config.data.task == "programs" else "hash"
+    reward = {name: getattr(config.reward, name) for name in OF_THE_RUN["reward"]}
+    reward |= {"verifier": "code", "run_code": True} if style == "code" else {}
+    return replace(
+        config,
+        mixture=(),
+        data=DataConfig(**data, answer_style=style),
+        reward=RewardConfig(**reward),
+    )
+
+
+def require_draft(config: ResolvedConfig, run: Run | None) -> None:
+    """Refuses a draft of which there are no weights."""
+    draft = config.rollout.draft
+    require(
+        run is not None or not draft.learned or bool(draft.path),
+        f"rollout.draft.kind {draft.kind} has weights, and no draft is trained here: set"
+        " --rollout.draft.path FOLDER, or --rollout.draft.kind ngram or none",
+    )
 
 
 def with_weights(config: Config, run: Run) -> ResolvedConfig:
@@ -204,8 +234,14 @@ def ask(
     return found
 
 
+def not_a_run(job: Job, folder: Path) -> None:
+    """Refuses the folder of a training run."""
+    found = [name for name in ("config.json", "metrics.jsonl") if (folder / name).exists()]
+    require(not found, f"{folder} is the folder of a training run; name another with --workdir")
+
+
 def claim(job: Job, folder: Path, run: Run | None) -> None:
-    """Notes what is evaluated in the folder, or refuses one that has results of something else."""
+    """Notes what is evaluated in the folder, or refuses one that has answers to something else."""
     config = to_json(job.config)
     paths = job.config.model.path, job.config.lora.path, job.config.rollout.draft.path
     weights = {path: fingerprint(path) for path in paths if path}
@@ -217,12 +253,7 @@ def claim(job: Job, folder: Path, run: Run | None) -> None:
 
     def look() -> None:
         file = folder / EVALUATION
-        if not file.exists():
-            held = [name for name in ("config.json", "metrics.jsonl") if (folder / name).exists()]
-            require(
-                not held,
-                f"{folder} is the folder of a training run; name another with --workdir",
-            )
+        if not file.exists() or not Records(folder, 0).read():  # nothing was answered yet
             write_whole(file, json.dumps(mine, indent=2) + "\n")
             return
         before, now = flat(read_json(file)), flat(mine)
@@ -248,19 +279,10 @@ def remembering_nothing(learner: Learner) -> Learner:
 
 
 def loaded(job: Job, interrupt: Interrupt, run: Run | None) -> TrainState:
-    """Policy and draft of the checkpoints that the config names, or of a run's.
-
-    Raises:
-      ConfigError: a learned draft has no weights.
-    """
+    """Policy and draft of the checkpoints that the config names, or of a run's."""
     step, factors = job.step, None
-    shapes = jax.eval_shape(step.fresh_draft)
     if run is None:
-        require(
-            shapes is None or bool(job.config.rollout.draft.path),
-            f"rollout.draft.kind {job.config.rollout.draft.kind} has weights, and no draft is"
-            " trained here: set --rollout.draft.path FOLDER, or --rollout.draft.kind ngram or none",
-        )
+        shapes = jax.eval_shape(step.fresh_draft)
         policy, network = load_policy(job, interrupt), load_draft(job, shapes)
     else:
         bare, generator = restored(run, job)

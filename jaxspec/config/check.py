@@ -84,10 +84,7 @@ def _check_sets(config: ResolvedConfig) -> None:
             " data.path are asked; leave them out",
         )
     _check_task(config)
-    mixed, measured = config.training_sets, config.eval_sets
-    names = [f"mixture.{i}." for i in range(len(mixed))] if config.mixture else [""]
-    names += [f"eval.sets.{i}." for i in range(len(measured))]
-    for where, each in zip(names, (*mixed, *measured), strict=True):
+    for where, each in config.judged_sets.items():
         _check_judged(where, each)
 
 

@@ -294,9 +294,13 @@ class Config(Checked):
         return tuple(self._shared(each) for each in self.mixture) or (alone,)
 
     @property
-    def eval_sets(self) -> tuple[SetConfig, ...]:
-        """What the policy is measured on, where that is not held out of what is trained on."""
-        return tuple(self._shared(each) for each in self.eval.sets)
+    def judged_sets(self) -> dict[str, SetConfig]:
+        """All sets of problems in the order of their numbers, those to train on first, by what
+        comes before the names of their settings."""
+        measured = (self._shared(each) for each in self.eval.sets)
+        mixed = [f"mixture.{number}." for number in range(len(self.mixture))] or [""]
+        names = [*mixed, *(f"eval.sets.{number}." for number in range(len(self.eval.sets)))]
+        return dict(zip(names, (*self.training_sets, *measured), strict=True))
 
     def _shared(self, each: SetConfig) -> SetConfig:
         """A set with what is the run's: tokenizer, prompts and workers."""

@@ -39,7 +39,7 @@ def _from_files(setting: str) -> Unused:
 
 def _rewards(c: Config) -> list[RewardConfig]:
     """Of all sets of problems."""
-    return [each.reward for each in (*c.training_sets, *c.eval_sets)]
+    return [each.reward for each in c.judged_sets.values()]
 
 
 def _on_policy(c: Config) -> bool:

@@ -120,38 +120,26 @@ def load_sets(config: ResolvedConfig, tokenizer: Tokenizer, *, answers: bool = T
 
     Raises `ConfigError` as `load_problems` does.
     """
-    named = [
-        (f"mixture.{number}." if config.mixture else "", each)
-        for number, each in enumerate(config.training_sets)
-    ]
+    named, trained = [*config.judged_sets.items()], len(config.training_sets)
     loaded = [
         load_problems(
             each.data, tokenizer, where, answers=answers, judged="answer" in each.reward.all_parts
         )
-        for where, each in named
+        for where, each in named[:trained]
     ]
-    measured = {
-        each.name: Measured(held_out, number)
-        for number, ((_, each), (_, held_out)) in enumerate(zip(named, loaded, strict=True))
-    }
-    others = config.eval_sets
-    if others:
-        measured = {
-            each.name: Measured(
-                all_problems(
-                    each.data,
-                    tokenizer,
-                    f"eval.sets.{place}.",
-                    judged="answer" in each.reward.all_parts,
-                ),
-                len(loaded) + place,
-            )
-            for place, each in enumerate(others)
-        }
+    found = [held_out for _, held_out in loaded]
+    found += [
+        all_problems(each.data, tokenizer, where, judged="answer" in each.reward.all_parts)
+        for where, each in named[trained:]
+    ]
+    first = trained if config.eval.sets else 0
     return ProblemSets(
         training=tuple(train for train, _ in loaded),
-        weights=tuple(each.weight for _, each in named),
-        measured=measured,
+        weights=tuple(each.weight for _, each in named[:trained]),
+        measured={
+            named[number][1].name: Measured(found[number], number)
+            for number in range(first, len(named))
+        },
     )
 
 
@@ -238,7 +226,7 @@ def remarks(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
         if not single:
             share = each.weight / sum(sets.weights)
             lines.append(f"{each.name}: {len(problems)} problems, {share:.0%} of those asked")
-    for each in config.eval_sets:
+    for each in config.eval.sets:
         found = sets.measured[each.name].problems
         counted = f"; {found.left_out}" if str(found.left_out) else ""
         lines.append(f"{each.name}: {len(found)} problems to measure by{counted}")

@@ -38,11 +38,7 @@ def scorer_of(config: ResolvedConfig, sets: ProblemSets | None = None) -> SetSco
         it cannot read some answers, which are listed.
     """
     pools: dict[str, RewardPool] = {}
-    named = [
-        (f"mixture.{number}." if config.mixture else "", each)
-        for number, each in enumerate(config.training_sets)
-    ]
-    named += [(f"eval.sets.{number}.", each) for number, each in enumerate(config.eval_sets)]
+    named = [*config.judged_sets.items()]
     scorers = [_of_set(where, each, pools) for where, each in named]
     for number, problems in sets.with_judges() if sets else ():
         where, each = named[number]

@@ -63,7 +63,7 @@ class Evaluator:
         self._batches, self._samples, self._ask, self._with_text = batches, samples, ask, with_text
         self._prepare = prepare
         self._sets: Mapping[str, Measured] = batches.sets.measured
-        self._judges = (*config.training_sets, *config.eval_sets)
+        self._judges = [*config.judged_sets.values()]
         self._prompts, self._repeats = config.batch.prompts, samples // config.batch.group_size
 
     @property

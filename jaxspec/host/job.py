@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -89,15 +89,23 @@ def run(
         config, _ = load_config(
             sys.argv[1:] if argv is None else argv, program, description, varied, used
         )
-        with Interrupt() as interrupt:
-            told: list[str] = []
-            with interrupt.nothing_unsaved("starting"):
-                job = open_job(resolved(config, told.append))
-            for line in told:
-                job.say(line)
-            return body(job, interrupt)
+        return started(lambda say: resolved(config, say), body)
 
     return reported(work)
+
+
+def started(
+    config: Callable[[Callable[[str], Any]], ResolvedConfig],
+    body: Callable[[Job, Interrupt], int],
+) -> int:
+    """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
+    with Interrupt() as interrupt:
+        told: list[str] = []
+        with interrupt.nothing_unsaved("starting"):
+            job = open_job(config(told.append))
+        for line in told:
+            job.say(line)
+        return body(job, interrupt)
 
 
 def reported(work: Callable[[], int]) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,24 @@ STARTS, SAVED = "starts.jsonl", "saved"
 
 
 @contextlib.contextmanager
-def held(job: Job) -> Iterator[Path]:
+def held(job: Job, look_into: Callable[[Job, Path], None] | None = None) -> Iterator[Path]:
     """The run's folder, made if it is not there, which no other run can have until this is left or
     its process dies.
 
-    Of several processes of a job, process 0 has it for all.
+    Of several processes of a job, process 0 has it for all, and judges it by `look_into`: by
+    default, whether it is this training run's.
 
     Raises:
       ConfigError: the folder cannot be written, another run has it, it belongs to another config or
         other data, or what it holds would be lost; what and where is named.
     """
+    judge = look_into or _require_own
     folder = prepare_workdir(job.config.workdir)
     with contextlib.ExitStack() as stack:
 
         def look() -> None:
             stack.enter_context(folder_lock(folder, job.say))
-            _require_own(job, folder)
+            judge(job, folder)
 
         refused_by_all(look)
         yield folder
@@ -251,9 +253,7 @@ def require_no_checkpoints(folder: Path) -> None:
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
     """Digests of what is trained and evaluated on, as JSON lines, and of the tokenizer's files; by
     setting and file."""
-    sets = {f"mixture.{number}.": each.data for number, each in enumerate(config.mixture)}
-    sets = sets or {"": config.data}
-    sets |= {f"eval.sets.{number}.": each.data for number, each in enumerate(config.eval.sets)}
+    sets = {where: each.data for where, each in config.judged_sets.items()}
     paths = {f"{where}data.path": data.path for where, data in sets.items()}
     paths |= {f"{where}data.eval_path": data.eval_path for where, data in sets.items() if data.path}
     files = {

@@ -1,12 +1,18 @@
-"""A user's own function, by the name of its module or file."""
+"""A user's own function, by the name of its module or file, and what it raises."""
 
 import functools
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+SHOWN = 300
+"""Characters of what went wrong."""
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
 @functools.cache
@@ -36,3 +42,15 @@ def imported(function: str) -> Callable[..., Any]:
     if not callable(found):
         raise TypeError(f"{name} is a {type(found).__name__}, which cannot be called")
     return found
+
+
+def told(error: BaseException) -> str:
+    """An error in one line, with the line of the user's code that it came from."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, "<frozen", *_LIBRARIES)):
+            place = f" ({Path(name).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    reason = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' * bool(reason)}{reason}"[:SHOWN] + place

@@ -15,7 +15,6 @@ import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from jaxspec.inputs import own_code
@@ -23,8 +22,6 @@ from jaxspec.rewards.code import adopt_orphans, is_test, passes
 
 MEMORY = 3 * 2**30
 """Bytes of address space of a worker that runs checks of jaxspec alone."""
-SHOWN = 300
-"""Characters of what went wrong."""
 _MARKED = re.compile(r"(?<!\\)\$|\\boxed")
 """What says where mathematics stands; an escaped dollar is money."""
 OUTCOMES = "correct", "wrong", "no_answer"
@@ -48,7 +45,7 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
     try:
         call = own_code.imported(function) if function else None
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
-        _send(tasks, {"failed": told(error)})
+        _send(tasks, {"failed": own_code.told(error)})
         return
     if not function:
         with contextlib.suppress(ValueError, OSError):  # not every system limits it
@@ -90,7 +87,7 @@ def program_passes(
     try:
         return passes(tests, program, seconds, folder)
     except OSError as error:
-        return {"error": told(error)}
+        return {"error": own_code.told(error)}
 
 
 # ---- mathematics
@@ -126,7 +123,7 @@ def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
             found = asyncio.run(_awaited(found))
         found = list(found)
     except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is told
-        return {"error": told(error)}
+        return {"error": own_code.told(error)}
     if len(found) != len(rows[0]):
         return {"error": f"it gave {len(found)} rewards for {len(rows[0])} rows"}
     rewards = []
@@ -134,7 +131,7 @@ def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
         try:
             rewards.append(_one(each))
         except Exception as error:  # noqa: BLE001 - the same
-            rewards.append([None, told(error)])
+            rewards.append([None, own_code.told(error)])
     return {"rewards": rewards}
 
 
@@ -160,16 +157,4 @@ def _one(given: Any) -> list[Any]:
 
 def reprs(value: Any) -> str:
     """A value in a message."""
-    return repr(value)[:SHOWN]
-
-
-def told(error: BaseException) -> str:
-    """An error in one line, with the line of the user's code that raised it."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if name not in (__file__, own_code.__file__):
-            place = f" ({Path(name).name}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    reason = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' * bool(reason)}{reason}"[:SHOWN] + place
+    return repr(value)[: own_code.SHOWN]

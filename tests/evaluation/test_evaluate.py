@@ -13,6 +13,7 @@ from jaxspec.config.settings import (
     DataConfig,
     DraftConfig,
     EvalConfig,
+    LossConfig,
     ResolvedConfig,
     RewardConfig,
     RolloutConfig,
@@ -20,8 +21,9 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.evaluate import evaluated
+from jaxspec.evaluate import claim, evaluated, require_draft
 from jaxspec.evaluation import program
+from jaxspec.evaluation.records import Records
 from jaxspec.host import memory
 from jaxspec.host.job import Job, make_job
 from jaxspec.host.loaded_run import Run
@@ -136,6 +138,37 @@ def test_sets_that_do_not_go_together_are_refused() -> None:
             check(config, 1)
 
 
-def test_a_plain_draft_is_said_where_it_is_wanted() -> None:
-    run = run_of(rollout=RolloutConfig(draft=DraftConfig(kind="none")))
-    assert evaluated([], run).rollout.draft.kind == "none"
+def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
+    """Its files and functions may be elsewhere."""
+    run = run_of(
+        data=DataConfig(path="gone.jsonl", answer_style="boxed", prompt_format="raw"),
+        reward=RewardConfig(function="gone.py:reward", workers=2),
+        loss=LossConfig(function="gone.py:loss"),
+    )
+    alone = evaluated([], run)
+    assert alone.data.path == "gone.jsonl", "held-out problems are in that file"
+    config = evaluated(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
+    assert (config.data.path, config.data.prompt_format) == ("", "raw")
+    assert config.reward == RewardConfig(), "workers are the config's"
+    assert {each.reward.verifier for each in config.eval.sets} == {"math"}
+
+
+def test_a_learned_draft_needs_weights() -> None:
+    config = ResolvedConfig()
+    with pytest.raises(ConfigError, match=r"kind eagle3 has weights, .* ngram or none"):
+        require_draft(config, None)
+    require_draft(config, run_of())
+    require_draft(ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(kind="ngram"))), None)
+
+
+def test_a_folder_belongs_to_what_has_answered_there(tmp_path: Path) -> None:
+    def claimed(**changes: Any) -> None:
+        config = tiny_config(tiny_model(vocab=24, dtype="float32"), **changes)
+        claim(make_job(config, small_mesh()), tmp_path, None)
+
+    claimed(seed=1)
+    claimed(seed=2)  # the first has answered nothing
+    Records(tmp_path, 0).write(0, [{"set": "a", "problem": 0}])
+    claimed(seed=2, staged=True)
+    with pytest.raises(ConfigError, match=r"another evaluation: config\.seed: 2 -> 3\."):
+        claimed(seed=3)
