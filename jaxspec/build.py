@@ -244,7 +244,7 @@ def tokens_of(config: ResolvedConfig, mesh: Mesh) -> int:
     """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
     has."""
     longest = config.row_length - 1
-    rows = config.batch.prompts * config.batch.group_size // mesh.shape[meshes.DATA]
+    rows = config.batch.prompts * config.batch.group_size // meshes.row_shards(mesh)
     wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
     return longest * min(max(1, round(wanted / longest)), max(rows, 1))
 
@@ -286,6 +286,11 @@ def _build_generator(
     config: ResolvedConfig, mesh: Mesh, processing: Processing, stop: StopStrings | None
 ) -> Generator:
     rollout, batch = config.rollout, config.batch
+    require(
+        meshes.accelerated(mesh) or not rollout.engine.command_buffers,
+        "rollout.engine.command_buffers puts loops into CUDA graphs, and these devices are CPUs;"
+        " leave it out",
+    )
     settings = Settings(
         group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
@@ -323,6 +328,7 @@ def _build_generator(
         slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
         tail=rollout.engine.tail,
         lay_out=lay_out,
+        command_buffers=rollout.engine.command_buffers,
         about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),
     )
     return generator.with_(prompts=batch.prompts, group_size=batch.group_size)

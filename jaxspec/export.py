@@ -133,7 +133,7 @@ def unfinished(options: Options) -> Path:
 
 def _open(config: ResolvedConfig) -> Job:
     """The job on all devices there are, each holding a part of the weights; nothing is computed."""
-    start_jax(config, config.mesh.data * config.mesh.tensor)
+    start_jax(config, config.mesh.data * config.mesh.expert * config.mesh.tensor)
     count = meshes.count_devices()
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 

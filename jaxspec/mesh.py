@@ -1,5 +1,6 @@
 """Devices and names: the mesh, and the rules from logical axes to mesh axes."""
 
+import math
 import os
 import platform
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,16 +18,27 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.system.processes import environment_number, first_line, whole_number
 
-DATA, TENSOR = "data", "tensor"
+DATA, EXPERT, TENSOR = "data", "expert", "tensor"
+AXES = (DATA, EXPERT, TENSOR)
+ROWS = (DATA, EXPERT)
+"""What splits rows: over data shards, each with a loop of its own, and within one over the members
+that hold the experts between them and step together."""
 _MOST_DEVICES = 512
 """More devices of a CPU than any machine has cores; XLA would not get to an end with a million."""
 
-Rules = Mapping[str, str]
-"""Logical axis to mesh axis."""
-ROLLOUT_RULES: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR}
-"""Rollout layout: each `data` shard holds whole weights, split over `tensor` only."""
-TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": DATA}
-"""Train layout: sharded over `data` too (FSDP), along the embedding width."""
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis to mesh axes; of a leaf, no mesh axis splits two."""
+ROLLOUT_RULES: Rules = {
+    "experts": (EXPERT,),
+    "heads": (TENSOR,),
+    "kv_heads": (TENSOR,),
+    "ffn": (TENSOR,),
+    "vocab": (TENSOR,),
+}
+"""Rollout layout: each `data` shard holds whole weights, split over `tensor`, and the experts over
+`expert`."""
+TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": ROWS}
+"""Train layout: all are split over what splits rows too (FSDP), along the embedding width."""
 
 
 def cores() -> int:
@@ -141,14 +154,20 @@ def lone_cpu(mesh: Mesh) -> bool:
     return not accelerated(mesh) and mesh.shape[TENSOR] == 1
 
 
-def make_mesh(data: int, tensor: int) -> Mesh:
-    """Builds the `data` x `tensor` mesh over the first devices of all processes; axes are Auto."""
+def make_mesh(data: int, tensor: int = 1, expert: int = 1) -> Mesh:
+    """Builds the `data` x `expert` x `tensor` mesh over the first devices of all processes; axes
+    are Auto."""
     return jax.make_mesh(
-        (data, tensor),
-        (DATA, TENSOR),
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[: data * tensor],
+        (data, expert, tensor),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=jax.devices()[: data * expert * tensor],
     )
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts rows are split."""
+    return mesh.shape[DATA] * mesh.shape[EXPERT]
 
 
 def shardings(
@@ -159,11 +178,12 @@ def shardings(
     shard_above: int = 0,
 ) -> Any:
     """Maps every leaf of `tree` to its sharding; leaves of fewer than `shard_above` elements are
-    not sharded over `data`.
+    not split where rows are, but for their experts.
 
     A leaf is looked up in `axes` by the last attribute name on its path (`.layers.query.value` is
-    `query`), so optimizer states follow their weights; a dimension that its mesh axis does not
-    divide is replicated, as is a leaf without an entry.
+    `query`), so optimizer states follow their weights, and a layer by itself has the axes of the
+    stack but the first; a dimension that its mesh axes do not divide is split by fewer of them, or
+    replicated, as is a leaf without an entry.
     """
 
     def one(path: Any, leaf: Any) -> NamedSharding:
@@ -171,28 +191,44 @@ def shardings(
         if names and names[-1] == "value":  # the content of a flax Param
             names.pop()
         logical = axes.get(names[-1], ()) if names else ()
+        if logical[:1] == (None,) and leaf.ndim == len(logical) - 1:
+            logical = logical[1:]
         if len(logical) != leaf.ndim:
             return NamedSharding(mesh, P())
-        physical = [rules.get(name) if name else None for name in logical]
-        if leaf.size < shard_above:
-            physical = [axis if axis != DATA else None for axis in physical]
-        fits = [
-            axis if axis and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(physical, leaf.shape, strict=True)
-        ]
-        return NamedSharding(mesh, P(*fits))
+        small, free = leaf.size < shard_above, list(mesh.axis_names)
+        entries = []
+        for name, size in zip(logical, leaf.shape, strict=True):
+            physical = tuple(axis for axis in rules.get(name or "", ()) if axis in free)
+            if small and DATA in physical:
+                physical = ()
+            while size % math.prod(mesh.shape[axis] for axis in physical):
+                physical = physical[:-1]
+            free = [axis for axis in free if axis not in physical]
+            entries.append(physical[0] if len(physical) == 1 else physical or None)
+        return NamedSharding(mesh, P(*entries))
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+def named(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def by_rows(spec: P) -> P:
+    """How a leaf is split over the axes that split rows alone."""
+    kept = [tuple(axis for axis in named(entry) if axis in ROWS) for entry in spec]
+    return P(*(entry or None for entry in kept))
+
+
 def on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function of every data shard by itself: a `shard_map` that is manual over `data`, in
-    which all that goes between data shards is what the function says.
+    """The function of every shard of rows by itself: a `shard_map` that is manual over what splits
+    them, in which all that goes between shards is what the function says.
 
     A `tensor` axis of one device is manual too: else JAX says of every operation how it is split
     over that axis, which makes a program a half longer and slower to compile.
     """
-    names = {DATA} if mesh.shape[TENSOR] > 1 else {DATA, TENSOR}
+    names = {*ROWS} if mesh.shape[TENSOR] > 1 else {*AXES}
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -219,14 +255,38 @@ def on_each_member(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     )
 
 
+def summed_over_members(parts: Any) -> Any:
+    """Inside `on_each_member`: what the members of `tensor` have parts of."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return lax.psum(parts, TENSOR) if _manual(TENSOR, mesh) else parts
+
+
+def of_any_expert(value: Any) -> Any:
+    """Inside `on_each_shard`: the largest value of the members of `expert`, or whether something
+    holds for any. They step together, as all take part when tokens go to the experts, so that what
+    they decide about steps must be the same."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return lax.pmax(value, EXPERT) if _manual(EXPERT, mesh) else value
+
+
+def summed_over_experts(value: Any) -> Any:
+    """Inside `on_each_shard`: the sum of what the members of `expert` counted."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return lax.psum(value, EXPERT) if _manual(EXPERT, mesh) else value
+
+
+def _manual(axis: str, mesh: Any) -> bool:
+    return axis in mesh.manual_axes and mesh.shape[axis] > 1
+
+
 def rows_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of arrays whose first axis is rows (or prompts)."""
-    return NamedSharding(mesh, P(DATA))
+    return NamedSharding(mesh, P(ROWS))
 
 
 def by_update_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of arrays whose first axis is updates on a batch, and the second rows."""
-    return NamedSharding(mesh, P(None, DATA))
+    return NamedSharding(mesh, P(None, ROWS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

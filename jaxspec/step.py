@@ -182,7 +182,7 @@ class Step:
           ValueError: a row does not fit a micro-batch.
         """
         mini = np.arange(len(read), dtype=np.int32) * self.mini_batches // len(read)
-        shards = self.learner.mesh.shape[meshes.DATA]
+        shards = meshes.row_shards(self.learner.mesh)
         return planned(read, shards, self.learner.tokens, mini)
 
     # ---- state

@@ -313,9 +313,9 @@ def no_history(prompts: int, size: int = 0) -> dict[str, Any]:
     }
 
 
-def small_mesh(data: int = 1, tensor: int = 1) -> Mesh:
+def small_mesh(data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """A mesh over the first devices."""
-    return make_mesh(data, tensor)
+    return make_mesh(data, tensor, expert)
 
 
 def trimmed(spec: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxspec.mesh import DATA, TENSOR
+from jaxspec.mesh import AXES
 
 
 class Card(NamedTuple):
@@ -112,10 +112,10 @@ def devices(card: Card, count: int) -> tuple[Any, ...]:
     return tuple(topology.devices)
 
 
-def mesh_of(card: Card, data: int = 1, tensor: int = 1) -> Mesh:
+def mesh_of(card: Card, data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """A mesh of GPUs as `make_mesh` makes it."""
-    grid = np.array(devices(card, data * tensor)).reshape(data, tensor)
-    return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+    grid = np.array(devices(card, data * expert * tensor)).reshape(data, expert, tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def compiled(function: Callable, mesh: Mesh, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:

@@ -235,7 +235,7 @@ MUTANTS = [
         "-",
         "a recomputed row drafts from its prompt",
         "rollout/recompute.py",
-        "lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh",
+        'lambda leaf, source: leaf.at[slot].set(source[0], mode="drop"), state.draft, fresh',
         "lambda leaf, source: leaf, state.draft, fresh",
         SLOTS,
     ),

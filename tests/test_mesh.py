@@ -16,18 +16,47 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import mesh as meshes
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.mesh import ROWS
 from tests.conftest import small_mesh, trimmed
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
 def test_meshes_have_auto_axes_in_order(data: int, tensor: int) -> None:
     mesh = small_mesh(data, tensor)
-    assert dict(mesh.shape) == {"data": data, "tensor": tensor}
-    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert dict(mesh.shape) == {"data": data, "expert": 1, "tensor": tensor}
+    assert mesh.axis_types == (AxisType.Auto,) * 3
     # Tensor peers are neighbours: they talk in every layer.
-    assert [[device.id for device in row] for row in mesh.devices] == [
+    assert [[device.id for device in row] for row in mesh.devices[:, 0]] == [
         [tensor * row + place for place in range(tensor)] for row in range(data)
     ]
+
+
+def test_members_that_hold_experts_are_nearer_than_data_shards() -> None:
+    mesh = small_mesh(2, 2, 2)
+    numbers = np.vectorize(lambda device: device.id)(mesh.devices)
+    np.testing.assert_array_equal(numbers, np.arange(8).reshape(2, 2, 2))
+    assert meshes.row_shards(mesh) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "wanted"),
+    [
+        # experts stay with their members, which do not split the width then
+        ((8, 4, 6), ("experts", "embed", "ffn"), ("expert", "data", "tensor")),
+        ((8, 8, 6), ("heads", "embed", None), ("tensor", ("data", "expert"))),
+        ((6, 6), ("embed", "ffn"), ("data", "tensor")),  # by 2, not by 4
+        ((4, 8, 6, 8), (None, "experts", "ffn", "embed"), (None, "expert", "tensor", "data")),
+    ],
+)
+def test_experts_and_rows_share_an_axis(shape: Any, axes: Any, wanted: Any) -> None:
+    mesh = small_mesh(2, 2, 2)
+    placed = meshes.shardings(mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES)
+    assert trimmed(placed.weight.spec) == wanted
+    alone = meshes.shardings(
+        mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES, shard_above=10**6
+    )
+    kept = tuple(axis if axis in ("expert", "tensor") else None for axis in wanted)
+    assert trimmed(alone.weight.spec) == trimmed(P(*kept)), "small ones keep their experts apart"
 
 
 def spec_of(
@@ -57,16 +86,16 @@ class _One:
 @pytest.mark.parametrize(
     ("shape", "axes", "rules", "wanted"),
     [
-        ((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, ("data", "tensor")),
+        ((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (ROWS, "tensor")),
         ((8, 6), ("embed", "ffn"), meshes.ROLLOUT_RULES, (None, "tensor")),
-        # 4 shards do not divide 6
-        ((6, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (None, "tensor")),
-        ((8, 5), ("embed", "vocab"), meshes.TRAIN_RULES, ("data",)),
+        # 4 shards do not divide 5
+        ((5, 6), ("embed", "ffn"), meshes.TRAIN_RULES, (None, "tensor")),
+        ((8, 5), ("embed", "vocab"), meshes.TRAIN_RULES, (ROWS,)),
         (
             (3, 8, 2, 5),
             (None, "embed", "kv_heads", None),
             meshes.TRAIN_RULES,
-            (None, "data", "tensor"),
+            (None, ROWS, "tensor"),
         ),
         ((8,), ("embed", "ffn"), meshes.TRAIN_RULES, ()),  # not the rank its entry describes
         ((8, 6), (), meshes.TRAIN_RULES, ()),
@@ -78,7 +107,7 @@ def test_logical_axes_become_mesh_axes_where_they_fit(
     assert trimmed(spec_of(shape, axes, rules)) == wanted
 
 
-@pytest.mark.parametrize(("above", "wanted"), [(48, ("data", "tensor")), (49, (None, "tensor"))])
+@pytest.mark.parametrize(("above", "wanted"), [(48, (ROWS, "tensor")), (49, (None, "tensor"))])
 def test_small_weights_are_not_sharded_over_data(above: int, wanted: Any) -> None:
     assert (
         trimmed(spec_of((8, 6), ("embed", "ffn"), meshes.TRAIN_RULES, shard_above=above)) == wanted

@@ -23,6 +23,7 @@ from tests.whole_step import (
     STOP,
     TWO_UPDATES,
     WIDTH,
+    WITH_EXPERTS,
     config_of,
     nothing_finished,
     program,
@@ -169,6 +170,17 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
 
 
+@pytest.mark.slow
+def test_where_experts_are_split_the_loop_talks_within_a_data_shard_only() -> None:
+    data, expert, tensor = 2, 2, 2
+    hlo = compiled(data, tensor, expert=expert, shard_above=0, model=WITH_EXPERTS)
+    collectives = [line for line in hlo.reached_from(is_loop) if TALKS.search(line)]
+    assert any("all-to-all" in line for line in collectives), "tokens go to their experts"
+    for line in collectives:
+        shards = [{device // (expert * tensor) for device in group} for group in groups(line)]
+        assert all(len(shard) == 1 for shard in shards), line
+
+
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "CHUNK", 4)
     monkeypatch.setattr(key_chunks, "CHUNKED", 0)
@@ -192,6 +204,8 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
         (4, 2, "eagle3", 2, {}),
         (4, 2, "eagle3", 0, TWO_UPDATES),
         (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
+        (2, 2, "eagle3", 0, {"model": WITH_EXPERTS}),
+        (4, 1, "model", 2, {"model": WITH_EXPERTS} | TWO_UPDATES),
     ],
 )
 def test_no_loop_that_talks_runs_beside_another_that_talks(
@@ -201,16 +215,17 @@ def test_no_loop_that_talks_runs_beside_another_that_talks(
     ends the process."""
     config = config_of(kind=kind, shard_above=0, **algorithm)
     config = dataclasses.replace(config, lora=LoraConfig(rank=rank))
-    made = build.build_step(config, small_mesh(data, tensor), STOP, MODEL.vocab)
+    expert = 8 // (data * tensor)
+    made = build.build_step(config, small_mesh(data, tensor, expert), STOP, MODEL.vocab)
     hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
     assert any(map(hlo.talks, hlo.lines))
     assert not hlo.side_by_side()
 
 
-def compiled(data: int, tensor: int, **options: Any) -> Hlo:
+def compiled(data: int, tensor: int, expert: int = 1, **options: Any) -> Hlo:
     """The training step."""
     # the cached one is for steps that nothing has changed
-    made = program.__wrapped__(data, tensor, **options)
+    made = program.__wrapped__(data, tensor, expert, **options)
     arguments = start(made.step), nothing_finished(made.step), prompts_of(made.step, 0)
     return Hlo(made.call.lower(*arguments).compile().as_text())
 

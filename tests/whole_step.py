@@ -20,6 +20,7 @@ from jaxspec.config.settings import (
     OptimizerConfig,
     RolloutConfig,
 )
+from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import replicated, rows_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
@@ -41,6 +42,11 @@ ROWS = PROMPTS * GROUP
 TOKENS = 40
 """Of a micro-batch: one shard alone has three of them, each of several texts."""
 MODEL = tiny_model(vocab=16, kv_heads=4)
+WITH_EXPERTS = tiny_model(
+    vocab=16,
+    kv_heads=4,
+    family=FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2),
+)
 STOP = (1,)
 
 
@@ -52,12 +58,13 @@ def config_of(
     sampling: Any = "sample",
     mini_batches: int = 1,
     every: Any = 1,
+    model: ModelSpec = MODEL,
     **algorithm: Any,
 ) -> Any:
     draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
-    engine = EngineConfig(tail=False)
+    engine = algorithm.pop("engine", EngineConfig(tail=False))
     return tiny_config(
-        MODEL,
+        model,
         batch=BatchConfig(
             micro_tokens=TOKENS, prompts=PROMPTS, group_size=GROUP, mini_batches=mini_batches
         ),
@@ -80,8 +87,9 @@ class Program(NamedTuple):
 
 
 @functools.cache
-def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
-    step = build_step(config_of(**options), small_mesh(data, tensor), STOP, MODEL.vocab)
+def program(data: int = 1, tensor: int = 1, expert: int = 1, **options: Any) -> Program:
+    config = config_of(**options)
+    step = build_step(config, small_mesh(data, tensor, expert), STOP, config.model.vocab)
     traces: list[int] = []
 
     def train_step(state: TrainState, finished: Finished, prompts: Prompts) -> Any:
@@ -98,9 +106,10 @@ def program(data: int = 1, tensor: int = 1, **options: Any) -> Program:
 
 
 def start(step: Step, online: bool = True) -> TrainState:
-    network = None if step.generator.draft is None else tiny_network(eagle3, MODEL, 2)
+    model = jax.eval_shape(step.fresh_policy).config
+    network = None if step.generator.draft is None else tiny_network(eagle3, model, 2)
     state = jax.jit(step.start, out_shardings=step.state_shardings())(
-        tiny_network(Decoder, MODEL, 1), network
+        tiny_network(Decoder, model, 1), network
     )
     online_there = jax.device_put(jnp.asarray(online), replicated(step.mesh))
     return state.replace(learner=state.learner.replace(online=online_there))
@@ -140,7 +149,8 @@ def nothing_finished(step: Step) -> Finished:
 
 
 def prompts_of(step: Step, batch: int) -> Prompts:
-    return place(step, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab, seed=batch))
+    vocab = step.generator.settings.processing.vocab_size
+    return place(step, tiny_prompts(PROMPTS, WIDTH, vocab, seed=batch))
 
 
 def assert_same_rollout(found: Rollout, wanted: Rollout) -> None:

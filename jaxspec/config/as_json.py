@@ -9,8 +9,13 @@ from typing import Any, get_origin
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.inputs.checked import classes_in, require, types_of
 
-_MESH = ("mesh.data", "mesh.tensor", "mesh.shard_above")
-_ENGINE = ("rollout.engine.slots", "rollout.engine.page_size", "rollout.engine.pages")
+_MESH = ("mesh.data", "mesh.expert", "mesh.tensor", "mesh.shard_above")
+_ENGINE = (
+    "rollout.engine.slots",
+    "rollout.engine.page_size",
+    "rollout.engine.pages",
+    "rollout.engine.command_buffers",
+)
 SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)
 """What changes nothing but the time and the memory that a program takes."""
 _WHEN = ("steps", "save_every", "compare_plain", "profile")

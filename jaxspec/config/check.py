@@ -1,6 +1,7 @@
 """Whether a config goes together: its classes with one another, and with the devices there are."""
 
 import math
+from typing import NamedTuple
 
 from jaxspec.config.settings import OF_THE_RUN, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import kind_of
@@ -8,11 +9,22 @@ from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
 
 
-def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int, int]:
-    """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`.
+class MeshShape(NamedTuple):
+    """Devices along each axis of the mesh."""
 
-    Returns the mesh's (data, tensor); `mesh.data` 0 becomes the most shards that fit the devices
-    and every batch.
+    data: int
+    tensor: int
+    expert: int
+
+    @property
+    def rows(self) -> int:
+        """Into how many parts rows are split."""
+        return self.data * self.expert
+
+
+def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape:
+    """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`;
+    `mesh.data` 0 becomes the most shards that fit the devices and every batch.
 
     Raises:
       ConfigError: names the numbers that do not go together, and some that do.
@@ -21,52 +33,84 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> tuple[int
         devices % processes == 0,
         f"{processes} processes do not divide {devices} devices; give each process the same number",
     )
-    tensor = config.mesh.tensor
-    meshes = ", ".join(f"{devices // size} x {size}" for size in divisors(devices))
-    fits = f"meshes (data x tensor) that fit {devices} devices: {meshes}"
-    require(
-        devices % tensor == 0, f"mesh.tensor {tensor} does not divide {devices} devices; {fits}"
+    tensor, expert = config.mesh.tensor, config.mesh.expert
+    fits = _fitting(devices, expert)
+    sizes = (
+        f"mesh.expert {expert} x mesh.tensor {tensor}" if expert > 1 else f"mesh.tensor {tensor}"
     )
-    for name in ("heads", "kv_heads", "ffn", "vocab"):
+    require(devices % (expert * tensor) == 0, f"{sizes} does not divide {devices} devices; {fits}")
+    _check_split(config)
+    shards = devices // (expert * tensor)
+    divided = math.gcd(*_rows(config).values())
+    most = max((size for size in range(1, shards + 1) if divided % (size * expert) == 0), default=1)
+    data = config.mesh.data or (shards if processes > 1 else most)
+    asked = (
+        f"mesh.data {data} x {sizes} = {data * expert * tensor} devices, but there are {devices}"
+    )
+    require(
+        config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself"
+    )
+    shape = MeshShape(data, tensor, expert)
+    _check_rows(config, shape)
+    _check_drafts(config)
+    _check_positions(config)
+    _check_micro_batch(config)
+    _check_pool(config, config.batch.prompts // shape.rows)
+    _check_sets(config)
+    return shape
+
+
+def _fitting(devices: int, expert: int) -> str:
+    """The meshes of so many devices, in words."""
+    axes = ("data", "expert", "tensor") if expert > 1 else ("data", "tensor")
+    shards, left = divmod(devices, expert)
+    sizes = [] if left else [(shards // size, expert, size) for size in divisors(shards)]
+    listed = [" x ".join(map(str, size if expert > 1 else size[::2])) for size in sizes]
+    named = " x ".join(axes)
+    return f"meshes ({named}) that fit {devices} devices: {', '.join(listed) or 'none'}"
+
+
+def _check_split(config: ResolvedConfig) -> None:
+    """Whether the model's axes split over the mesh's."""
+    tensor, expert = config.mesh.tensor, config.mesh.expert
+    # rows of zeros make a vocabulary split (`models/weight_layout.py`)
+    for name in ("heads", "kv_heads", "ffn"):
         size = getattr(config.model, name)
         require(
             size % tensor == 0,
             f"model.{name} {size} does not split over mesh.tensor {tensor}; change one of the two",
         )
-    shards = devices // tensor
-    rows, prompts = _rows(config), config.batch.prompts
-    automatic = (
-        shards
-        if processes > 1
-        else max(size for size in range(1, shards + 1) if math.gcd(*rows.values()) % size == 0)
-    )
-    data = config.mesh.data or automatic
-    asked = (
-        f"mesh.data {data} x mesh.tensor {tensor} = {data * tensor} devices, but there are"
-        f" {devices}"
-    )
+    experts = config.model.family.experts
     require(
-        config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself"
+        expert == 1 or experts > 0,
+        f"mesh.expert {expert} splits experts, and this model has none; leave it out, and see"
+        " --mesh.data and --mesh.tensor",
     )
+    few = ", ".join(map(str, divisors(experts))) if experts else ""
+    require(
+        experts % expert == 0,
+        f"model.family.experts {experts} do not split over mesh.expert {expert}; give one of {few}",
+    )
+
+
+def _check_rows(config: ResolvedConfig, shape: MeshShape) -> None:
+    """Whether every batch splits over what splits rows."""
+    parts, prompts = shape.rows, config.batch.prompts
+    shards = f"{parts} data shards"
+    if shape.expert > 1:
+        shards = f"{shape.data} data shards of {shape.expert} members each (mesh.expert)"
     groups = "a group lives whole on one shard"
     require(
-        prompts >= data,
-        f"batch.prompts {prompts} is fewer than {data} data shards ({groups}); raise it to {data}"
+        prompts >= parts,
+        f"batch.prompts {prompts} is fewer than {shards} ({groups}); raise it to {parts}"
         " or use fewer devices",
     )
-    for key, count in rows.items():
-        near = max(count // data, 1) * data
+    for key, count in _rows(config).items():
+        near = max(count // parts, 1) * parts
         require(
-            count % data == 0,
-            f"{key} {count} is not a multiple of {data} data shards; {near} or {near + data}"
-            " would fit",
+            count % parts == 0,
+            f"{key} {count} is not a multiple of {shards}; {near} or {near + parts} would fit",
         )
-    _check_drafts(config)
-    _check_positions(config)
-    _check_micro_batch(config)
-    _check_pool(config, prompts // data)
-    _check_sets(config)
-    return data, tensor
 
 
 def _check_sets(config: ResolvedConfig) -> None:

@@ -161,10 +161,13 @@ class OptimizerConfig(Checked, prefix="optimizer."):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Checked, prefix="mesh."):
-    """Devices as `data` x `tensor`."""
+    """Devices as `data` x `expert` x `tensor`."""
 
     data: Natural = 0
     """Shards of the rows (and of the stored weights); 0: as many as fit the devices."""
+    expert: Count = 1
+    """Members of a data shard that hold a model's experts between them, and its rows; tokens go to
+    their experts and back."""
     tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
     shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**22

@@ -28,6 +28,7 @@ from jaxspec.hf.pretrained import policy_checkpoint, policy_config, tensors_of
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.spec import DraftSpec, ModelConfig, ModelSpec
 from jaxspec.kernels.order import after, computed
+from jaxspec.mesh import of_any_expert
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.state import Pack, Prompts, Tree, pytree
@@ -93,7 +94,7 @@ def external(max_draft_length: int) -> Draft:
         # What rounds without drafts committed.
         start = jnp.minimum(state.read, first)
         start, cache = lax.while_loop(
-            lambda carry: jnp.any(carry[0] < first), read_on, (start, cache)
+            lambda carry: of_any_expert(jnp.any(carry[0] < first)), read_on, (start, cache)
         )
         # what tensor peers say now comes after what they said in that loop (`order.py`)
         first = after(first, [computed(start)])

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.kernels.visible import Visible
+from jaxspec.mesh import of_any_expert
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, extend
 from jaxspec.models.contiguous import empty_cache
@@ -206,7 +207,7 @@ def _within(
         )
 
     # At most one turn: a `cond` would copy the cache.
-    needed = jnp.any(_pending(state, context) > limit)
+    needed = of_any_expert(jnp.any(_pending(state, context) > limit))
     state, cache, _ = lax.while_loop(lambda carry: carry[2], read, (state, cache, needed))
     return state, cache
 

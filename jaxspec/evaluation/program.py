@@ -100,7 +100,7 @@ def with_own_program(
     Raises:
       ConfigError: it does not fit the devices beside such a state.
     """
-    config = measuring(job.config, job.mesh.shape[meshes.DATA])
+    config = measuring(job.config, meshes.row_shards(job.mesh))
     with read_from("evaluations"):
         check(config, job.mesh.size, jax.process_count())
     stop = job.step.generator.settings.stop

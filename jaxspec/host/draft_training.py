@@ -183,7 +183,7 @@ def _micro(job: Job) -> int:
     """Positions of a micro-batch of `offline.rows`: as in the run, but no more than there are."""
     learner, length = job.step.learner, job.step.generator.row_length - 1
     return max(
-        length, min(job.config.offline.rows // job.mesh.shape[meshes.DATA] * length, learner.tokens)
+        length, min(job.config.offline.rows // meshes.row_shards(job.mesh) * length, learner.tokens)
     )
 
 

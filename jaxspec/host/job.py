@@ -174,16 +174,17 @@ def open_job(config: ResolvedConfig) -> Job:
     # A CPU runs a data shard a core, but where weights would be split between them: their memory
     # feeds all cores anyway, and a step's many collectives can starve its few threads.
     split = largest_weight(config.model) >= config.mesh.shard_above
-    start_jax(config, config.mesh.data * config.mesh.tensor or int(split))
+    wanted = config.mesh
+    start_jax(config, wanted.data * wanted.expert * wanted.tensor or int(split))
     initialize_processes()
-    data, tensor = check(config, meshes.count_devices(), jax.process_count())
-    job = make_job(config, meshes.make_mesh(data, tensor))
+    mesh = meshes.make_mesh(*check(config, meshes.count_devices(), jax.process_count()))
+    job = make_job(config, mesh)
     if config.model.path:
         # what is wrong is named before anything else is done
         policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))
-    if data * tensor < jax.device_count():
+    if mesh.size < jax.device_count():
         job.say(
-            f"using {data * tensor} of {jax.device_count()} devices: more data shards would not"
+            f"using {mesh.size} of {jax.device_count()} devices: more data shards would not"
             " divide every batch (batch.prompts, rows)"
         )
     return job
@@ -268,10 +269,11 @@ def on_this_process(job: Job) -> Job:
     if jax.process_count() == 1:
         return job
     config = dataclasses.replace(
-        with_whole_pool(job.config), mesh=dataclasses.replace(job.config.mesh, data=0, tensor=1)
+        with_whole_pool(job.config),
+        mesh=dataclasses.replace(job.config.mesh, data=0, expert=1, tensor=1),
     )
-    data, _ = check(config, jax.local_device_count())
-    devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1)
+    data = check(config, jax.local_device_count()).data
+    devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1, 1)
     return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
 
 

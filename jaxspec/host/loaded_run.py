@@ -142,8 +142,7 @@ def open_here(config: ResolvedConfig) -> Job:
     start_jax(config, config.mesh.tensor)
     tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
     config = replace(with_whole_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
-    check(config, devices=tensor)
-    return make_job(config, meshes.make_mesh(1, tensor))
+    return make_job(config, meshes.make_mesh(*check(config, devices=tensor)))
 
 
 def restore(run: Run, job: Job, samples: int) -> Ready:

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxspec.build import Automatic
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.mesh import DATA, TENSOR, accelerated
+from jaxspec.mesh import accelerated, row_shards
 from jaxspec.rollout.pages import smallest_pool, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Sizes, Step
@@ -55,7 +55,7 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     ready = jax.eval_shape(step.sync, state)
     running = jax.eval_shape(step.generator.begin, ready, asked)
     read = running.queue.prompts.caches
-    learner, mesh = state.learner, step.mesh.shape
+    learner = state.learner
     offload = "" if step.offloaded else "--optimizer.offload, "
     fewer_moments = f"--optimizer.moments bfloat16, {offload}--lora.rank 16, or more devices"
     kept = [
@@ -78,9 +78,8 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     ]
     return _Bytes(
         kept=kept,
-        # in rollout layout, weights are whole on every data shard
-        weights=_size((ready.target, ready.drafter.network)) // mesh[TENSOR],
-        pool=_size((running.caches, read)) // (mesh[DATA] * mesh[TENSOR]),
+        weights=step.generator.weight_bytes(ready),
+        pool=_size((running.caches, read)) // step.mesh.size,
         # what rounds of each length cost is measured on a pool that stays as it is
         pools=2 if step.generator.settings.lengths else 1,
     )
@@ -288,7 +287,7 @@ def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
     """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft,
     and positions of a page."""
     generator = step.generator
-    settings, shards = generator.settings, generator.mesh.shape[DATA]
+    settings, shards = generator.settings, row_shards(generator.mesh)
     return (
         prompts // shards,
         generator.prompt_length,

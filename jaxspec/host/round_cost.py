@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxspec.host.job import sources
 from jaxspec.host.runner import ahead, placed, put
 from jaxspec.inputs.json_keys import parse_json
-from jaxspec.mesh import DATA, machine, replicated
+from jaxspec.mesh import machine, replicated, row_shards
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
@@ -72,7 +72,14 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     begin, running = ahead(generator.begin, forced(0), prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = ahead(generator.advance, forced(0), running, rounds, out_shardings=same)
+    advance, _ = ahead(
+        generator.advance,
+        forced(0),
+        running,
+        rounds,
+        out_shardings=same,
+        compiler_options=generator.compiler_options,
+    )
     few = max(1, min(ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1))
     state = begin(forced(0), prompts)
     made = advance(forced(len(settings.lengths) - 1), state, jnp.int32(few)).rollout.statistics
@@ -85,7 +92,7 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
     cost = _from_process_0(_saved(file, empty.round_cost.shape))
     if not cost.any():
-        shards, room = mesh.shape[DATA], (few + 1) * (settings.lengths[-1] + 1)
+        shards, room = row_shards(mesh), (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
             for context, end in enumerate(length_chooser.contexts(longest)):
                 placed_at = functools.partial(_with, live=live, shards=shards, start=end - room)
@@ -164,6 +171,7 @@ def _key(generator: Generator, prompt: int) -> str:
         shape,
         prompt,
         generator.weight_layouts,
+        generator.compiler_options,
         generator.about,
         code,
     )

@@ -118,7 +118,13 @@ def whole_step(step: Step, prompts: int) -> Runner:
         # of what is finished, the plan has no twin among the results
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         program, _ = ahead(
-            step.train_step, state, finished, wanted, donate_argnums=(0, 1), out_shardings=layout
+            step.train_step,
+            state,
+            finished,
+            wanted,
+            donate_argnums=(0, 1),
+            out_shardings=layout,
+            compiler_options=step.generator.compiler_options,
         )
 
     def call(
@@ -203,7 +209,11 @@ def _until(result: Any, began: float) -> float:
 def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
     """Generation to its end, without slices to look between; also its program."""
     program, _ = ahead(
-        step.generator.generate, ready, prompts, out_shardings=meshes.rows_sharding(step.mesh)
+        step.generator.generate,
+        ready,
+        prompts,
+        out_shardings=meshes.rows_sharding(step.mesh),
+        compiler_options=step.generator.compiler_options,
     )
 
     def generate(ready: Ready, prompts: Prompts, _: Between) -> Rollout:
@@ -221,9 +231,10 @@ def _in_slices(
     def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
         return step.generator.advance(ready, running, jnp.int32(rounds))
 
-    begin, running = ahead(step.generator.begin, ready, prompts)
+    own = {"compiler_options": step.generator.compiler_options}
+    begin, running = ahead(step.generator.begin, ready, prompts, **own)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
-    advance, _ = ahead(one_slice, ready, running, donate_argnums=1, out_shardings=same)
+    advance, _ = ahead(one_slice, ready, running, donate_argnums=1, out_shardings=same, **own)
     unfinished, _ = ahead(
         lambda status: jnp.any(status == RUNNING),
         running.rollout.status,
@@ -272,10 +283,12 @@ class TimedGeneration:
         def to_the_end(ready: Ready, running: DecodeState) -> DecodeState:
             return generator.advance(ready, running, jnp.int32(np.iinfo(np.int32).max))
 
-        self._generator = generator
-        self._begin, running = ahead(generator.begin, ready, prompts)
+        self._generator, own = generator, {"compiler_options": generator.compiler_options}
+        self._begin, running = ahead(generator.begin, ready, prompts, **own)
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead(to_the_end, ready, running, donate_argnums=1, out_shardings=same)
+        self._advance, _ = ahead(
+            to_the_end, ready, running, donate_argnums=1, out_shardings=same, **own
+        )
 
     def __call__(self, ready: Ready, prompts: Prompts) -> Timed:
         """Answers all prompts."""

@@ -41,7 +41,7 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
         negative_log_likelihood,
         tokens=max(
             length - 1,
-            min(sft.rows // mesh.shape[meshes.DATA] * (length - 1), job.step.learner.tokens),
+            min(sft.rows // meshes.row_shards(mesh) * (length - 1), job.step.learner.tokens),
         ),
         processing=Processing(),
         objective=None,

@@ -22,7 +22,7 @@ from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, refused_by_all, sources
 from jaxspec.inputs.checked import INT32, ConfigError, require
 from jaxspec.inputs.json_keys import parse_json
-from jaxspec.mesh import DATA, machine
+from jaxspec.mesh import machine, row_shards
 from jaxspec.rollout.pages import smallest_pool
 from jaxspec.step import Sizes
 from jaxspec.system.files import digest, expanded, now, write_whole, writing
@@ -171,7 +171,7 @@ def _to_take(job: Job, saved: Sizes) -> dict[str, int]:
     """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and
     that do here."""
     config, generator = job.config, job.step.generator
-    engine, prompts = config.rollout.engine, config.batch.prompts // job.mesh.shape[DATA]
+    engine, prompts = config.rollout.engine, config.batch.prompts // row_shards(job.mesh)
     taken: dict[str, int] = {}
     if config.batch.micro_tokens == 0 and saved.tokens >= generator.row_length - 1:
         taken["tokens"] = saved.tokens

@@ -149,13 +149,14 @@ def finish_layer(
     x = residual + _biased(product(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
     if family.experts:
-        experts = (
+        experts = layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
+        return x + mixture(
+            normed,
             layer.router[...],
-            layer.expert_gate[...],
-            layer.expert_up[...],
-            layer.expert_down[...],
+            experts,
+            family.experts_per_token,
+            family.normalize_experts,
         )
-        return x + mixture(normed, *experts, family.experts_per_token, family.normalize_experts)
     if layer.gate_up is not None:
         both = product(normed, layer.gate_up)
         gate, up = both[:, :, 0], both[:, :, 1]
@@ -269,6 +270,8 @@ class Decoder(nnx.Module):
             logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...].astype(hidden.dtype))
         else:
             logits = product(hidden, self.head)
+        if logits.shape[-1] > self.config.vocab:  # by rows that make it split evenly
+            logits = logits[:, :, : self.config.vocab]
         return logits.astype(np.promote_types(logits.dtype, np.float32))
 
 

@@ -25,9 +25,9 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "key_bias": (None, "kv_heads", None),
     "value_bias": (None, "kv_heads", None),
     "router": (None, "embed", None),
-    "expert_gate": (None, None, "embed", "ffn"),
-    "expert_up": (None, None, "embed", "ffn"),
-    "expert_down": (None, None, "ffn", "embed"),
+    "expert_gate": (None, "experts", "embed", "ffn"),
+    "expert_up": (None, "experts", "embed", "ffn"),
+    "expert_down": (None, "experts", "ffn", "embed"),
     "fuse": (None, "embed"),
     "project": (None, None, "embed"),
 }

@@ -1,19 +1,32 @@
 """A feed-forward layer of many experts, of which each token passes through a few (Shazeer et al.,
 arXiv 1701.06538)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.kernels.exchange import arriving, exchanged
+from jaxspec.kernels.grouped import Weights, swiglu_of_experts
+
+PART_BYTES = 2**27
+"""Of what can arrive at a member at once: more than keep its products busy."""
+
+
+class Routed(NamedTuple):
+    """Which experts each token passes through."""
+
+    chosen: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
 
 
 def mixture(
     x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    router: Float[Array, "D all"],
+    experts: Weights,
     per_token: int,
     normalize: bool,
 ) -> Float[Array, "B T D"]:
@@ -22,6 +35,9 @@ def mixture(
 
     `normalize` makes the weights of a token sum to 1. The router's softmax is taken in at least
     float32 (Qwen3, arXiv 2505.09388).
+
+    Where `experts` are fewer than the router's, every member of the mesh axis `expert` holds so
+    many of them, and tokens go to those that hold theirs, and back.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = jnp.einsum("TD,DE->TE", tokens, router)
@@ -31,16 +47,72 @@ def mixture(
     )
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    # Grouped products want the rows of an expert side by side.
-    experts = chosen.reshape(-1)
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    sizes = jnp.sum(
-        experts[:, None] == jnp.arange(router.shape[1], dtype=experts.dtype),
-        axis=0,
-        dtype=jnp.int32,
+    routed, here = Routed(chosen, weights), len(experts[0])
+    if here == router.shape[1]:
+        outputs = swiglu_of_experts(tokens, *routed, experts)
+    else:
+        outputs = _in_parts(tokens, routed, experts, router.shape[1] // here)
+    return outputs.astype(x.dtype).reshape(x.shape)
+
+
+def _in_parts(
+    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, members: int
+) -> Float[Array, "T D"]:
+    """`_among_members` of some tokens at a time, so that what arrives stays small."""
+    count, parts = len(tokens), -(-members * tokens.nbytes // PART_BYTES)
+    if parts == 1:
+        return _among_members(tokens, routed, experts, members)
+    size = -(-count // parts)
+    missing, nowhere = parts * size - count, members * len(experts[0])
+    chosen = jnp.pad(routed.chosen, ((0, missing), (0, 0)), constant_values=nowhere)
+    rest = tokens, routed.weights
+    padded = [jnp.pad(leaf, ((0, missing), (0, 0))) for leaf in rest]
+    split = [leaf.reshape(parts, size, -1) for leaf in (padded[0], chosen, padded[1])]
+
+    # for the backward pass tokens are sent again, and not kept where they arrived
+    @jax.checkpoint
+    def part(one: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
+        return _among_members(one[0], Routed(one[1], one[2]), experts, members)
+
+    outputs = lax.map(part, tuple(split))
+    return outputs.reshape(-1, outputs.shape[-1])[:count]
+
+
+def _among_members(
+    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, members: int
+) -> Float[Array, "T D"]:
+    """The same where each of the `members` of `expert` has tokens and experts of its own.
+
+    A token goes once to every member that holds one of its experts, with all that it needs there,
+    and comes back as the weighted sum of those.
+    """
+    here = len(experts[0])
+    owner = routed.chosen // here
+    numbers = jnp.arange(members, dtype=owner.dtype)[:, None, None]
+    goes = jnp.any(owner == numbers, axis=2)  # [X, T]
+    rows = jnp.argsort(~goes, axis=1, stable=True)  # first those that go there
+    leave = jnp.sum(goes, axis=1, dtype=jnp.int32)
+    arrive = arriving(leave)
+    # the experts of a token by the receiver's own numbers, and their weights
+    ticket = jnp.concatenate(
+        [(routed.chosen[rows] - numbers * here).astype(routed.weights.dtype), routed.weights[rows]],
+        axis=2,
     )
-    rows = tokens[order // per_token]
-    inner = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
-    outputs = lax.ragged_dot(inner, down, sizes)[jnp.argsort(order)]
-    outputs = outputs.reshape(*chosen.shape, -1) * weights[:, :, None].astype(x.dtype)
-    return jnp.sum(outputs, axis=1).reshape(x.shape)
+    received, tickets = (exchanged(sent, leave, arrive) for sent in (tokens[rows], ticket))
+    number, weights = jnp.split(tickets, 2, axis=2)
+    chosen = jnp.where(_first(arrive, tickets) & (number >= 0) & (number < here), number, here)
+    outputs = swiglu_of_experts(
+        *(
+            leaf.reshape(-1, leaf.shape[2])
+            for leaf in (received, chosen.astype(jnp.int32), weights)
+        ),
+        experts,
+    )
+    back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
+    back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)
+    return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(back)
+
+
+def _first(counts: Int[Array, " X"], rows: Float[Array, "X n D"]) -> Bool[Array, "X n 1"]:
+    """Which rows are among the first `counts` of each member."""
+    return (jnp.arange(rows.shape[1], dtype=jnp.int32) < counts[:, None])[..., None]

@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.cpu_layouts import FEW, blocked, split, transposed
+from jaxspec.mesh import ROLLOUT_RULES, TENSOR, by_rows, shardings
 from jaxspec.models.decoder import Decoder, Layers
+from jaxspec.models.layers import LOGICAL_AXES
 
 _INPUTS = {"qkv": 1, "output": 2, "gate_up": 1, "down": 1}
 """Axes of a layer's products that are summed over."""
@@ -57,6 +61,13 @@ def fastest(config: ModelSpec, tensor: int, threads: int, tokens: Sequence[int])
     return WeightLayout(fused=True, unrolled=True, transposed=_EVERY)
 
 
+def shard_specs(mesh: Mesh, networks: Any) -> Any:
+    """How weights that generation reads are split over what splits rows: every shard has all of
+    them, but of the experts its own."""
+    layout = shardings(mesh, networks, LOGICAL_AXES, ROLLOUT_RULES)
+    return jax.tree.map(lambda sharding: by_rows(sharding.spec), layout)
+
+
 def laid_out(network: Any, layout: WeightLayout) -> Any:
     """The network with its layers (those of a draft too) laid out; the products are the same."""
     if not layout.fused:
@@ -71,6 +82,29 @@ def laid_out(network: Any, layout: WeightLayout) -> Any:
         return _unrolled(node, layout) if isinstance(node, Decoder) else node
 
     return jax.tree.map(decoder, network, is_leaf=lambda node: isinstance(node, Decoder))
+
+
+def with_even_vocabulary(network: Any, mesh: Mesh) -> Any:
+    """The network with rows of zeros in every decoder's vocabulary, as many as make it split over
+    `tensor`; `Decoder.logits` leaves out what they give."""
+
+    def padded(weight: nnx.Variable, axis: int, missing: int) -> nnx.Param:
+        # Training keeps it whole over `tensor`, so that a device has all of it once it is gathered.
+        whole = jax.lax.with_sharding_constraint(weight[...], NamedSharding(mesh, P()))
+        widths = [(0, missing if place == axis else 0) for place in range(whole.ndim)]
+        return nnx.Param(jnp.pad(whole, widths))
+
+    def one(node: Any) -> Any:
+        missing = -node.config.vocab % mesh.shape[TENSOR] if isinstance(node, Decoder) else 0
+        if not missing:
+            return node
+        node = jax.tree.map(lambda leaf: leaf, node)
+        node.embedding = padded(node.embedding, 0, missing)
+        if node.head is not None:
+            node.head = padded(node.head, 1, missing)
+        return node
+
+    return jax.tree.map(one, network, is_leaf=lambda node: isinstance(node, Decoder))
 
 
 def _fused(layers: Layers, layout: WeightLayout) -> Layers:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import DATA, on_each_shard
+from jaxspec.mesh import ROWS, on_each_shard, row_shards
 from jaxspec.rl.train_batch import from_shards
 from jaxspec.state import Finished, PyTree
 
@@ -42,7 +42,7 @@ def filled(batch: Finished, rollout: Finished, taken: Int[Array, " n"], mesh: Me
 
     Groups go to any shard: which of them read whose rows is planned when the batch is full.
     """
-    shards, rows = mesh.shape[DATA], P(DATA)
+    shards, rows = row_shards(mesh), P(ROWS)
 
     def on_a_shard(batch: PyTree, rollout: PyTree, taken: Int[Array, " n"]) -> PyTree:
         count = len(taken)

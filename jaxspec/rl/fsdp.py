@@ -1,11 +1,13 @@
-"""How weights and gradients go between data shards in the learner's pass (FSDP): a weight is
-gathered when it is used, its gradient is added up and split again, and on CPUs all of it keeps an
-order."""
+"""How weights and gradients go between shards in the learner's pass (FSDP): a weight is gathered
+when it is used, its gradient is added up and split again, and on CPUs all of it keeps an order.
+
+Experts stay where they are on the axis `expert`: tokens go to them (`models/moe.py`), so that their
+gradients are of all its members' tokens, and are added up over `data` alone."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxspec.kernels.order import Sign, after, computed
-from jaxspec.mesh import DATA, TENSOR, on_each_member
+from jaxspec.mesh import DATA, ROWS, TENSOR, named, on_each_member
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.lora import Adapted, applied
 from jaxspec.state import PyTree
@@ -28,7 +30,8 @@ OUTSIDE = ("embedding", "norm", "head")
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A pair's weights on one data shard, inside a `shard_map` that is manual over `data`."""
+    """A pair's weights on one shard of rows, inside a `shard_map` that is manual over what splits
+    them."""
 
     splits: Pair
     """How every leaf is split over the mesh: trees of `PartitionSpec`."""
@@ -85,7 +88,7 @@ class Shards:
         """A pass's gradients added up over the shards. Of what is split, every micro-batch has
         added up the shards' parts already."""
         return jax.tree.map(
-            lambda leaf, spec: leaf if _split_axis(spec) >= 0 else lax.psum(leaf, DATA),
+            lambda leaf, spec: leaf if _split(spec).over else lax.psum(leaf, _shared(spec)),
             gradients,
             self.splits,
         )
@@ -126,7 +129,7 @@ class Shards:
         outside = [
             (leaf, spec)
             for leaf, spec, inside in self._leaves(networks)
-            if not inside and _split_axis(spec) >= 0
+            if not inside and _split(spec).over
         ]
         return [computed(leaf, spec) for leaf, spec in outside] if self.ordered else []
 
@@ -144,7 +147,7 @@ class Shards:
         if not signs:
             return pair
         tied = [
-            leaf if inside or _split_axis(spec) < 0 else after(leaf, signs)
+            leaf if inside or not _split(spec).over else after(leaf, signs)
             for leaf, spec, inside in self._leaves(pair)
         ]
         return jax.tree.unflatten(jax.tree.structure(pair), tied)
@@ -172,11 +175,9 @@ def _whole(leaf: Array, spec: P, dtype: str, wide: bool = False) -> Array:
 
 
 def _gather(leaf: Array, spec: P, dtype: str, master: str, wide: bool) -> Array:
-    value = _between_shards(
-        partial(lax.all_gather, axis_name=DATA, axis=_split_axis(spec), tiled=True),
-        leaf.astype(dtype),
-        spec,
-    )
+    axis, over = _split(spec)
+    gather = partial(lax.all_gather, axis_name=over, axis=axis, tiled=True)
+    value = _between_shards(gather, leaf.astype(dtype), spec)
     return value.astype(master) if wide else value
 
 
@@ -189,9 +190,8 @@ def _gathered_forward(
 def _gathered_backward(
     spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array
 ) -> tuple[Array]:
-    scatter = partial(
-        lax.psum_scatter, axis_name=DATA, scatter_dimension=_split_axis(spec), tiled=True
-    )
+    axis, over = _split(spec)
+    scatter = partial(lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     return (_between_shards(scatter, gradient.astype(master), spec),)
 
 
@@ -200,9 +200,9 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _between_shards(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """A collective over `data` on a leaf that is split over it; on each member of `tensor` alone,
-    since left to the compiler such a leaf would be made whole over `tensor` first."""
-    if _split_axis(spec) < 0:
+    """A collective on a leaf that is split over shards; on each member of `tensor` alone, since
+    left to the compiler such a leaf would be made whole over `tensor` first."""
+    if not _split(spec).over:
         return leaf
     if TENSOR not in tuple(spec):
         return collective(leaf)
@@ -210,6 +210,23 @@ def _between_shards(collective: Callable[[Array], Array], leaf: Array, spec: P) 
     return on_each_member(collective, peers, peers)(leaf)
 
 
-def _split_axis(spec: P) -> int:
-    """The axis that is split over `data`; -1: none."""
-    return tuple(spec).index(DATA) if DATA in tuple(spec) else -1
+class _Split(NamedTuple):
+    """How a weight is split over shards that each need it whole."""
+
+    axis: int
+    """Which of its own."""
+    over: tuple[str, ...]
+    """Axes of the mesh; none: every shard has it whole, or its own experts of it."""
+
+
+def _split(spec: P) -> _Split:
+    for axis, entry in enumerate(spec):
+        if DATA in named(entry):
+            return _Split(axis, named(entry))
+    return _Split(0, ())
+
+
+def _shared(spec: P) -> tuple[str, ...]:
+    """Axes of the mesh along which shards have the same of a weight."""
+    split = {axis for entry in spec for axis in named(entry)}
+    return tuple(axis for axis in ROWS if axis not in split)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
 from jaxspec.kernels.order import after, computed, needed_on
-from jaxspec.mesh import DATA
+from jaxspec.mesh import row_shards
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import ADAPTER_AXES, Adapted
@@ -303,7 +303,7 @@ class Learner:
         self, batch: TrainBatch, mini: Int[Array, ""], sums: Sums, counts: Counts
     ) -> dict[str, Float[Array, ""]]:
         """Metrics of what was read, and how."""
-        positions = self.mesh.shape[DATA] * self.tokens * batch.plan.used[mini]
+        positions = row_shards(self.mesh) * self.tokens * batch.plan.used[mini]
         means = {
             "entropy": sums.entropy / counts.tokens,
             "learner/packing": counts.read / positions.astype(counts.read.dtype),

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.order import after, computed, sequence
-from jaxspec.mesh import DATA
+from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.lora import Adapted, applied
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
@@ -80,8 +80,8 @@ class Sums(NamedTuple):
 
     def over_shards(self) -> "Sums":
         """Of all data shards together, from one of them."""
-        largest = lax.pmax(self.gap.largest, DATA)
-        sums = lax.psum(self, DATA)
+        largest = lax.pmax(self.gap.largest, ROWS)
+        sums = lax.psum(self, ROWS)
         return sums._replace(gap=sums.gap._replace(largest=largest))
 
 
@@ -132,7 +132,7 @@ class Losses:
             by_depth = jnp.sum(inside, axis=(0, 1), dtype=wide)
         read = jnp.sum(jnp.where(is_read, read_lengths(batch.chosen), 0), dtype=wide)
         texts = jnp.sum(jnp.any(here, axis=1), dtype=wide)
-        return lax.psum(Counts(jnp.sum(here, dtype=wide), texts, by_depth, read), DATA)
+        return lax.psum(Counts(jnp.sum(here, dtype=wide), texts, by_depth, read), ROWS)
 
     def nothing(self, counts: Counts) -> Sums:
         """The sums before the first micro-batch."""

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.order import after, computed
-from jaxspec.mesh import DATA, on_each_shard
+from jaxspec.mesh import ROWS, by_rows, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
@@ -43,7 +43,7 @@ class Passes:
     def at_places(self, batch: TrainBatch) -> TrainBatch:
         """The batch with every row on the shard, and at the place, that the plan says."""
         specs = _specs(batch)
-        move = partial(exchanged, shards=self.mesh.shape[DATA])
+        move = partial(exchanged, shards=row_shards(self.mesh))
         return on_each_shard(self.mesh, move, (specs,), specs)(batch)
 
     def gradients(
@@ -78,7 +78,7 @@ class Passes:
         shards, specs = self._shards((policy, None))
         run = partial(self._logprobs_on_a_shard, shards=shards)
         by_row = _specs(batch)
-        return on_each_shard(self.mesh, run, (specs[0], P(), by_row), (P(DATA), by_row))(
+        return on_each_shard(self.mesh, run, (specs[0], P(), by_row), (P(ROWS), by_row))(
             policy, wanted, batch
         )
 
@@ -88,11 +88,11 @@ class Passes:
         def on_a_shard(values: Float[Array, " b"], order: Int[Array, " b"]) -> Float[Array, " b"]:
             # one collective for both, which comes when the numbers are there
             both = jnp.stack([values, order.astype(values.dtype)], axis=1)
-            values, rows = jnp.unstack(lax.all_gather(both, DATA, tiled=True), axis=1)
+            values, rows = jnp.unstack(lax.all_gather(both, ROWS, tiled=True), axis=1)
             by_row = jnp.zeros_like(values).at[rows.astype(jnp.int32)].set(values)
-            return lax.dynamic_slice_in_dim(by_row, lax.axis_index(DATA) * len(order), len(order))
+            return lax.dynamic_slice_in_dim(by_row, lax.axis_index(ROWS) * len(order), len(order))
 
-        return on_each_shard(self.mesh, on_a_shard, (P(DATA), P(DATA)), P(DATA))(
+        return on_each_shard(self.mesh, on_a_shard, (P(ROWS), P(ROWS)), P(ROWS))(
             by_place, batch.plan.order
         )
 
@@ -101,10 +101,7 @@ class Passes:
     def _shards(self, networks: Pair) -> tuple[Shards, Pair]:
         """How networks are split, in all and over `data`."""
         splits: Any = jax.tree.map(lambda sharding: sharding.spec, self.layout(networks))
-        specs: Any = jax.tree.map(
-            lambda spec: P(*(DATA if axis == DATA else None for axis in spec)), splits
-        )
-        return Shards(splits, self.dtype, self.losses.ordered), specs
+        return Shards(splits, self.dtype, self.losses.ordered), jax.tree.map(by_rows, splits)
 
     def _tied(self, networks: Pair, shards: Shards, filling: Int[Array, ""]) -> Pair:
         """Networks of which nothing is gathered before the batch is there: the compiler moves
@@ -215,7 +212,7 @@ class Passes:
         nothing = jnp.zeros((rows, size), self.losses.wide)
         found = lax.fori_loop(0, len(batch.plan.used), read_all, nothing)
         # What is read of the batch later, on any shard, comes after this on all of them.
-        there = lax.psum(computed(found).astype(jnp.int32), DATA)
+        there = lax.psum(computed(found).astype(jnp.int32), ROWS)
         return found, tied(batch, there) if self.losses.ordered else batch
 
 
@@ -227,8 +224,8 @@ def tied(batch: TrainBatch, there: Int[Array, ""]) -> TrainBatch:
 
 def _specs(batch: TrainBatch) -> Any:
     """How a batch is split over `data`."""
-    by_row = jax.tree.map(lambda leaf: P(DATA), batch)
-    plan = batch.plan.replace(order=P(DATA), micro=P(None, DATA), start=P(None, DATA), used=P())
+    by_row = jax.tree.map(lambda leaf: P(ROWS), batch)
+    plan = batch.plan.replace(order=P(ROWS), micro=P(None, ROWS), start=P(None, ROWS), used=P())
     return by_row.replace(plan=plan)
 
 

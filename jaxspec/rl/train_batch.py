@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import DATA, by_update_sharding, replicated, rows_sharding
+from jaxspec.mesh import ROWS, by_update_sharding, replicated, row_shards, rows_sharding
 from jaxspec.state import AnyArray, Pack, Plan, PyTree, Tree, pytree
 
 
@@ -122,7 +122,7 @@ def texts_to_learn(
         "chosen": chosen,
         "advantages": none.astype(np.float32),
         "version": none,
-        "plan": planned(read_lengths(chosen), mesh.shape[DATA], micro),
+        "plan": planned(read_lengths(chosen), row_shards(mesh), micro),
     }
     batch = TrainBatch(**parts)
     layout = jax.tree.map(lambda _: rows_sharding(mesh), batch)
@@ -163,7 +163,7 @@ def from_shards(tree: PyTree, order: Int[Array, " n"], shards: int) -> PyTree:
     if shards == 1:
         return _at(order, tree)
     count = len(order)
-    me = lax.axis_index(DATA).astype(jnp.int32)
+    me = lax.axis_index(ROWS).astype(jnp.int32)
     around = [((shard + 1) % shards, shard) for shard in range(shards)]
 
     def turn(number: Int[Array, ""], carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -174,7 +174,7 @@ def from_shards(tree: PyTree, order: Int[Array, " n"], shards: int) -> PyTree:
             taken,
             _at(order % count, passing),
         )
-        return taken, jax.tree.map(lambda leaf: lax.ppermute(leaf, DATA, around), passing)
+        return taken, jax.tree.map(lambda leaf: lax.ppermute(leaf, ROWS, around), passing)
 
     taken, _ = lax.fori_loop(0, shards, turn, (jax.tree.map(jnp.zeros_like, tree), tree))
     return taken
@@ -194,7 +194,7 @@ def filler(batch: TrainBatch) -> Int[Array, ""]:
     read = read_lengths(batch.chosen) > 0
     return lax.pmax(
         jnp.max(jnp.where(read & jnp.any(batch.plan.micro >= 0, axis=0), batch.tokens[:, 0], 0)),
-        DATA,
+        ROWS,
     )
 
 

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import DATA, on_each_shard
+from jaxspec.mesh import ROWS, of_any_expert, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout import length_chooser, slots
 from jaxspec.rollout.decode_state import (
     DecodeState,
@@ -109,7 +110,7 @@ def _run(
 
     def unfinished(state: DecodeState) -> Bool[Array, ""]:
         left = jnp.sum(state.rollout.status == RUNNING)
-        return (left > enough) & (state.round[0] < limit)
+        return of_any_expert(left > enough) & (state.round[0] < limit)
 
     state = rounds(state, unfinished, loop)
     if not tail:
@@ -161,7 +162,7 @@ def _choice(
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
     lengths = taken(state.rollout.lengths, rows_of_slots(state))
     # Attention reads the caches of all slots as far as the longest row has come.
-    longest = jnp.max(jnp.where(active(state), lengths, 0))
+    longest = of_any_expert(jnp.max(jnp.where(active(state), lengths, 0)))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
         jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest),
@@ -206,8 +207,8 @@ def generate(
         state = begin(target, drafter, draft, prompts, numbers[0], key, settings)
         return collect(advance(target, drafter, draft, state, jnp.iinfo(jnp.int32).max, settings))
 
-    inputs, numbers = _begin_inputs(prompts)
-    return on_each_shard(mesh, shard, inputs, P(DATA))(target, drafter, prompts, numbers, key)
+    inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    return on_each_shard(mesh, shard, inputs, P(ROWS))(target, drafter, prompts, numbers, key)
 
 
 def begin_sharded(
@@ -230,11 +231,12 @@ def begin_sharded(
     ) -> DecodeState:
         return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
-    inputs, numbers = _begin_inputs(prompts)
+    inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    shards = row_shards(mesh)
 
     def of_a_shard(leaf: Array) -> Any:
         return (
-            jax.ShapeDtypeStruct((leaf.shape[0] // mesh.shape[DATA], *leaf.shape[1:]), leaf.dtype)
+            jax.ShapeDtypeStruct((leaf.shape[0] // shards, *leaf.shape[1:]), leaf.dtype)
             if leaf.ndim
             else leaf
         )
@@ -264,20 +266,21 @@ def advance_sharded(
     ) -> DecodeState:
         return advance(target, drafter, draft, state, max_rounds, settings)
 
-    specs = _state_specs(state)
-    return on_each_shard(mesh, shard, (P(), P(), specs, P()), specs)(
+    specs, networks = _state_specs(state), shard_specs(mesh, (target, drafter))
+    return on_each_shard(mesh, shard, (*networks, specs, P()), specs)(
         target, drafter, state, max_rounds
     )
 
 
-def _begin_inputs(prompts: Prompts) -> tuple[tuple[Any, ...], Int[Array, " n"]]:
-    by_row = jax.tree.map(lambda leaf: P(DATA) if leaf.ndim else P(), prompts)
+def _begin_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, Array]:
+    by_row = jax.tree.map(lambda leaf: P(ROWS) if leaf.ndim else P(), prompts)
     # Of the prompts' numbers, split like them, a shard gets its own first: a row's key holds its
     # number in the whole batch, so that tokens do not depend on the mesh.
-    return (P(), P(), by_row, P(DATA), P()), jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
+    numbers = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
+    return (*shard_specs(mesh, networks), by_row, P(ROWS), P()), numbers
 
 
 def _state_specs(state: DecodeState) -> PyTree:
     """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
     else."""
-    return jax.tree.map(lambda leaf: P(None, DATA) if leaf.ndim == 5 else P(DATA), state)
+    return jax.tree.map(lambda leaf: P(None, ROWS) if leaf.ndim == 5 else P(ROWS), state)

@@ -2,21 +2,27 @@
 was chosen when it was built."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts import schedule
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import DATA, ROLLOUT_RULES, shardings
+from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, row_shards, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import Adapted, merged
-from jaxspec.models.weight_layout import WeightLayout, laid_out
+from jaxspec.models.weight_layout import (
+    WeightLayout,
+    laid_out,
+    shard_specs,
+    with_even_vocabulary,
+)
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout import generate as loop
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
@@ -37,6 +43,8 @@ from jaxspec.state import (
 )
 from jaxspec.streams import stream_key
 
+COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+"""XLA's names of what can go into a CUDA graph: all that it puts there by itself, and loops."""
 SMALLEST_TAIL = 4
 """Slots below which a smaller loop saves nothing that compiling it is worth."""
 
@@ -62,6 +70,8 @@ class Generator:
     lay_out: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
     """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the
     draft."""
+    command_buffers: bool
+    """Whether its loops go into CUDA graphs."""
     about: str
     """What else its programs depend on (policy, draft), in words that a key of measurements is made
     of."""
@@ -85,7 +95,7 @@ class Generator:
             raise ValueError(f"groups of {group_size} rows: say how many prompts there are, too")
         if prompts:
             group = group_size or changed.group_size
-            slots = min(self.slots, prompts * group // self.mesh.shape[DATA])
+            slots = min(self.slots, prompts * group // row_shards(self.mesh))
             tail = (
                 tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL)
                 if self.tail
@@ -101,6 +111,16 @@ class Generator:
         return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
 
     # ---- what it knows
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Of programs that generate. A graph may be of one kernel, as without that limit lifted
+        some pieces, and with them the loops around, would stay outside."""
+        if not self.command_buffers:
+            return {}
+        members = self.mesh.size // self.mesh.shape[DATA]
+        kinds = COMMAND_BUFFERS + ",COLLECTIVES" * (members > 1)
+        return {"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": "1"}
 
     @property
     def draft_length(self) -> int:
@@ -146,6 +166,20 @@ class Generator:
             trend=schedule.observed(state.trend, statistics),
             chooser=chooser,
         )
+
+    def weight_bytes(self, ready: Ready) -> int:
+        """Bytes of the weights on each device: whole on every data shard, but that `tensor` splits
+        them, and `expert` the experts."""
+        networks = ready.target, ready.drafter
+        placed = jax.tree.map(
+            lambda leaf, spec: NamedSharding(self.mesh, spec).shard_shape(leaf.shape),
+            networks,
+            shard_specs(self.mesh, networks),
+        )
+        sizes = jax.tree.map(
+            lambda leaf, shape: math.prod(shape) * leaf.dtype.itemsize, networks, placed
+        )
+        return sum(jax.tree.leaves(sizes)) // self.mesh.shape[TENSOR]
 
     # ---- generation
 
@@ -273,5 +307,5 @@ def to_rollout(
 ) -> Any:
     """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
     leaf, inside a jit one all-gather for each sharded weight."""
-    ready = cast(network, dtype)
+    ready = with_even_vocabulary(cast(network, dtype), mesh)
     return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))

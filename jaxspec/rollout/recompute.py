@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Draft
 from jaxspec.kernels.order import after, computed
+from jaxspec.mesh import of_any_expert
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.paged import put_texts
@@ -32,7 +33,9 @@ def recomputed(
     group_size: int,
 ) -> DecodeState:
     """Reads the texts of all rows that were admitted since `before` with more than their prompts,
-    one row at a time: rows are evicted seldom, and one by one."""
+    one row at a time: rows are evicted seldom, and one by one.
+
+    A member of `expert` that has fewer of them goes on reading, of no row, with the others."""
     rollout, row = state.rollout, state.row
     admitted = state.admitted > jnp.max(before.admitted)
     longer = taken(rollout.lengths, row) > taken(rollout.prompt_lengths, row)
@@ -41,11 +44,12 @@ def recomputed(
         carry: tuple[DecodeState, Bool[Array, " B"]],
     ) -> tuple[DecodeState, Bool[Array, " B"]]:
         state, left = carry
-        slot = jnp.argmax(left).astype(jnp.int32)
-        return _one(target, drafter, draft, state, slot, group_size), left.at[slot].set(False)
+        slot = jnp.where(jnp.any(left), jnp.argmax(left), len(left)).astype(jnp.int32)
+        read = _one(target, drafter, draft, state, slot, group_size)
+        return read, left.at[slot].set(False, mode="drop")
 
     left = admitted & longer & active(state)
-    return lax.while_loop(lambda carry: jnp.any(carry[1]), one, (state, left))[0]
+    return lax.while_loop(lambda carry: of_any_expert(jnp.any(carry[1])), one, (state, left))[0]
 
 
 def _one(
@@ -56,8 +60,12 @@ def _one(
     slot: Int[Array, ""],
     group_size: int,
 ) -> DecodeState:
-    """Reads the text of the row in `slot`, and puts what target and draft keep of it there."""
-    row = state.row[slot]
+    """Reads the text of the row in `slot`, and puts what target and draft keep of it there; of a
+    slot beyond all there are, some text, which goes nowhere."""
+    there = slot < len(state.row)
+    row = jnp.minimum(
+        state.row[jnp.minimum(slot, len(state.row) - 1)], len(state.rollout.status) - 1
+    )
     text = _text(state, row, group_size)
     cache, read = _through_target(target, draft, text)
     draft_state, draft_cache = state.draft, None
@@ -69,13 +77,13 @@ def _one(
             drafter.network, target, text.replace(tokens=tokens), read, empty
         )
         draft_state = jax.tree.map(
-            lambda leaf, source: leaf.at[slot].set(source[0]), state.draft, fresh
+            lambda leaf, source: leaf.at[slot].set(source[0], mode="drop"), state.draft, fresh
         )
     # pages that the group shares are as they were
     pages, size = state.pages, state.caches.page_size
     common = shared(state.rollout.prompt_lengths[row], size)
     own = jnp.arange(pages.table.shape[1], dtype=jnp.int32) >= common
-    table = jnp.where(own, pages.table[slot], len(pages.references))[None]
+    table = jnp.where(own & there, pages.table[slot], len(pages.references))[None]
     written = Caches(target=cache, draft=draft_cache)
     return state.replace(
         caches=state.caches.map(lambda pool, source: put_texts(pool, table, source), written),
@@ -124,5 +132,5 @@ def _through_target(
     empty = target.empty_cache(1, size)
     found = jax.eval_shape(lambda cache: one(0, cache)[2], empty)
     nothing = jnp.zeros((1, size, found.shape[2]), found.dtype)
-    blocks = (text.lengths[0] - 1) // block + 1
+    blocks = of_any_expert((text.lengths[0] - 1) // block + 1)
     return lax.fori_loop(0, blocks, read, (empty, nothing))

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec import sampling
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.mesh import summed_over_experts
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.rollout import acceptance
 from jaxspec.rollout.decode_state import (
@@ -326,7 +327,7 @@ def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstim
     """The estimate after a round. Drafts beyond the end of a text do not count: they follow
     nothing that the target accepted."""
     offered_in_turn, accepted = (
-        jnp.sum(leaf, axis=0, dtype=jnp.float32)[None]
+        summed_over_experts(jnp.sum(leaf, axis=0, dtype=jnp.float32))[None]
         for leaf in (change.offered_in_turn, change.accepted)
     )
     return estimate.replace(

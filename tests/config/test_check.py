@@ -16,24 +16,26 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.inputs.spec import HeadSpec, ModelSpec
+from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
+
+WITH_EXPERTS = ModelSpec(family=FamilySpec(experts=8, experts_per_token=2))
 
 
 class TestCheck:
     @pytest.mark.parametrize(
         ("mesh", "prompts", "devices", "shape"),
         [
-            (MeshConfig(), 16, 1, (1, 1)),
-            (MeshConfig(), 16, 8, (8, 1)),
-            (MeshConfig(), 12, 8, (6, 1)),
-            (MeshConfig(), 7, 6, (1, 1)),
-            (MeshConfig(), 2, 8, (2, 1)),
-            (MeshConfig(tensor=2), 16, 8, (4, 2)),
-            (MeshConfig(data=4, tensor=2), 16, 8, (4, 2)),
+            (MeshConfig(), 16, 1, (1, 1, 1)),
+            (MeshConfig(), 16, 8, (8, 1, 1)),
+            (MeshConfig(), 12, 8, (6, 1, 1)),
+            (MeshConfig(), 7, 6, (1, 1, 1)),
+            (MeshConfig(), 2, 8, (2, 1, 1)),
+            (MeshConfig(tensor=2), 16, 8, (4, 2, 1)),
+            (MeshConfig(data=4, tensor=2), 16, 8, (4, 2, 1)),
         ],
     )
     def test_resolves(
-        self, mesh: MeshConfig, prompts: int, devices: int, shape: tuple[int, int]
+        self, mesh: MeshConfig, prompts: int, devices: int, shape: tuple[int, int, int]
     ) -> None:
         warm = {"sft": SftConfig(rows=96), "offline": OfflineConfig(rows=96)}
         assert (
@@ -42,9 +44,53 @@ class TestCheck:
         )
 
     @pytest.mark.parametrize(
+        ("mesh", "prompts", "shape"),
+        [
+            (MeshConfig(expert=4), 16, (2, 1, 4)),
+            (MeshConfig(expert=2, tensor=2), 16, (2, 2, 2)),
+            (MeshConfig(expert=2), 12, (3, 1, 2)),
+            (MeshConfig(data=1, expert=8), 8, (1, 1, 8)),
+        ],
+    )
+    def test_resolves_where_experts_are_split(
+        self, mesh: MeshConfig, prompts: int, shape: tuple[int, int, int]
+    ) -> None:
+        warm = {"sft": SftConfig(rows=96), "offline": OfflineConfig(rows=96)}
+        batch = BatchConfig(prompts=prompts)
+        config = ResolvedConfig(mesh=mesh, batch=batch, model=WITH_EXPERTS, **warm)
+        assert check(config, 8) == shape
+        assert check(config, 8).rows == shape[0] * shape[2]
+
+    @pytest.mark.parametrize(
         ("config", "devices", "processes", "parts"),
         [
             (ResolvedConfig(), 6, 4, ["4 processes", "6 devices"]),
+            (
+                ResolvedConfig(mesh=MeshConfig(expert=3)),
+                8,
+                1,
+                ["mesh.expert 3 x mesh.tensor 1", "8 devices", "(data x expert x tensor)", "none"],
+            ),
+            (
+                ResolvedConfig(mesh=MeshConfig(expert=2)),
+                8,
+                1,
+                ["mesh.expert 2", "has none", "--mesh.data"],
+            ),
+            (
+                ResolvedConfig(mesh=MeshConfig(expert=16), model=WITH_EXPERTS),
+                16,
+                1,
+                ["model.family.experts 8", "mesh.expert 16", "1, 2, 4, 8"],
+            ),
+            (
+                ResolvedConfig(
+                    mesh=MeshConfig(expert=4), model=WITH_EXPERTS, batch=BatchConfig(prompts=4)
+                ),
+                8,
+                2,
+                ["batch.prompts 4", "2 data shards of 4 members", "raise it to 8"],
+            ),
             (
                 ResolvedConfig(mesh=MeshConfig(tensor=3)),
                 8,
@@ -250,7 +296,7 @@ class TestCheck:
                 rollout=plain, offline=OfflineConfig(rows=3), sft=SftConfig(steps=0, rows=3)
             ),
             8,
-        ) == (8, 1)
+        ) == (8, 1, 1)
 
     def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
         rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
@@ -260,12 +306,12 @@ class TestCheck:
                 rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=own
             ),
             1,
-        ) == (1, 1)
+        ) == (1, 1, 1)
         for head in (HeadSpec(taps=(0, 2)), HeadSpec(use_taps=False)):
-            assert check(ResolvedConfig(model=ModelSpec(layers=2), head=head), 1) == (1, 1)
+            assert check(ResolvedConfig(model=ModelSpec(layers=2), head=head), 1) == (1, 1, 1)
 
     def test_other_drafts_take_shallow_policies(self) -> None:
         shallow = ResolvedConfig(
             model=ModelSpec(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp"))
         )
-        assert check(shallow, 1) == (1, 1)
+        assert check(shallow, 1) == (1, 1, 1)

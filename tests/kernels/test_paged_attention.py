@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import paged_attention
 from jaxspec.kernels.visible import Visible, causal
-from jaxspec.mesh import DATA, TENSOR, make_mesh
+from jaxspec.mesh import AXES, DATA, make_mesh
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, extend
 from jaxspec.models.contiguous import empty_cache
@@ -175,7 +175,7 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
 def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
     """A program for GPUs of a kind, of which there need not be any."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
-    mesh = AbstractMesh((2, tensor), (DATA, TENSOR), (AxisType.Auto,) * 2, abstract_device=device)
+    mesh = AbstractMesh((2, 1, tensor), AXES, (AxisType.Auto,) * len(AXES), abstract_device=device)
     cache = jax.eval_shape(lambda: cache_of(case, dtype))
     rows = jax.ShapeDtypeStruct((2 * len(case.lengths), *query_of(case).shape[1:]), dtype)
     positions = jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32)

@@ -26,7 +26,12 @@ from jaxspec.kernels import cpu_layouts
 from jaxspec.kernels.cpu_layouts import Blocked, Split, Transposed
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.weight_layout import WeightLayout, fastest, laid_out
+from jaxspec.models.weight_layout import (
+    WeightLayout,
+    fastest,
+    laid_out,
+    with_even_vocabulary,
+)
 from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
@@ -302,6 +307,20 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
         layer = drafter.network.first if kind == "eagle3" else drafter.network.layers[0]
         assert type(layer.qkv) is draft
         assert type(layer.down) is (Transposed if draft is nnx.Param else draft)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_make_a_vocabulary_split_are_not_seen(tied: bool) -> None:
+    model = dataclasses.replace(tiny_model(vocab=11), tied=tied)
+    policy = tiny_network(Decoder, model, 1)
+    even = with_even_vocabulary(policy, meshes.make_mesh(1, 4))
+    assert even.embedding.shape == (12, model.embed)
+    assert tied or even.head.shape == (model.embed, 12)
+    tokens = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), tokens.shape)
+    ours, theirs = (network.logits(network(tokens, positions).hidden) for network in (even, policy))
+    np.testing.assert_array_equal(ours, theirs)
+    assert with_even_vocabulary(policy, meshes.make_mesh(8)).embedding.shape == (11, model.embed)
 
 
 @pytest.mark.parametrize(("tensor", "transposed"), [(1, EVERY), (2, ())])

@@ -154,9 +154,10 @@ def compiled(
     tensor: int = 1,
     choice: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
+    expert: int = 1,
 ) -> Callable[..., Any]:
     """Prompts in, numpy rollout out; `options` are the compiler's."""
-    mesh = small_mesh(data, tensor)
+    mesh = small_mesh(data, tensor, expert)
     run = jax.jit(
         lambda target, drafter, prompts, key: generate(
             target, drafter, draft, prompts, key, chosen, mesh
