@@ -5,19 +5,27 @@ The rows are those of the table in docs/losslessness.md. A mutant replaces text 
 must be there exactly once, so that none of them can rot into a change that changes nothing.
 """
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.mutants import MUTANTS, Mutant
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+
+class Done(NamedTuple):
+    code: int
+    output: str
+
+
+Run = Callable[..., Done]
 
 
 def mutated(mutant: Mutant, text: str) -> str:
@@ -43,34 +51,33 @@ def copied(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-@pytest.fixture
-def run(copied: Path) -> Run:
-    """Runs tests of the copied tree, for 15 minutes at most."""
+@pytest.fixture(scope="module")
+def run(copied: Path) -> Iterator[Run]:
+    """Runs tests of the copied tree, for 15 minutes at most; what they import from elsewhere is
+    imported once."""
+    environment = os.environ | {"PYTHONPATH": str(copied)}
+    # Modules that no bug is put into are translated once: shape checks make that slow.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    output = copied / "output.txt"
+    with subprocess.Popen(
+        [sys.executable, "tests/fork_server.py"],
+        cwd=copied,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
 
-    def call(*tests: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            *options,
-            *(f"tests/{test}" for test in tests),
-        ]
-        environment = os.environ | {"PYTHONPATH": str(copied)}
-        # Modules that no bug is put into are translated once: shape checks make that slow.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        return subprocess.run(
-            command,
-            cwd=copied,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+        def call(*tests: str, options: tuple[str, ...] = ()) -> Done:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            arguments = ["-x", "-q", *options, *(f"tests/{test}" for test in tests)]
+            asked = {"arguments": arguments, "output": str(output), "seconds": 900}
+            server.stdin.write(f"{json.dumps(asked)}\n")
+            server.stdin.flush()
+            return Done(int(server.stdout.readline()), output.read_text())
 
-    return call
+        yield call
 
 
 def test_every_bug_has_one_place(repository: Path) -> None:
@@ -90,11 +97,10 @@ def test_the_suite_fails_on_every_mutant(mutant: Mutant, copied: Path, run: Run)
         done = run(mutant.killer)
     finally:
         file.write_text(text)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.code == 1, done.output[-2000:]
     # By what it checks, not because the bug broke the program.
-    assert re.search(r"^E +(assert |AssertionError)", done.stdout, re.MULTILINE), done.stdout[
-        -2000:
-    ]
+    failure = r"^E +(assert |AssertionError)"
+    assert re.search(failure, done.output, re.MULTILINE), done.output[-2000:]
 
 
 @pytest.mark.slow
@@ -102,8 +108,8 @@ def test_without_a_bug_such_tests_pass(run: Run) -> None:
     """In the copied tree, those that are not slow; in this one all of them run anyway."""
     one_of_each = {mutant.killer.partition("[")[0]: mutant.killer for mutant in MUTANTS}
     done = run(*sorted(one_of_each.values()), options=("-m", "not slow"))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed, \d+ deselected in", done.stdout, re.MULTILINE), done.stdout
+    assert done.code == 0, done.output[-2000:]
+    assert re.search(r"^\d+ passed, \d+ deselected in", done.output, re.MULTILINE), done.output
 
 
 def test_every_mutant_is_a_change(repository: Path) -> None:

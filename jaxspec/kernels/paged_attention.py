@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -101,7 +99,7 @@ def paged_parts(
     return largest, total, weighted
 
 
-def _kernel(  # noqa: C901 - a kernel is one piece
+def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
     query: Float[Array, "B M Q H"],
     keys: Float[Array, "L P M H s"],
     values: Float[Array, "L P M s H"],
@@ -113,6 +111,10 @@ def _kernel(  # noqa: C901 - a kernel is one piece
 ) -> list[Array]:
     """Largest scores, sums of weights and weighted values of each of the parts that a row's pages
     are dealt into."""
+    # here, since they take half a second to import, which a start on a CPU can do without
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     rows, heads, _, size = query.shape
     page, wide = keys.shape[-1], jnp.float32
     parts = max(1, min(pages.shape[1], -(-BLOCKS // (rows * heads))))
