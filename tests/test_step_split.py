@@ -23,13 +23,15 @@ from tests.whole_step import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 CALLS = 3
+NARROW = dataclasses.replace(WITH_EXPERTS, embed=12)
+"""Of a width that two data shards divide, and their eight members do not."""
 FEW_SLOTS = EngineConfig(tail=False, slots=1)
 
 
 @functools.cache
 def driven(data: int = 1, expert: int = 1, tensor: int = 1, **options: Any) -> Run:
-    made = program(data, tensor, expert, model=WITH_EXPERTS, shard_above=0, **options)
-    return drive(made, CALLS)
+    options = {"model": WITH_EXPERTS, "shard_above": 0} | options
+    return drive(program(data, tensor, expert, **options), CALLS)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,7 @@ def driven(data: int = 1, expert: int = 1, tensor: int = 1, **options: Any) -> R
     [
         (1, 2, 2, {}),
         pytest.param(2, 4, 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, 4, 1, {"model": NARROW}, marks=pytest.mark.slow),
         pytest.param(1, 4, 1, {"engine": FEW_SLOTS}, marks=pytest.mark.slow),
         pytest.param(2, 2, 1, {"lora": LoraConfig(rank=2)}, marks=pytest.mark.slow),
     ],

@@ -191,7 +191,12 @@ def _gathered_backward(
     spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array
 ) -> tuple[Array]:
     axis, over = _split(spec)
-    scatter = partial(lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
+
+    def scatter(gradient: Array) -> Array:
+        mine = lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True)
+        # where the shards of rows do not divide its width, some have the same part
+        return lax.psum(mine, _shared(spec)) if _shared(spec) else mine
+
     return (_between_shards(scatter, gradient.astype(master), spec),)
 
 
