@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.system.processes import environment_number, first_line, whole_number
+from jaxspec.inputs.checked import ConfigError, first_line, require
+from jaxspec.processes.environment import environment_number, whole_number
 
 DATA, TENSOR = "data", "tensor"
 _MOST_DEVICES = 512

@@ -2,6 +2,7 @@
 as one message and exit code 2."""
 
 import dataclasses
+import hashlib
 import os
 import re
 import sys
@@ -11,31 +12,38 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.build import build_step
+from jaxspec.config.as_json import flat, to_json
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.hf.pretrained import policy_checkpoint
-from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, first_line, require
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.processes import peers
+from jaxspec.processes.joining import initialize_processes
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
+from jaxspec.system.files import digest
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.processes import first_line, initialize_processes
 from jaxspec.system.terminal import say
-from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from jaxspec.system.version import version
+from jaxspec.tokens.tokenizer import FILES, Tokenizer, character_tokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 _PACKAGE = Path(__file__).parent.parent
 _LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE)
 """What JAX says where it cannot reach another process any more."""
+_SHAPING = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
+"""Environment variables that shape the programs of a process or count its devices."""
 _LONGEST_NAME = 200
 """Characters of a file's name in a message."""
 _LONGEST_MESSAGE = 4096
@@ -99,7 +107,7 @@ def started(
     body: Callable[[Job, Interrupt], int],
 ) -> int:
     """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
-    with Interrupt() as interrupt:
+    with Interrupt(farewell=peers.leave) as interrupt:
         told: list[str] = []
         with interrupt.nothing_unsaved("starting"):
             job = open_job(config(told.append))
@@ -112,16 +120,30 @@ def reported(work: Callable[[], int]) -> int:
     """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
 
     The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too
-    little memory. It is 1 for a `Diverged` and for another process of the job that has ended.
+    little memory. It is 1 for a `Diverged` and for another process of the job that has ended. The
+    other processes are told, since what one alone cannot do would keep them waiting.
     """
     try:
-        return work()
+        status, message = work(), ""
     except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
         message = _in_words(error)
         if not message:
+            _tell_unforeseen(error)
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
+        status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
+    except Exception as error:
+        _tell_unforeseen(error)
+        raise
+    peers.leave(status, message)
+    return status
+
+
+def _tell_unforeseen(error: Exception) -> None:
+    """Of several processes, says at once what went wrong in this one, and ends it."""
+    if jax.distributed.is_initialized():
+        traceback.print_exception(error)
+        peers.leave(1, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _in_words(error: Exception) -> str:
@@ -164,7 +186,7 @@ def _in_words(error: Exception) -> str:
 def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
     """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is
     as in `Interrupt.nothing_unsaved`."""
-    with Interrupt() as interrupt, interrupt.nothing_unsaved(doing):
+    with Interrupt(farewell=peers.leave) as interrupt, interrupt.nothing_unsaved(doing):
         return reported(lambda: work(interrupt))
 
 
@@ -175,7 +197,7 @@ def open_job(config: ResolvedConfig) -> Job:
     # feeds all cores anyway, and a step's many collectives can starve its few threads.
     split = largest_weight(config.model) >= config.mesh.shard_above
     start_jax(config, config.mesh.data * config.mesh.tensor or int(split))
-    initialize_processes()
+    initialize_processes(identity(config))
     data, tensor = check(config, meshes.count_devices(), jax.process_count())
     job = make_job(config, meshes.make_mesh(data, tensor))
     if config.model.path:
@@ -187,6 +209,30 @@ def open_job(config: ResolvedConfig) -> Job:
             " divide every batch (batch.prompts, rows)"
         )
     return job
+
+
+def identity(config: ResolvedConfig) -> dict[str, Any]:
+    """What all processes of a job must be started with alike, by name: settings, code, versions,
+    and what else shapes their programs.
+
+    The programs themselves are not compared: they follow from these, and are known only after
+    minutes of compiling.
+    """
+    environment = {name: os.environ.get(name, "") for name in _SHAPING}
+    environment["XLA_FLAGS"] = " ".join(
+        word
+        for word in environment["XLA_FLAGS"].split()
+        if not word.startswith("--xla_dump")  # each may write to its own folder
+    )
+    folder = config.data.tokenizer
+    files = {f"tokenizer's {name}": digest(Path(folder) / name) for name in FILES if folder}
+    versions = {"jaxspec": code_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return versions | environment | files | flat(to_json(config))
+
+
+def code_version() -> str:
+    """The version of this package, and a digest of its code, which changes more often."""
+    return f"{version()} ({hashlib.sha256(sources('**/*.py').encode()).hexdigest()[:8]})"
 
 
 def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:

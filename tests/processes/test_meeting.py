@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jaxspec.system.processes import Place, meet
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import processes
-from jaxspec.system.processes import Place, meet
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import pytest
+from jaxspec.system.processes import initialize_processes
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import processes
-from jaxspec.system.processes import initialize_processes
 
 
 @pytest.fixture
