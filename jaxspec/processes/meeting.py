@@ -295,11 +295,15 @@ def _hold(line: socket.socket, patience: _Patience) -> str:
     line.settimeout(_TURN)
     absent = _SILENT
     while True:
-        with contextlib.suppress(TimeoutError):
+        try:
             said = _read(line)
             if said != _WAIT:
                 return said
             absent = "process 0 is there and waits for others, which it names"
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            return ""
         patience.look(absent)
 
 

@@ -38,6 +38,7 @@ class Peers:
         self._place, self._lines = place, dict(lines)
         self._heard = dict.fromkeys(lines, time.monotonic())
         self._texts = dict.fromkeys(lines, b"")
+        self._ending = False
         self._gone: set[int] = set()  # those who have said their last word, or hung up
         self._leaving, self._all_gone = threading.Event(), threading.Event()
         for line in self._lines.values():
@@ -108,8 +109,9 @@ class Peers:
 
     def _end_too(self, ended: int, status: int, how: str, grace: float) -> None:
         """Ends this process because another has ended, unless it ends by itself meanwhile."""
-        if self._leaving.is_set():
+        if self._leaving.is_set() or self._ending:
             return
+        self._ending = True  # what others do because of that is no news
         if self._place.process == 0:
             self._tell(f"{_ENDED} {status} {ended} {grace} {how}")
         told = f"process {ended} of {self._place.processes} {how}"
@@ -126,7 +128,9 @@ class Peers:
         os._exit(status)
 
     def _name_the_silent(self, now: float) -> None:
-        for process, heard in () if self._leaving.is_set() else self._heard.items():
+        if self._leaving.is_set() or self._ending:
+            return
+        for process, heard in self._heard.items():
             if process not in self._gone and now - heard > _SILENT_SECONDS:
                 self._heard[process] = now + 3600.0  # once is enough
                 say(
