@@ -66,7 +66,7 @@ def program(file: Path, text: str) -> None:
 
 def as_batch(
     folder: Path, python: str, *arguments: str, **variables: str
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[str]:
     """Runs the batch script in a checkout whose SLURM and Python are these."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": python}.items():
         program(folder / ".venv/bin" / name, text)
@@ -86,7 +86,8 @@ def records(folder: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
 def wanted(text: str) -> dict[str, str]:
     """What a batch script asks SLURM for."""
     asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
-    return dict(word.removeprefix("--").partition("=")[::2] for word in asked)
+    words = (word.removeprefix("--").partition("=") for word in asked)
+    return {name: value for name, _, value in words}
 
 
 def test_slurm_gives_each_gpu_a_process_that_knows_its_place(
@@ -355,7 +356,14 @@ def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
     assert said.stdout == "cpu\n", said.stderr
 
 
-TINY = {"sft__steps": 0, "steps": 1, "batch__prompts": 2, "rollout__max_new_tokens": 6}
+TINY = {
+    "model__layers": 1,
+    "sft__steps": 0,
+    "rollout__draft__kind": "none",
+    "no_compare_plain": False,
+    "batch__prompts": 2,
+    "steps": 1,
+}
 
 
 @pytest.fixture(scope="module")

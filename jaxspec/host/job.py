@@ -1,6 +1,7 @@
 """What every program does around its work: config, processes, devices, mesh, tokenizer; bad input
 as one message and exit code 2."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -130,7 +131,8 @@ def reported(work: Callable[[], int]) -> int:
         if not message:
             _tell_unforeseen(error)
             raise
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # it may go to a file on the disk that is full
+            print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
     except Exception as error:
         _tell_unforeseen(error)
@@ -142,7 +144,8 @@ def reported(work: Callable[[], int]) -> int:
 def _tell_unforeseen(error: Exception) -> None:
     """Of several processes, says at once what went wrong in this one, and ends it."""
     if jax.distributed.is_initialized():
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
         peers.leave(1, f"{type(error).__name__}: {first_line(error)}")
 
 

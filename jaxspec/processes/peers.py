@@ -40,25 +40,33 @@ class Peers:
         self._texts = dict.fromkeys(lines, b"")
         self._ending = False
         self._gone: set[int] = set()  # those who have said their last word, or hung up
-        self._leaving, self._all_gone = threading.Event(), threading.Event()
+        self._hung_up: set[int] = set()
+        self._leaving, self._let_go = threading.Event(), threading.Event()
         for line in self._lines.values():
             line.settimeout(_BEAT)
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def leave(self, status: int, why: str) -> None:
         """Tells the others that this process ends: without a reason as they do, with one ahead of
-        them; then returns when they have ended too, or after some seconds."""
+        them; then returns when it may go, or after some seconds.
+
+        Process 0 goes last, and the others when it has said that it goes: JAX's own end is loud
+        where it misses one of them.
+        """
         self._leaving.set()
         grace = _SIGNAL_GRACE if status > 128 else _ERROR_GRACE
-        mine = f"{_ENDED} {status} {self._place.process} {grace} has ended: {why}"
-        self._tell(mine if why else _LEFT)
+        self._tell(self._ended(status, grace, f"has ended: {why}") if why else _LEFT)
         if why:
-            self._all_gone.wait(_ERROR_GRACE + 2 * _BEAT)
+            self._let_go.wait(_ERROR_GRACE + 2 * _BEAT)
+
+    def _ended(self, status: int, grace: float, how: str, process: int | None = None) -> str:
+        process = self._place.process if process is None else process
+        return f"{_ENDED} {status} {process} {grace} {how}"
 
     def _tell(self, word: str) -> None:
         text = " ".join(word.splitlines())[:_WHY]
         for process, line in self._lines.items():
-            if process not in self._gone:
+            if process not in self._hung_up:
                 with contextlib.suppress(OSError):  # who has hung up is noticed where it is read
                     line.sendall(f"{text}\n".encode())
 
@@ -88,24 +96,24 @@ class Peers:
         *words, self._texts[process] = (self._texts[process] + data).split(b"\n")
         for word in words:
             self._take(process, word.decode(errors="replace"))
+        if not data:
+            self._hung_up.add(process)
         if not data and process not in self._gone:
-            self._gone_is(process)
             without = "has ended without a word (killed, or out of memory)"
+            self._gone.add(process)
             self._end_too(process, 1, f"{without}; {_GOES_ON}", 0.0)
+        if len(self._hung_up if self._place.process == 0 else self._gone) == len(self._lines):
+            self._let_go.set()
         return bool(data)
 
     def _take(self, process: int, word: str) -> None:
         if word == _LEFT:
-            self._gone_is(process)
+            self._gone.add(process)
         if word.startswith(_ENDED):
             status, ended, grace, how = word.removeprefix(_ENDED).split(maxsplit=3)
-            self._gone_is(process)
+            if int(ended) == process:  # process 0 tells of others too
+                self._gone.add(process)
             self._end_too(int(ended), int(status), how, float(grace))
-
-    def _gone_is(self, process: int) -> None:
-        self._gone.add(process)
-        if len(self._gone) == len(self._lines):
-            self._all_gone.set()
 
     def _end_too(self, ended: int, status: int, how: str, grace: float) -> None:
         """Ends this process because another has ended, unless it ends by itself meanwhile."""
@@ -113,7 +121,7 @@ class Peers:
             return
         self._ending = True  # what others do because of that is no news
         if self._place.process == 0:
-            self._tell(f"{_ENDED} {status} {ended} {grace} {how}")
+            self._tell(self._ended(status, grace, how, ended))
         told = f"process {ended} of {self._place.processes} {how}"
         threading.Thread(target=self._end, args=(told, status, grace), daemon=True).start()
 
@@ -123,8 +131,9 @@ class Peers:
         say(f"{told}; this process ends too")
         if grace and self._leaving.wait(grace):
             return
-        if self._place.process == 0:  # JAX's own end is loud where process 0 goes first
-            self._all_gone.wait(2 * _BEAT)
+        if self._place.process == 0:
+            self._tell(self._ended(status, grace, "has ended too"))
+            self._let_go.wait(2 * _BEAT)
         os._exit(status)
 
     def _name_the_silent(self, now: float) -> None:

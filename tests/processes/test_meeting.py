@@ -236,7 +236,7 @@ def test_who_was_started_with_something_else_is_named_with_what(coordinator: str
     other = mine | {"optimizer.learning_rate": 0.002}
     older = {name: value for name, value in mine.items() if name != "steps"} | {"jaxspec": "1 (bb)"}
     arrivals = [
-        Arrival(coordinator, 5, process, **identity)
+        Arrival(coordinator, 5, process, 20.0, **identity)
         for process, identity in enumerate([mine, other, mine, other, older])
     ]
     told = {arrival.ended() for arrival in arrivals}
