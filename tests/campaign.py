@@ -89,29 +89,23 @@ class Launch:
 
     def members(self) -> list[int]:
         """Processes of this launch that have not ended, the launcher among them."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
-            try:
-                ours = f"CAMPAIGN={self.mark}".encode() in (folder / "environ").read_bytes()
-                ended = ") Z" in (folder / "stat").read_text()
-            except OSError:  # it has just ended, or is somebody else's
-                continue
-            if ours and not ended:
-                found.append(int(folder.name))
-        return found
+        mark = f"CAMPAIGN={self.mark}".encode()
+        numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [
+            pid
+            for pid in numbers
+            if mark in told(pid, "environ") and b") Z" not in told(pid, "stat")
+        ]
 
     def trainers(self) -> list[int]:
         """The processes that train."""
         if self.processes == 1:
             return [self.handle.pid]
-        parent = re.compile(rf"\) \S {self.handle.pid} ")
+        child = re.compile(rb"\) \S %d " % self.handle.pid)
         return sorted(
             pid
             for pid in self.members()
-            if parent.search(Path("/proc", str(pid), "stat").read_text())
-            and b"jaxspec.train" in Path("/proc", str(pid), "cmdline").read_bytes()
+            if child.search(told(pid, "stat")) and b"jaxspec.train" in told(pid, "cmdline")
         )
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> bool:
@@ -131,6 +125,14 @@ class Launch:
             time.sleep(0.05)
         assert not left, f"{len(left)} processes are left\n{self.log.read_text()}"
         return self.handle.wait(), time.monotonic() - began
+
+
+def told(pid: int, name: str) -> bytes:
+    """What the system says of a process; nothing of one that has just ended, or is another's."""
+    try:
+        return Path("/proc", str(pid), name).read_bytes()
+    except OSError:
+        return b""
 
 
 def one_is_killed(launch: Launch, rng: random.Random) -> None:
@@ -233,7 +235,7 @@ class Campaign:
             file = launch.workdir / "metrics.jsonl"
             launch.wait_until(lambda: file.exists() and file.stat().st_mtime > began)
             launch.wait_until(lambda: False, rng.random() * 0.5)
-        if launch.handle.poll() is None:
+        if launch.handle.poll() is None and launch.trainers():
             done.do(launch, rng)
         else:
             moment = "ended before"

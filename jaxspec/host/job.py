@@ -9,11 +9,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -229,7 +229,11 @@ def identity(config: ResolvedConfig) -> dict[str, Any]:
     )
     folder = config.data.tokenizer
     files = {f"tokenizer's {name}": digest(Path(folder) / name) for name in FILES if folder}
-    versions = {"jaxspec": code_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {
+        "jaxspec": code_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+    }
     return versions | environment | files | flat(to_json(config))
 
 
