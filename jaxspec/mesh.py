@@ -275,7 +275,7 @@ def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Arra
     """Values of the rows that have a copy here, whose numbers ascend, as a global array of the
     shape and sharding of `leaf`; no process has room for the rows of others."""
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         wanted = np.arange(*index[0].indices(leaf.shape[0]))
         return values[(np.searchsorted(rows, wanted), *index[1:])]
 
