@@ -1,12 +1,7 @@
-"""The launch files for clusters: what each process gets from them, how they end, and real processes
-of them on loopback."""
+"""The JobSet: what each process gets from it, its fields, and real processes of it."""
 
-import json
 import os
-import shlex
-import shutil
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,157 +12,10 @@ import pytest
 
 from jaxspec.processes import places
 from jaxspec.processes.places import Place
+from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
 from tests.runs import ROOT, command, environment, lines
 
 yaml = pytest.importorskip("yaml")
-
-SRUN = f"""#!{sys.executable}
-import json, os, subprocess, sys
-words = sys.argv[1:]
-program = words[words.index("python"):]
-nodes, each = json.loads(os.environ["STUB_NODES"]), int(os.environ["STUB_TASKS_PER_NODE"])
-tasks = []
-for number in range(len(nodes) * each):
-    place = {{
-        "SLURM_NTASKS": len(nodes) * each,
-        "SLURM_PROCID": number,
-        "SLURM_LOCALID": number % each,
-        "SLURM_STEP_ID": 0,
-        "SLURM_STEP_NODELIST": os.environ["STUB_NODELIST"],
-    }}
-    variables = os.environ | {{name: str(value) for name, value in place.items()}}
-    tasks.append(subprocess.Popen(program, env=variables))
-sys.exit(max(task.wait() for task in tasks))
-"""
-"""SLURM's `srun`, as far as it says to each task where it is: all tasks are on this machine."""
-
-SCONTROL = """#!/usr/bin/env bash
-echo "scontrol $*"
-"""
-
-RECORDER = f"""#!{sys.executable}
-import json, os, sys
-from pathlib import Path
-name = os.environ.get("SLURM_PROCID") or os.environ["JAXSPEC_PROCESS_ID"]
-told = dict(words=sys.argv[1:], environment=dict(os.environ))
-Path(os.environ["STUB_RECORDS"], name).write_text(json.dumps(told))
-sys.exit(int(os.environ["STUB_STATUS"]))
-"""
-"""Python, which only says what it was started with."""
-
-PLAIN = {"PATH": os.environ["PATH"], "HOME": "/root"}
-
-
-def program(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-
-def as_batch(
-    folder: Path, python: str, *arguments: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs the batch script in a checkout whose SLURM and Python are these."""
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": python}.items():
-        program(folder / ".venv/bin" / name, text)
-    script = ["bash", str(ROOT / "launch/slurm.sbatch"), *arguments]
-    given = PLAIN | {"SLURM_JOB_ID": "4711"} | variables
-    return subprocess.run(
-        script, cwd=folder, env=given, capture_output=True, text=True, timeout=400, check=False
-    )
-
-
-def records(folder: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
-    for file in sorted(folder.iterdir(), key=lambda file: int(file.name)):
-        told = json.loads(file.read_text())
-        yield int(file.name), told["words"], told["environment"]
-
-
-def wanted(text: str) -> dict[str, str]:
-    """What a batch script asks SLURM for."""
-    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
-    words = (word.removeprefix("--").partition("=") for word in asked)
-    return {name: value for name, _, value in words}
-
-
-def test_slurm_gives_each_gpu_a_process_that_knows_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = wanted((ROOT / "launch/slurm.sbatch").read_text())
-    nodes, each = int(asked["nodes"]), int(asked["ntasks-per-node"])
-    assert each == int(asked["gpus-per-node"]) == 4
-    assert nodes % int(asked["segment"]) == 0
-    assert int(asked["segment"]) <= 18
-    (tmp_path / "records").mkdir()
-    ended = as_batch(
-        tmp_path,
-        RECORDER,
-        *("--config", "a name.py", "--steps", "1"),
-        STUB_NODES=json.dumps([f"node{number:02}" for number in range(nodes)]),
-        STUB_NODELIST=f"node[00-{nodes - 1:02}]",
-        STUB_TASKS_PER_NODE=str(each),
-        STUB_RECORDS=str(tmp_path / "records"),
-        STUB_STATUS="0",
-        XLA_FLAGS="--xla_dump_to=/tmp/mine",
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = list(records(tmp_path / "records"))
-    assert [number for number, *_ in found] == list(range(nodes * each))
-    shell = {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}
-    for number, words, variables in found:
-        assert words == ["-m", "jaxspec.train", "--config", "a name.py", "--steps", "1"]
-        ours = {
-            name: value
-            for name, value in variables.items()
-            if not name.startswith("STUB_") and name not in shell
-        }
-        assert ours == PLAIN | {
-            "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}",
-            "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true --xla_dump_to=/tmp/mine",
-            "NCCL_DEBUG": "WARN",
-            "SLURM_JOB_ID": "4711",
-            "SLURM_NTASKS": "32",
-            "SLURM_PROCID": str(number),
-            "SLURM_LOCALID": str(number % 4),
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": "node[00-07]",
-        }
-        with monkeypatch.context() as there:
-            alone(there, variables)
-            assert places.told() is None
-            assert places.in_a_job()
-            place = places.detected(1)
-        assert place is not None
-        assert (place.coordinator.partition(":")[0], *place[1:]) == ("node00", 32, number)
-
-
-def alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    """Puts this process where another was."""
-    for name in [*os.environ]:
-        if name.startswith(("JAX", "SLURM", "OMPI", "JOB_COMPLETION")):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("status", "ends", "said"),
-    [("0", 0, ""), ("143", 0, "scontrol requeue 4711\n"), ("2", 2, ""), ("1", 1, "")],
-)
-def test_a_job_that_was_stopped_and_saved_goes_back_to_the_queue(
-    tmp_path: Path, status: str, ends: int, said: str
-) -> None:
-    (tmp_path / "records").mkdir()
-    ended = as_batch(
-        tmp_path,
-        RECORDER,
-        STUB_NODES='["here"]',
-        STUB_NODELIST="here",
-        STUB_TASKS_PER_NODE="1",
-        STUB_RECORDS=str(tmp_path / "records"),
-        STUB_STATUS=status,
-    )
-    assert (ended.returncode, ended.stdout) == (ends, said), ended.stderr
 
 
 def the_jobset() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -324,23 +172,6 @@ def test_a_field_that_is_not_there_is_found() -> None:
     assert wrong(jobset, FIELDS) == [".spec.network", ".spec.failurePolicy.maxRestarts"]
 
 
-def test_scripts_pass_shellcheck() -> None:
-    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if checker is None:
-        pytest.skip("shellcheck is not installed (extra lint)")
-    files = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch"), ROOT / ".ci/run"]
-    ended = subprocess.run([checker, *map(str, files)], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout
-
-
-def test_all_launch_files_end_in_the_same_command() -> None:
-    same = 'python -m jaxspec.train "$@"'
-    for name in ("slurm.sbatch", "kubernetes.yaml"):
-        assert (ROOT / "launch" / name).read_text().count(same) == 1, name
-    for name in ("local.sh", "multiprocess_cpu.sh"):
-        assert '-m jaxspec.train "$@"' in (ROOT / "launch" / name).read_text(), name
-
-
 def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
     """XLA ends a process for a flag that it does not know."""
     _, jobset = the_jobset()
@@ -356,55 +187,19 @@ def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
     assert said.stdout == "cpu\n", said.stderr
 
 
-TINY = {
-    "model__layers": 1,
-    "sft__steps": 0,
-    "rollout__draft__kind": "none",
-    "no_compare_plain": False,
-    "batch__prompts": 2,
-    "steps": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both launch files start the same program."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.slow
-def test_processes_that_slurm_starts_train_together(cache: Path, tmp_path: Path) -> None:
-    arguments = command(tmp_path / "run", **TINY)
-    python = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'
-    ended = as_batch(
-        tmp_path,
-        python,
-        *arguments,
-        STUB_NODES='["localhost"]',
-        STUB_NODELIST="localhost",
-        STUB_TASKS_PER_NODE="2",
-        **{**environment(cache, 1), "PATH": os.environ["PATH"]},
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(lines(tmp_path / "run")) == 1
-    assert "for {'data': 2, 'tensor': 1} devices" in ended.stdout
-
-
-@pytest.mark.slow
-def test_pods_train_together(cache: Path, tmp_path: Path) -> None:
+def test_pods_train_together(tmp_path: Path) -> None:
     _, jobset = the_jobset()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         here = f"127.0.0.1:{probe.getsockname()[1]}"
-    program(
-        tmp_path / "bin/python", f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'
-    )
+    program(tmp_path / "bin/python", PYTHON)
     two = {"JAXSPEC_COORDINATOR": here, "JAXSPEC_PROCESSES": "2"}
     path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     started = [
         subprocess.Popen(
             [*words[:4], *command(tmp_path / "run", **TINY)],
-            env={**variables, **environment(cache, 1), **two, **path},
+            env={**variables, **environment(tmp_path / "cache", 1), **two, **path},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
