@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # N processes of the main job on this machine's CPU, joined over loopback: bash launch/multiprocess_cpu.sh 2 --config rl_think.py
 # DEVICES_PER_PROCESS (default 1) virtual devices each. Ctrl-C, SIGTERM and SIGHUP are passed on, and all processes save and end.
-# When one fails, the others are told to stop and have SAVE_SECONDS (default 120) to do so; one that is stopped (SIGSTOP) is killed.
-# When this script is killed, they get a SIGTERM. The first failure is the exit code.
+# When one fails, the others are told to stop and have SAVE_SECONDS (default 120) to do so. The first failure is the exit code.
+# One that is stopped (SIGSTOP) for some seconds is killed. When this script is killed, all get a SIGTERM.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! ${1-} =~ ^[1-9][0-9]*$ ]]; then
@@ -40,6 +40,8 @@ done
 set +m
 
 failure=0
+look=$((SECONDS + 6))
+stopped=" "
 while ((${#running[@]})); do
   sleep 0.2
   alive=()
@@ -57,11 +59,20 @@ while ((${#running[@]})); do
     fi
   done
   running=(${alive[@]+"${alive[@]}"})
-  ((failure)) || continue
-  # A process that waits for a dead peer does not get to its own SIGTERM, and one that is stopped gets none.
-  if ((SECONDS > deadline)); then tell KILL; fi
-  for pid in "${running[@]}"; do
-    if [[ $(ps -o state= -p "$pid") == T* ]]; then kill -KILL "$pid" 2>/dev/null; fi
+  # A process that waits for a dead peer does not get to its own SIGTERM.
+  if ((failure && SECONDS > deadline)); then tell KILL; fi
+  # One that is stopped gets none, and keeps the others waiting: it is killed when it is found so twice, or once after a failure.
+  if ((!failure && SECONDS < look)); then continue; fi
+  look=$((SECONDS + 6))
+  before=$stopped
+  stopped=" "
+  for pid in ${running[@]+"${running[@]}"}; do
+    [[ $(ps -o state= -p "$pid") == T* ]] || continue
+    stopped+="$pid "
+    if ((failure)) || [[ $before == *" $pid "* ]]; then
+      echo "process $pid is stopped, which would keep the others waiting: it is killed" >&2
+      kill -KILL "$pid" 2>/dev/null
+    fi
   done
 done
 exit "$failure"

@@ -172,8 +172,8 @@ WAYS = {
     # 1: the others say that one has ended; 137: the launcher was told of that one first
     "SIGKILL, one of two": Way(one_is_killed, frozenset({1, 137})),
     "SIGTERM, all of two": Way(all_are_terminated, frozenset({143})),
-    # 134: JAX misses the heartbeats; 137: the launcher has killed the one that is stopped
-    "SIGSTOP, one of two": Way(one_is_stopped, frozenset({134, 137}), NOTICED + 5),
+    # 137: the launcher kills the one that is stopped; 134: JAX has missed its heartbeats before
+    "SIGSTOP, one of two": Way(one_is_stopped, frozenset({1, 134, 137}), NOTICED + 5),
     "SIGKILL, launcher": Way(the_launcher_is_killed, frozenset({-9})),
     "disk full, two": Way(no_file_may_grow, frozenset({1, 2, 134}), LIMIT),
 }

@@ -1,6 +1,10 @@
 """How a job is told of its processes, and how they meet."""
 
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import jax
@@ -215,3 +219,34 @@ def test_what_jax_cannot_do_is_one_line(
         ConfigError, match=r"^JAX cannot join .*: UNKNOWN: Failed to start RPC server\. Set [^\n]*$"
     ):
         initialize_processes({})
+
+
+@pytest.mark.slow
+def test_python_that_is_held_up_is_not_taken_for_dead() -> None:
+    """Heartbeats come from C++: also while no thread of Python can run, for longer than the
+    others wait."""
+    script = """
+        import ctypes, sys, time
+        import jax
+        process = int(sys.argv[2])
+        jax.distributed.initialize(
+            f"127.0.0.1:{sys.argv[1]}", 2, process, heartbeat_timeout_seconds=3
+        )
+        held = ctypes.PyDLL(None) if process else time  # PyDLL keeps Python's lock
+        held.sleep(8)
+        jax.distributed.shutdown()
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), port, str(process)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for run in runs:
+        _, told = run.communicate(timeout=60)
+        assert run.returncode == 0, told
