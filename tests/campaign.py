@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.runs import ROOT, assert_same, command, environment, final_arrays, lines
 
-STEPS, SAVE_EVERY = 20, 2
+STEPS, SAVE_EVERY = 14, 2
 TINIEST = {
     "model.embed": 16,
     "model.heads": 2,
@@ -312,10 +312,9 @@ def main() -> None:
         kills: list[Kill] = []
         while len(kills) < options.kills:
             campaign, ways = (one, ALONE) if rng.random() < 0.4 else (two, WAYS)
-            campaign.run([rng.choice(list(ways)) for _ in range(10)], rng)
+            campaign.run([rng.choice(list(ways)) for _ in range(5)], rng)
             kills = [kill for kill in two.kills + one.kills if kill.moment != "ended before"]
-            print(f"{len(kills)} kills survived", flush=True)
-        print(table(kills))
+            print(f"{table(kills)}\n{len(kills)} kills survived", flush=True)
 
 
 if __name__ == "__main__":
