@@ -16,6 +16,7 @@ SCRIPT = """
 import socket, sys, time
 from jaxspec.processes import peers
 from jaxspec.processes.places import Place
+peers._BEAT, peers._SILENT_SECONDS, peers._ERROR_GRACE, peers._SIGNAL_GRACE = 0.3, 1.5, 2.0, 0.5
 me, count, port = map(int, sys.argv[1:])
 lines = {}
 if me:
