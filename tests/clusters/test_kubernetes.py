@@ -13,6 +13,7 @@ import pytest
 from jaxspec.processes import places
 from jaxspec.processes.places import Place
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
+from tests.conftest import compiled_programs
 from tests.runs import ROOT, command, environment, lines
 
 yaml = pytest.importorskip("yaml")
@@ -188,7 +189,8 @@ def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
 
 
 @pytest.mark.slow
-def test_pods_train_together(tmp_path: Path) -> None:
+def test_pods_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
     _, jobset = the_jobset()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.processes import places
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
+from tests.conftest import compiled_programs
 from tests.runs import ROOT, command, environment, lines
 
 SRUN = f"""#!{sys.executable}
@@ -147,7 +148,10 @@ def test_all_launch_files_end_in_the_same_command() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_slurm_starts_train_together(tmp_path: Path) -> None:
+def test_processes_that_slurm_starts_train_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
     arguments = command(tmp_path / "run", **TINY)
     ended = as_batch(
         tmp_path,
