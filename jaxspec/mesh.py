@@ -1,5 +1,6 @@
 """Devices and names: the mesh, and the rules from logical axes to mesh axes."""
 
+import functools
 import math
 import os
 import platform
@@ -11,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.system.processes import environment_number, first_line, whole_number
+from jaxspec.inputs.checked import ConfigError, first_line, require
+from jaxspec.processes.environment import environment_number, whole_number
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 AXES = (DATA, EXPERT, TENSOR)
@@ -320,17 +320,48 @@ def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """The given rows, all of which have a copy here, without touching other processes."""
-    host = np.zeros(array.shape, array.dtype)
+    """The given rows, all of which have a copy here, without touching other processes, and without
+    room for their rows."""
+    host = np.zeros((len(rows), *array.shape[1:]), array.dtype)
     for shard in array.addressable_shards:
-        host[shard.index] = np.asarray(shard.data)
-    return host[rows]
+        first, end, _ = shard.index[0].indices(array.shape[0])
+        inside = (rows >= first) & (rows < end)
+        if inside.any():
+            host[(inside, *shard.index[1:])] = np.asarray(shard.data)[rows[inside] - first]
+    return host
+
+
+def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Array:
+    """Values of the rows that have a copy here, whose numbers ascend, as a global array of the
+    shape and sharding of `leaf`; no process has room for the rows of others."""
+
+    def shard(index: Any) -> np.ndarray:
+        wanted = np.arange(*index[0].indices(leaf.shape[0]))
+        return values[(np.searchsorted(rows, wanted), *index[1:])]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
 
 def sum_over_processes(table: np.ndarray) -> np.ndarray:
-    """A table of which every process has some entries, and zeros elsewhere, whole."""
-    return (
-        table
-        if jax.process_count() == 1
-        else np.asarray(multihost_utils.process_allgather(table)).sum(axis=0)
+    """A table of which every process has some entries, and zeros elsewhere, whole. It is added up
+    on its way, so that none holds as many tables as there are processes."""
+    if jax.process_count() == 1:
+        return table
+    mesh, add = _adding()
+    mine = jax.device_put(table[None], mesh.local_devices[0])
+    parts = jax.make_array_from_single_device_arrays(
+        (jax.process_count(), *table.shape), NamedSharding(mesh, P("process")), [mine]
+    )
+    return np.asarray(add(parts).addressable_data(0))
+
+
+@functools.cache
+def _adding() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """One device of each process, and what adds up an array over its first axis, which is split
+    over them."""
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    devices = np.asarray([firsts[process] for process in sorted(firsts)])
+    mesh = Mesh(devices, ("process",), axis_types=(AxisType.Auto,))
+    return mesh, jax.jit(
+        lambda parts: parts.sum(axis=0, dtype=parts.dtype), out_shardings=NamedSharding(mesh, P())
     )

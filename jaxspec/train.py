@@ -31,11 +31,12 @@ from jaxspec.evaluation.in_run import Evaluations, in_run
 from jaxspec.host import memory
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
-from jaxspec.host.job import Job, agreed_by_process_0
+from jaxspec.host.job import Job
 from jaxspec.host.job import run as run_program
 from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
 from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.processes.process_0 import agreed_by_process_0
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
 from jaxspec.state import PyTree, Rollout, TrainState
 from jaxspec.step import Step

@@ -21,8 +21,9 @@ from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.host import draft_data
 from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
-from jaxspec.host.job import Job, process_0_first, run
+from jaxspec.host.job import Job, run
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.processes.process_0 import process_0_first
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 

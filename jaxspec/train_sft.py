@@ -11,9 +11,10 @@ if __name__ == "__main__":
 
 
 from jaxspec.config.unused import OF_POLICY
-from jaxspec.host.job import Job, process_0_first, run
+from jaxspec.host.job import Job, run
 from jaxspec.host.warm_start import cached_policy
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.processes.process_0 import process_0_first
 from jaxspec.system.interrupt import Interrupt
 
 

@@ -2,6 +2,7 @@
 # N processes of the main job on this machine's CPU, joined over loopback: bash launch/multiprocess_cpu.sh 2 --config rl_think.py
 # DEVICES_PER_PROCESS (default 1) virtual devices each. Ctrl-C, SIGTERM and SIGHUP are passed on, and all processes save and end.
 # When one fails, the others are told to stop and have SAVE_SECONDS (default 120) to do so. The first failure is the exit code.
+# One that is stopped (SIGSTOP) for some seconds is killed. When this script is killed, all get a SIGTERM.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! ${1-} =~ ^[1-9][0-9]*$ ]]; then
@@ -21,25 +22,32 @@ port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)
 export JAX_PLATFORMS=cpu JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo
 export JAXSPEC_COORDINATOR=127.0.0.1:$port JAXSPEC_PROCESSES=$processes JAXSPEC_LOCAL_DEVICES=${DEVICES_PER_PROCESS:-1}
 
-running=""
+running=()
+tell() { kill "-$1" "${running[@]}" 2>/dev/null; }
 for number in TERM INT HUP; do
-  trap "kill -$number \$running 2>/dev/null" "$number"
+  # shellcheck disable=SC2064 # the signal's name is that of this turn
+  trap "tell $number" "$number"
 done
+# Linux tells a process when the one that started it is gone; elsewhere there is no such command.
+with_us=(setpriv --pdeathsig TERM)
+"${with_us[@]}" true 2>/dev/null || with_us=()
 # With job control each process has a group of its own and handles Ctrl-C, which therefore comes from here only, once.
 set -m
 for ((id = 0; id < processes; id++)); do
-  JAXSPEC_PROCESS_ID=$id "$python" -m jaxspec.train "$@" </dev/null &
-  running+=" $!"
+  JAXSPEC_PROCESS_ID=$id ${with_us[@]+"${with_us[@]}"} "$python" -m jaxspec.train "$@" </dev/null &
+  running+=("$!")
 done
 set +m
 
 failure=0
-while [[ -n $running ]]; do
+look=$((SECONDS + 6))
+stopped=" "
+while ((${#running[@]})); do
   sleep 0.2
-  alive=""
-  for pid in $running; do
+  alive=()
+  for pid in "${running[@]}"; do
     if kill -0 "$pid" 2>/dev/null; then
-      alive+=" $pid"
+      alive+=("$pid")
       continue
     fi
     wait "$pid"
@@ -47,11 +55,24 @@ while [[ -n $running ]]; do
     if ((code != 0 && failure == 0)); then
       failure=$code
       deadline=$((SECONDS + SAVE_SECONDS))
-      kill -TERM $running 2>/dev/null
+      tell TERM
     fi
   done
-  running=$alive
+  running=(${alive[@]+"${alive[@]}"})
   # A process that waits for a dead peer does not get to its own SIGTERM.
-  if ((failure != 0 && SECONDS > deadline)); then kill -KILL $running 2>/dev/null; fi
+  if ((failure && SECONDS > deadline)); then tell KILL; fi
+  # One that is stopped gets none, and keeps the others waiting: it is killed when it is found so twice, or once after a failure.
+  if ((!failure && SECONDS < look)); then continue; fi
+  look=$((SECONDS + 6))
+  before=$stopped
+  stopped=" "
+  for pid in ${running[@]+"${running[@]}"}; do
+    [[ $(ps -o state= -p "$pid") == T* ]] || continue
+    stopped+="$pid "
+    if ((failure)) || [[ $before == *" $pid "* ]]; then
+      echo "process $pid is stopped, which would keep the others waiting: it is killed" >&2
+      kill -KILL "$pid" 2>/dev/null
+    fi
+  done
 done
 exit "$failure"

@@ -96,11 +96,15 @@ def _chain(*parts: Any, chain: Callable = optax.chain) -> optax.GradientTransfor
 optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax promotes inside; the strict rule is for jaxspec
 
 
+def compiled_programs() -> Path:
+    """Where the tests keep them."""
+    return cache_folder() / "tests" / f"jax-{jax.__version__}"
+
+
 def pytest_configure() -> None:
     """Keeps compiled programs in the user's cache folder, for the next run and for other clones: a
     program's text is its key."""
-    folder = cache_folder() / "tests" / f"jax-{jax.__version__}"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     # with a limit, entries are written and read under a file lock
     jax.config.update("jax_compilation_cache_max_size", 2**30)

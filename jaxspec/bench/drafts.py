@@ -26,12 +26,13 @@ from jaxspec.data.problems import load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
-from jaxspec.host.job import Job, process_0_first, run
+from jaxspec.host.job import Job, run
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
 from jaxspec.host.warm_start import load_policy
 from jaxspec.inputs.checked import require
 from jaxspec.models.decoder import Decoder
+from jaxspec.processes.process_0 import process_0_first
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.state import Prompts, Ready, Rollout, Statistics

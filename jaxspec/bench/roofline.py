@@ -18,11 +18,10 @@ from rich.table import Table
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import versions
 from jaxspec.config.cli import override
-from jaxspec.inputs.checked import Checked
+from jaxspec.inputs.checked import Checked, first_line
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_whole
-from jaxspec.system.processes import first_line
 from jaxspec.system.progress import Screen
 from jaxspec.system.terminal import say
 

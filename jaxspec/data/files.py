@@ -12,11 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, first_line, require
 from jaxspec.inputs.json_keys import listed
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import digest, replacing
-from jaxspec.system.processes import first_line
 
 _ROWS = 1024
 """Rows of a parquet file that are in memory at once."""

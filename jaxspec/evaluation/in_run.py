@@ -16,12 +16,13 @@ from jaxspec.evaluation.evaluator import Evaluator, measured, metrics_of
 from jaxspec.evaluation.program import own_settings, samples_of, with_own_program
 from jaxspec.evaluation.records import Records
 from jaxspec.host.batches import Batches
-from jaxspec.host.job import Job, refused_by_all
+from jaxspec.host.job import Job
 from jaxspec.host.run_state import RunState
 from jaxspec.host.runner import Runner
 from jaxspec.host.workdir import BEST
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed, read_json
+from jaxspec.processes.process_0 import refused_by_all
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints

@@ -218,31 +218,39 @@ class Batches:
         }
 
     def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
-        width = self._job.config.data.max_prompt_length
-        tokens = np.full((self._prompts, width), self._job.tokenizer.pad_id, np.int32)
-        lengths = np.ones(self._prompts, np.int32)
-        live, places, past = np.zeros(self._prompts, bool), list(problems), self.history.past
-        history = np.zeros(self._like.history.shape, np.int32)
-        history_lengths = np.zeros((self._prompts, past), np.int32)
-        if places:
-            tokens[places], lengths[places] = pad_prompts(
-                list(problems.values()), width, self._job.tokenizer.pad_id
-            )
-            live[places] = True
-        for place, problem in problems.items() if stream != Stream.EVALUATE else ():
-            for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
-                history[place, number, : len(text)], history_lengths[place, number] = (
-                    text,
-                    len(text),
-                )
-        host: dict[str, Any] = {
+        """Prompts, of which this process sees to those that have a copy here."""
+        width, pad, like = (
+            self._job.config.data.max_prompt_length,
+            self._job.tokenizer.pad_id,
+            self._like,
+        )
+        here = np.flatnonzero(self._here)
+        rows = np.searchsorted(here, list(problems))
+        tokens = np.full((len(here), width), pad, np.int32)
+        lengths, live = np.ones(len(here), np.int32), np.zeros(len(here), bool)
+        history = np.zeros((len(here), *like.history.shape[1:]), np.int32)
+        history_lengths = np.zeros((len(here), self.history.past), np.int32)
+        if problems:
+            tokens[rows], lengths[rows] = pad_prompts(list(problems.values()), width, pad)
+            live[rows] = True
+        if stream != Stream.EVALUATE:
+            for row, problem in zip(rows, problems.values(), strict=True):
+                for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
+                    history[row, number, : len(text)] = text
+                    history_lengths[row, number] = len(text)
+        parts = {
             "tokens": tokens,
             "lengths": lengths,
             "live": live,
             "history": history,
             "history_lengths": history_lengths,
         }
-        return put(Prompts(**host, stream=jnp.int32(stream), batch=jnp.int32(batch)), self._like)
+        by_row: dict[str, Any] = {
+            name: meshes.from_local_rows(getattr(like, name), here, values)
+            for name, values in parts.items()
+        }
+        which = put((jnp.int32(stream), jnp.int32(batch)), (like.stream, like.batch))
+        return Prompts(**by_row, stream=which[0], batch=which[1])
 
     def remember(self, batch: int, rollout: Rollout) -> None:
         """Keeps the answers where drafts look through them: in every process those of all, so that
@@ -275,21 +283,31 @@ class Batches:
         responses = judged.ends - judged.starts
         lost = overlong_penalty(responses, longest, overlong.buffer, overlong.penalty)
         rewarded = judged.rewarded
-        # One row of the table each; zeros where another process fills in.
+        # Of other processes' rows, these four numbers are all that a process gets to know.
         columns = {
-            "ended": judged.ended,
             "rewarded": rewarded,
             "reward": np.where(rewarded, scores.rewards, 0),
             "lost": np.where(rewarded, lost, 0),
             "read": self._read(judged.ends, judged.status, rewarded),
-            "judge": [problem.judge for problem in judged.problems],
-            **{_share(each): judged.ended & (scores.outcomes == each) for each in Outcome},
+        }
+        judges = np.asarray([problem.judge for problem in judged.problems], np.int32)
+        own = [judges == number for number in range(len(config.training_sets))]
+        counts = {
+            "ended": judged.ended.sum(),
+            **{_share(each): (judged.ended & (scores.outcomes == each)).sum() for each in Outcome},
+            **{f"rewarded/{set_}": (mask & rewarded).sum() for set_, mask in enumerate(own)},
+            **{f"reward/{set_}": columns["reward"][mask].sum() for set_, mask in enumerate(own)},
         }
         table = np.zeros((len(columns), len(self._owned)), np.float32)
         for number, column in enumerate(columns.values()):
             table[number, rows] = column
-        found = dict(zip(columns, meshes.sum_over_processes(table), strict=True))
-        count, valid = float(found["ended"].sum()), found["rewarded"] > 0
+        here = np.concatenate([table.ravel(), np.asarray([*counts.values()], np.float32)])
+        whole = meshes.sum_over_processes(here)
+        found: dict[str, Any] = dict(
+            zip(columns, whole[: table.size].reshape(table.shape), strict=True)
+        )
+        found |= dict(zip(counts, whole[table.size :].tolist(), strict=True))
+        count, valid = found["ended"], found["rewarded"] > 0
         self._require_few(count - float(valid.sum()), count, scores.reason, True)
         plan, like = self._planned(found["read"]), self._finished
         # where overlong.filter leaves nothing to read, that is no fault of the update
@@ -298,16 +316,13 @@ class Batches:
             (found["reward"] + found["lost"], valid, learn), (like.rewards, like.valid, like.learn)
         )
         counted = float(valid.sum()) or math.nan
-        metrics = {
-            _share(each): float(found[_share(each)].sum()) / (count or math.nan) for each in Outcome
-        }
+        metrics = {_share(each): found[_share(each)] / (count or math.nan) for each in Outcome}
         if overlong.buffer:
             metrics["reward/overlong"] = float(found["lost"].sum()) / counted
         if len(self.sets.training) > 1:
             for number, each in enumerate(config.training_sets):
-                own = valid & (found["judge"] == number)
-                mean = float(found["reward"][own].sum()) / (float(own.sum()) or math.nan)
-                metrics[f"reward/{each.name}/mean"] = mean
+                rewarded_of_set = found[f"rewarded/{number}"] or math.nan
+                metrics[f"reward/{each.name}/mean"] = found[f"reward/{number}"] / rewarded_of_set
         finished = Finished(
             rollout=rollout, rewards=rewards, valid=valid_there, plan=plan, learn=learn
         )

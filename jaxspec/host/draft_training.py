@@ -25,10 +25,11 @@ from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host import draft_data
 from jaxspec.host.agreement import measured_agreement, report
 from jaxspec.host.draft_data import Rows, answered
-from jaxspec.host.job import Job, in_process_0, on_this_process, sources
+from jaxspec.host.job import Job, on_this_process, sources
 from jaxspec.host.runner import abstract, placed
 from jaxspec.host.warm_start import WEIGHTS, load_policy, policy_key
 from jaxspec.models.decoder import Decoder
+from jaxspec.processes.process_0 import in_process_0
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn

@@ -1,45 +1,50 @@
 """What every program does around its work: config, processes, devices, mesh, tokenizer; bad input
 as one message and exit code 2."""
 
+import contextlib
 import dataclasses
+import hashlib
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.build import build_step
+from jaxspec.config.as_json import flat, to_json
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.hf.pretrained import policy_checkpoint
-from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.checked import ConfigError, first_line, require
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.processes import peers
+from jaxspec.processes.joining import initialize_processes
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
+from jaxspec.system.files import digest
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.processes import first_line, initialize_processes
 from jaxspec.system.terminal import say
-from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from jaxspec.system.version import version
+from jaxspec.tokens.tokenizer import FILES, Tokenizer, character_tokenizer, load_tokenizer
 
-_T = TypeVar("_T")
 _PACKAGE = Path(__file__).parent.parent
 _LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE)
 """What JAX says where it cannot reach another process any more."""
+_SHAPING = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
+"""Environment variables that shape the programs of a process or count its devices."""
 _LONGEST_NAME = 200
 """Characters of a file's name in a message."""
-_LONGEST_MESSAGE = 4096
-"""Bytes of a message between processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,7 @@ def started(
     body: Callable[[Job, Interrupt], int],
 ) -> int:
     """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
-    with Interrupt() as interrupt:
+    with Interrupt(farewell=peers.leave) as interrupt:
         told: list[str] = []
         with interrupt.nothing_unsaved("starting"):
             job = open_job(config(told.append))
@@ -112,16 +117,32 @@ def reported(work: Callable[[], int]) -> int:
     """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
 
     The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too
-    little memory. It is 1 for a `Diverged` and for another process of the job that has ended.
+    little memory. It is 1 for a `Diverged` and for another process of the job that has ended. The
+    other processes are told, since what one alone cannot do would keep them waiting.
     """
     try:
-        return work()
+        status, message = work(), ""
     except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
         message = _in_words(error)
         if not message:
+            _tell_unforeseen(error)
             raise
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
+        with contextlib.suppress(OSError):  # it may go to a file on the disk that is full
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
+    except Exception as error:
+        _tell_unforeseen(error)
+        raise
+    peers.leave(status, message)
+    return status
+
+
+def _tell_unforeseen(error: Exception) -> None:
+    """Of several processes, says at once what went wrong in this one, and ends it."""
+    if jax.distributed.is_initialized():
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+        peers.leave(1, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _in_words(error: Exception) -> str:
@@ -164,7 +185,7 @@ def _in_words(error: Exception) -> str:
 def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
     """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is
     as in `Interrupt.nothing_unsaved`."""
-    with Interrupt() as interrupt, interrupt.nothing_unsaved(doing):
+    with Interrupt(farewell=peers.leave) as interrupt, interrupt.nothing_unsaved(doing):
         return reported(lambda: work(interrupt))
 
 
@@ -176,7 +197,7 @@ def open_job(config: ResolvedConfig) -> Job:
     split = largest_weight(config.model) >= config.mesh.shard_above
     wanted = config.mesh
     start_jax(config, wanted.data * wanted.expert * wanted.tensor or int(split))
-    initialize_processes()
+    initialize_processes(identity(config))
     mesh = meshes.make_mesh(*check(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     if config.model.path:
@@ -188,6 +209,34 @@ def open_job(config: ResolvedConfig) -> Job:
             " divide every batch (batch.prompts, rows)"
         )
     return job
+
+
+def identity(config: ResolvedConfig) -> dict[str, Any]:
+    """What all processes of a job must be started with alike, by name: settings, code, versions,
+    and what else shapes their programs.
+
+    The programs themselves are not compared: they follow from these, and are known only after
+    minutes of compiling.
+    """
+    environment = {name: os.environ.get(name, "") for name in _SHAPING}
+    environment["XLA_FLAGS"] = " ".join(
+        word
+        for word in environment["XLA_FLAGS"].split()
+        if not word.startswith("--xla_dump")  # each may write to its own folder
+    )
+    folder = config.data.tokenizer
+    files = {f"tokenizer's {name}": digest(Path(folder) / name) for name in FILES if folder}
+    versions = {
+        "jaxspec": code_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+    }
+    return versions | environment | files | flat(to_json(config))
+
+
+def code_version() -> str:
+    """The version of this package, and a digest of its code, which changes more often."""
+    return f"{version()} ({hashlib.sha256(sources('**/*.py').encode()).hexdigest()[:8]})"
 
 
 def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
@@ -282,48 +331,6 @@ def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:
     its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
-
-
-def process_0_first(work: Callable[[], _T]) -> _T:
-    """Does `work` in process 0, then in the others, which find what it left."""
-    result = work() if jax.process_index() == 0 else None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("process 0 is done")
-    return work() if result is None else result
-
-
-def agreed_by_process_0(answer: bool) -> bool:
-    """What process 0 answers, in every process."""
-    if jax.process_count() == 1:
-        return answer
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
-
-
-def refused_by_all(look: Callable[[], None]) -> None:
-    """Does `look` in process 0; what it refuses there, all processes refuse."""
-    told = ""
-    if jax.process_index() == 0:
-        try:
-            look()
-        except ConfigError as reason:
-            told = str(reason)
-    if jax.process_count() > 1:
-        sent = np.frombuffer(told.encode()[:_LONGEST_MESSAGE].ljust(_LONGEST_MESSAGE), np.uint8)
-        told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
-    require(not told, told)
-
-
-def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
-    """`build` in process 0; elsewhere a complaint, since what process 0 built should have been
-    found."""
-
-    def refuse(folder: Path) -> None:
-        raise ConfigError(
-            f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder"
-            " that all processes share"
-        )
-
-    return build if jax.process_index() == 0 else refuse
 
 
 def sources(*names: str) -> str:

@@ -12,10 +12,11 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host.batches import Batches, Pool
 from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
-from jaxspec.host.job import Job, process_0_first
+from jaxspec.host.job import Job
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import abstract
 from jaxspec.host.warm_start import cached_policy, load_policy
+from jaxspec.processes.process_0 import process_0_first
 from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree

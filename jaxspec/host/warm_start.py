@@ -10,9 +10,10 @@ from jaxspec import mesh as meshes
 from jaxspec.data import arithmetic
 from jaxspec.hf.pretrained import Checkpoint, merger, policy_checkpoint
 from jaxspec.host.draft_data import answered
-from jaxspec.host.job import Job, in_process_0, on_this_process, sources
+from jaxspec.host.job import Job, on_this_process, sources
 from jaxspec.host.runner import placed
 from jaxspec.models.decoder import Decoder
+from jaxspec.processes.process_0 import in_process_0
 from jaxspec.rl import optimizers
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import texts_to_learn

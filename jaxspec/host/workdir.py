@@ -2,7 +2,6 @@
 machine and with what versions it ran."""
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -19,16 +18,16 @@ from jaxspec.config.as_json import differing_keys, flat, to_json
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.files import json_lines_of
 from jaxspec.hf.pretrained import fingerprint
-from jaxspec.host.job import Job, refused_by_all, sources
+from jaxspec.host.job import Job, code_version
 from jaxspec.inputs.checked import INT32, ConfigError, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import machine, row_shards
+from jaxspec.processes.process_0 import refused_by_all
 from jaxspec.rollout.pages import smallest_pool
 from jaxspec.step import Sizes
 from jaxspec.system.files import digest, expanded, now, write_whole, writing
 from jaxspec.system.folder_lock import folder_lock
 from jaxspec.system.metrics import read
-from jaxspec.system.version import version
 from jaxspec.tokens.tokenizer import FILES
 
 CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
@@ -357,7 +356,7 @@ def _start(job: Job) -> dict[str, Any]:
     }
     given = {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path}
     versions = {
-        "jaxspec": _jaxspec(),
+        "jaxspec": code_version(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
@@ -376,11 +375,6 @@ def _start(job: Job) -> dict[str, Any]:
         "data": data_digests(job.config),
         "checkpoints": given,
     }
-
-
-def _jaxspec() -> str:
-    """The version of this package, and a digest of its code, which changes more often."""
-    return f"{version()} ({hashlib.sha256(sources('**/*.py').encode()).hexdigest()[:8]})"
 
 
 def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:

@@ -62,6 +62,11 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, without the pages that some libraries add."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def divisors(number: int) -> list[int]:
     """What divides a number, ascending: for messages about what does not."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]

@@ -46,11 +46,16 @@ class Interrupt:
 
     Under `jax.distributed` the processes must stop at the same step: outside `nothing_unsaved` a
     signal is passed on to JAX's own preemption notice, and `agreed` is what tells. `announce`
-    prints one line to the user; it is called from the watching thread.
+    prints one line to the user; it is called from the watching thread. `farewell` is given the
+    status and that line where the process ends at once.
     """
 
-    def __init__(self, announce: Callable[[str], None] = say) -> None:
-        self._announce = announce
+    def __init__(
+        self,
+        announce: Callable[[str], None] = say,
+        farewell: Callable[[int, str], None] = lambda status, message: None,
+    ) -> None:
+        self._announce, self._farewell = announce, farewell
         self._requested = False
         self._first: signal.Signals | None = None
         self._interrupts = 0
@@ -204,6 +209,7 @@ class Interrupt:
                 with contextlib.suppress(OSError):
                     os.write(1, _SHOW_CURSOR)  # a bar that is cut off has hidden it
             self._tell(message)
+            self._farewell(status, message)
         finally:
             os._exit(status)
 

@@ -24,7 +24,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.job import make_job, reported, sources
+from jaxspec.host.job import identity, make_job, reported, sources
 from jaxspec.host.run_state import random_draft
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import checkpoint
@@ -32,6 +32,32 @@ from jaxspec.system.closing_table import closing_table
 from jaxspec.system.progress import Progress, Screen
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_config, tiny_model
+
+
+def test_what_processes_compare_is_what_shapes_their_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, code, versions, XLA's flags but for what each writes where, and the tokenizer."""
+    character_tokenizer().save(str(tmp_path))
+    config = tiny_config(
+        tiny_model(vocab=32), data=DataConfig(tokenizer=str(tmp_path)), sft=SftConfig(steps=0)
+    )
+
+    def changed() -> set[str]:
+        now = identity(config)
+        return {name for name in now | first if now.get(name) != first.get(name)}
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1  --xla_dump_to=/tmp/0")
+    first = identity(config)
+    assert first.keys() >= {"jaxspec", "jax", "jaxlib", "JAX_PLATFORMS", "batch.prompts"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1 --xla_dump_to=/tmp/1")
+    assert changed() == set()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=2")
+    assert changed() == {"XLA_FLAGS"}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    config = replace(config, seed=config.seed + 1)
+    assert changed() == {"XLA_FLAGS", "seed", "tokenizer's tokenizer.json"}
 
 
 def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(

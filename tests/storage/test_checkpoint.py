@@ -31,7 +31,7 @@ def test_restores_bitwise_on_other_meshes(tmp_path: Path) -> None:
     assert checkpoints.latest() is None
     checkpoints.save(7, placed, {"next_index": 112, "rewards": [0.1, 1.0]})
     checkpoints.close()
-    for devices in (8, 4, 1):
+    for devices in (8, 4, 2, 1):
         again = Checkpoints(tmp_path / "checkpoints")
         assert again.latest() == 7
         _, abstract = on_mesh(a_state(seed=1), devices)
@@ -201,7 +201,7 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
+def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: Path) -> None:
     script = """
         import sys
         from pathlib import Path
@@ -231,6 +231,13 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
         abstract = jax.tree.map(shape, tree)
+        # What one process on one device has saved.
+        alone = checkpoint.Checkpoints(Path(sys.argv[3]) / "alone", read_only=True)
+        found, host = alone.restore(7, abstract)
+        assert host == {"by": "one"}
+        for shard in found["x"].addressable_shards:
+            assert (shard.data == 2 * jnp.arange(16.0)[shard.index]).all()
+        alone.close()
         checkpoints = checkpoint.Checkpoints(Path(sys.argv[3]) / "checkpoints")
         checkpoints.save(4, tree, {"next_index": 9})
         checkpoints.wait()
@@ -252,6 +259,21 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
             inway.unlink()
         assert checkpoints.restore_newest(abstract)[1] == host
         assert checkpoints.latest() == 4
+        host_4 = host
+        # Damage that only process 1 sees: both leave that checkpoint alone.
+        checkpoints.save(6, tree, {})
+        checkpoints.wait()
+        if jax.process_index() == 1:
+            whole = checkpoints._read_host
+
+            def damaged(step):
+                if step == 6:
+                    raise checkpoint.Damaged("checkpoint 6 is damaged", "put it back")
+                return whole(step)
+
+            checkpoints._read_host = damaged
+        assert checkpoints.restore_newest(abstract)[1] == host_4
+        assert checkpoints.latest() == 4
         # What process 0 finds in the way, both are told.
         mine = Path(sys.argv[3]) / ("" if jax.process_index() == 0 else "elsewhere")
         said = refusal(lambda: workdir.require_no_checkpoints(mine))
@@ -265,6 +287,10 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
         loaded = cache.load_tree(cache.cached("key", build) / "weights.npz", wanted)
         assert float(jax.jit(jnp.sum, out_shardings=everywhere)(loaded["w"])) == 28
     """
+    tree, _ = on_mesh({"x": 2 * jnp.arange(16.0), "n": jnp.int32(5)}, 1)
+    alone = Checkpoints(tmp_path / "alone")
+    alone.save(7, tree, {"by": "one"})
+    alone.close()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.system import processes
-from jaxspec.system.processes import Place, meet
+from jaxspec.processes import meeting as processes
+from jaxspec.processes.meeting import meet
+from jaxspec.processes.places import Place
 
 
 @pytest.fixture
@@ -27,14 +28,22 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> str:
 class Arrival(threading.Thread):
     """A process that comes to the meeting, as a thread, and how it ended."""
 
-    def __init__(self, coordinator: str, count: int, process: int, seconds: float = 20.0) -> None:
+    def __init__(
+        self,
+        coordinator: str,
+        count: int,
+        process: int,
+        seconds: float = 20.0,
+        **identity: object,
+    ) -> None:
         super().__init__(daemon=True)
+        self.identity, self.lines = identity, dict[int, socket.socket]()
         self.place, self.seconds, self.refused = Place(coordinator, count, process), seconds, ""
         self.start()
 
     def run(self) -> None:
         try:
-            meet(self.place, self.seconds)
+            self.lines = meet(self.place, self.seconds, self.identity)
         except ConfigError as error:
             self.refused = str(error)
 
@@ -76,7 +85,7 @@ def test_processes_wait_for_each_other_and_name_who_has_not_come(
     until(hear("process 0 is there and waits for others, which it names\n"))
     host, _, port = coordinator.partition(":")
     # what probes of a port say
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"jaxspec one two\n", b""):
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"jaxspec one two {}\n", b"jaxspec 3 1 2\n", b""):
         with socket.create_connection((host, int(port))) as probe:
             probe.sendall(nonsense)
     time.sleep(0.2)
@@ -91,7 +100,7 @@ def test_processes_wait_for_each_other_and_name_who_has_not_come(
 def test_who_leaves_before_the_others_have_come_is_waited_for_again(coordinator: str) -> None:
     host, _, port = coordinator.partition(":")
     zero = Arrival(coordinator, 3, 0)
-    until(lambda: _answers(host, int(port), b"jaxspec 3 1\n"))
+    until(lambda: _answers(host, int(port), b"jaxspec 3 1 {}\n"))
     two = Arrival(coordinator, 3, 2)
     time.sleep(0.3)
     assert zero.is_alive()
@@ -219,3 +228,32 @@ def test_a_name_that_is_not_known_is_said_at_once(
         == "process 1 of 2 finds that the name nowhere.invalid is not known here (Name or service"
         " not known); trying again\n"
     )
+
+
+def test_who_was_started_with_something_else_is_named_with_what(coordinator: str) -> None:
+    """Process 0 names all of them, once all have come; nobody goes on."""
+    mine = {"optimizer.learning_rate": 0.001, "steps": 3, "jaxspec": "1 (aa)"}
+    other = mine | {"optimizer.learning_rate": 0.002}
+    older = {name: value for name, value in mine.items() if name != "steps"} | {"jaxspec": "1 (bb)"}
+    arrivals = [
+        Arrival(coordinator, 5, process, 20.0, **identity)
+        for process, identity in enumerate([mine, other, mine, other, older])
+    ]
+    told = {arrival.ended() for arrival in arrivals}
+    assert told == {
+        "processes 1, 3 were not started like process 0: optimizer.learning_rate is 0.001 in"
+        " process 0 and 0.002 there. process 4 was not started like process 0: jaxspec is '1 (aa)'"
+        " in process 0 and '1 (bb)' there; steps is 3 in process 0 and 'absent' there. Start all"
+        " processes with the same command, code and environment"
+    }
+
+
+def test_who_comes_again_with_what_process_0_has_is_let_go(coordinator: str) -> None:
+    host, _, port = coordinator.partition(":")
+    zero = Arrival(coordinator, 3, 0, steps=3)
+    until(lambda: _answers(host, int(port), b'jaxspec 3 1 {"steps": 4}\n'))
+    one, two = (Arrival(coordinator, 3, process, steps=3) for process in (1, 2))
+    assert [each.ended() for each in (zero, one, two)] == ["", "", ""]
+    assert ({*zero.lines}, {*one.lines}, {*two.lines}) == ({1, 2}, {0}, {0})
+    zero.lines[1].sendall(b"still there\n")
+    assert one.lines[0].recv(20) == b"still there\n"

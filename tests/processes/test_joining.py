@@ -1,14 +1,19 @@
 """How a job is told of its processes, and how they meet."""
 
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import jax
 import pytest
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.system import processes
-from jaxspec.system.processes import initialize_processes
+from jaxspec.processes import joining, places
+from jaxspec.processes.joining import initialize_processes
+from jaxspec.processes.places import Place
 
 
 @pytest.fixture
@@ -16,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What `jax.distributed.initialize` was called with; the environment is that of a lone
     process."""
     for name in list(os.environ):
-        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *processes._OTHERS)):
+        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *places._OTHERS)):
             monkeypatch.delenv(name)
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
@@ -28,27 +33,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_lone_process_starts_nothing(
     started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    initialize_processes()
+    initialize_processes({})
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    initialize_processes()
+    initialize_processes({})
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.delenv("SLURM_STEP_ID")  # inside an allocation, but not started by srun
-    initialize_processes()
+    initialize_processes({})
     assert started == []
 
 
 def test_explicit_processes(
-    started: list[tuple[Any, ...]], met: list[processes.Place], monkeypatch: pytest.MonkeyPatch
+    started: list[tuple[Any, ...]], met: list[Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXSPEC_COORDINATOR", "host:1234")
     monkeypatch.setenv("JAXSPEC_PROCESSES", "4")
     with pytest.raises(
         ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"
     ):
-        initialize_processes()
+        initialize_processes({})
     monkeypatch.setenv("JAXSPEC_PROCESS_ID", "2")
-    initialize_processes()
+    initialize_processes({})
     assert started == [("host:1234", 4, 2)]
     assert met == started
 
@@ -66,20 +71,20 @@ def test_schedulers_that_jax_does_not_know_are_left_to_it(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    initialize_processes()
+    initialize_processes({})
     assert started == [(None, None, None)]
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[processes.Place]:
+def met(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
     """The places of processes that would have met."""
-    calls: list[processes.Place] = []
-    monkeypatch.setattr(processes, "meet", lambda place, _: calls.append(place))
+    calls: list[Place] = []
+    monkeypatch.setattr(joining, "meet", lambda place, *_: calls.append(place) or {})
     return calls
 
 
 def test_a_scheduler_that_jax_knows_says_where_to_meet(
-    started: list[tuple[Any, ...]], met: list[processes.Place], monkeypatch: pytest.MonkeyPatch
+    started: list[tuple[Any, ...]], met: list[Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = {
         "NTASKS": "3",
@@ -91,7 +96,7 @@ def test_a_scheduler_that_jax_knows_says_where_to_meet(
     }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    initialize_processes()
+    initialize_processes({})
     assert started == met
     ((coordinator, count, process),) = met
     assert (coordinator.partition(":")[0], count, process) == ("node07", 3, 1)
@@ -158,7 +163,7 @@ def test_what_cannot_be_read_is_named(
     for name, value in (told | environment).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        initialize_processes()
+        initialize_processes({})
     assert started == []
 
 
@@ -176,17 +181,17 @@ def test_what_other_programs_on_jax_are_told_by_is_refused(
         with pytest.raises(
             ConfigError,
             match=(
-                rf"{name} set, which jaxspec does not read, .* Set {', '.join(processes.NAMES)} for"
+                rf"{name} set, which jaxspec does not read, .* Set {', '.join(places.NAMES)} for"
                 r" each"
             ),
         ):
-            initialize_processes()
+            initialize_processes({})
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    initialize_processes()
+    initialize_processes({})
     assert started == []
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    initialize_processes()
+    initialize_processes({})
     assert started == [(None, None, None)]
 
 
@@ -199,7 +204,7 @@ def test_a_schedulers_number_that_cannot_be_read_is_named(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{next(iter(environment))} is 'two'"):
-        initialize_processes()
+        initialize_processes({})
 
 
 def test_what_jax_cannot_do_is_one_line(
@@ -213,4 +218,35 @@ def test_what_jax_cannot_do_is_one_line(
     with pytest.raises(
         ConfigError, match=r"^JAX cannot join .*: UNKNOWN: Failed to start RPC server\. Set [^\n]*$"
     ):
-        initialize_processes()
+        initialize_processes({})
+
+
+@pytest.mark.slow
+def test_python_that_is_held_up_is_not_taken_for_dead() -> None:
+    """Heartbeats come from C++: also while no thread of Python can run, for longer than the
+    others wait."""
+    script = """
+        import ctypes, sys, time
+        import jax
+        process = int(sys.argv[2])
+        jax.distributed.initialize(
+            f"127.0.0.1:{sys.argv[1]}", 2, process, heartbeat_timeout_seconds=3
+        )
+        held = ctypes.PyDLL(None) if process else time  # PyDLL keeps Python's lock
+        held.sleep(8)
+        jax.distributed.shutdown()
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), port, str(process)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for run in runs:
+        _, told = run.communicate(timeout=60)
+        assert run.returncode == 0, told
