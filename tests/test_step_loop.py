@@ -34,7 +34,7 @@ from tests.whole_step import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-TALKS = re.compile(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(")
+TALKS = re.compile(r" (all-to-all|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(")
 
 
 class Hlo:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.inputs.spec import FamilySpec
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
@@ -109,12 +109,12 @@ def test_every_matrix_is_sharded_and_every_norm_whole() -> None:
         name: trimmed(operator.attrgetter(name)(layout).get_raw_value().spec)
         for name in numpy_weights(mtp)
     }
-    projection = (None, "data", "tensor")
+    projection = (None, ROWS, "tensor")
     assert found == {
-        "project": (None, None, "data"),
+        "project": (None, None, ROWS),
         **dict.fromkeys(("embedding_norm", "hidden_norm", "norm"), ()),
         **{f"layers.{name}": projection for name in ("query", "key", "value", "gate", "up")},
-        "layers.output": (None, "tensor", None, "data"), "layers.down": (None, "tensor", "data"),
+        "layers.output": (None, "tensor", None, ROWS), "layers.down": (None, "tensor", ROWS),
         **dict.fromkeys(("layers.attention_norm", "layers.ffn_norm"), ()),
         **dict.fromkeys(("layers.query_norm", "layers.key_norm"), ()),
     }  # fmt: skip

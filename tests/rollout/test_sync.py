@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import MeshConfig
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.rollout.generator import to_rollout
@@ -20,16 +20,16 @@ MODEL = tiny_model(vocab=16, kv_heads=4, dtype="float32")
 
 # (train layout, rollout layout) by attribute name; norms are whole everywhere.
 LAYOUTS = {
-    "embedding": (("tensor", "data"), ("tensor",)),
-    "head": (("data", "tensor"), (None, "tensor")),
-    "query": ((None, "data", "tensor"), (None, None, "tensor")),
-    "key": ((None, "data", "tensor"), (None, None, "tensor")),
-    "value": ((None, "data", "tensor"), (None, None, "tensor")),
-    "output": ((None, "tensor", None, "data"), (None, "tensor")),
-    "gate": ((None, "data", "tensor"), (None, None, "tensor")),
-    "up": ((None, "data", "tensor"), (None, None, "tensor")),
-    "down": ((None, "tensor", "data"), (None, "tensor")),
-    "fuse": ((None, "data"), ()),
+    "embedding": (("tensor", ROWS), ("tensor",)),
+    "head": ((ROWS, "tensor"), (None, "tensor")),
+    "query": ((None, ROWS, "tensor"), (None, None, "tensor")),
+    "key": ((None, ROWS, "tensor"), (None, None, "tensor")),
+    "value": ((None, ROWS, "tensor"), (None, None, "tensor")),
+    "output": ((None, "tensor", None, ROWS), (None, "tensor")),
+    "gate": ((None, ROWS, "tensor"), (None, None, "tensor")),
+    "up": ((None, ROWS, "tensor"), (None, None, "tensor")),
+    "down": ((None, "tensor", ROWS), (None, "tensor")),
+    "fuse": ((None, ROWS), ()),
 }
 
 
@@ -65,7 +65,7 @@ def test_every_weight_has_its_train_layout() -> None:
     assert len(found) == 14 + 13
     for name, spec in found.items():
         assert spec == wanted(name, rollout=False), name
-    assert sum("data" in spec for spec in found.values()) == 9 + 9  # all but the norms
+    assert sum(ROWS in spec for spec in found.values()) == 9 + 9  # all but the norms
 
 
 def test_shard_above_keeps_small_weights_whole_over_data() -> None:
@@ -77,11 +77,11 @@ def test_shard_above_keeps_small_weights_whole_over_data() -> None:
         for (name, _), leaf in zip(found.items(), jax.tree.leaves(made), strict=True)
     }
     for name, spec in found.items():
-        assert ("data" in spec) == (
-            sizes[name] >= limit and "data" in wanted(name, rollout=False)
-        ), name
+        assert (ROWS in spec) == (sizes[name] >= limit and ROWS in wanted(name, rollout=False)), (
+            name
+        )
         assert ("tensor" in spec) == ("tensor" in wanted(name, rollout=False)), name
-    assert {"data" in spec for spec in found.values()} == {True, False}
+    assert {ROWS in spec for spec in found.values()} == {True, False}
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(8, 1), (4, 2), (2, 4)])
