@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts import schedule
 from jaxspec.drafts.base import Draft
+from jaxspec.inputs.streams import stream_key
 from jaxspec.mesh import DATA, ROLLOUT_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
@@ -35,7 +36,6 @@ from jaxspec.state import (
     Rollout,
     Statistics,
 )
-from jaxspec.streams import stream_key
 
 SMALLEST_TAIL = 4
 """Slots below which a smaller loop saves nothing that compiling it is worth."""
