@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.build import Automatic
+from jaxspec.host.pool_room import FEW, all_pages, fewest_pages, slots_in
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import DATA, TENSOR, accelerated
-from jaxspec.rollout.pages import smallest_pool, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Sizes, Step
 
@@ -30,6 +30,9 @@ class Part(NamedTuple):
     """Bytes on each device."""
     remedy: str
     """What shrinks it."""
+
+
+BESIDE = "what learning and generation take beside that while they run"
 
 
 class _Bytes(NamedTuple):
@@ -86,6 +89,11 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     )
 
 
+def pool_of(step: Step, prompts: int) -> int:
+    """Bytes of a pool of keys and values on each device."""
+    return _bytes_of(step, prompts).pool
+
+
 def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
     """What a run takes on each device, by owner: what it keeps, and what its compiled `programs`
     take beside that while they run.
@@ -116,7 +124,7 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
             "--dynamic_sampling.max_batches 0, or smaller batches",
         ),
         Part(
-            "what learning and generation take beside that while they run",
+            BESIDE,
             max(most - found.weights - pool, 0),
             micro,
         ),
@@ -132,7 +140,7 @@ def _smaller_pool(step: Step, prompts: int) -> str:
             f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with"
             f" fewer --rollout.engine.pages, {shorter}"
         )
-    now, least = settings.pages or _all_pages(step, prompts), _fewest_pages(step, prompts, 1)
+    now, least = settings.pages or all_pages(step, prompts), fewest_pages(step, prompts, 1)
     return (
         f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now"
         f" {settings.slots}, {shorter}"
@@ -162,7 +170,7 @@ def _beside(name: str, program: Any, state: int) -> int:
 
 
 class Fitted(NamedTuple):
-    """A step whose programs fit the devices."""
+    """A step whose programs fit the devices, or do not with its smallest sizes."""
 
     step: Step
     runner: Runner
@@ -171,9 +179,14 @@ class Fitted(NamedTuple):
     """Bytes of the device that has least."""
 
 
-FEW = 4
-"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at
-least."""
+class DoesNotFit(ConfigError):
+    """A step takes more than a device has, with all that may give way at its smallest."""
+
+    def __init__(self, message: str, smallest: Fitted) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 MORE = 10
 """By one in so many bytes a whole step must take more than its generation alone for learning to be
 the reason."""
@@ -182,21 +195,28 @@ SPARE = 50
 than each by itself."""
 
 
-def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Automatic) -> Fitted:
+def fitted(
+    step: Step,
+    prompts: int,
+    compiled: Callable[[Step], Runner],
+    may: Automatic,
+    limit: int = 0,
+) -> Fitted:
     """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open,
     before any weights are loaded.
 
     What takes most gives way: learning reads micro-batches of half the tokens; generation's pool
     gets the pages that are left beside its weights and temporaries, and as many slots as these
     hold. A step that is one program says only what both take at most, so where that does not fit,
-    generation is compiled by itself to tell.
+    generation is compiled by itself to tell. `limit` is what a device has; 0: what JAX may use of
+    those that are here.
 
     Raises:
-      ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
+      DoesNotFit: names each owner, its size and the setting that shrinks it.
     """
-    limit = least_of_processes(device_memory())
+    limit = limit or least_of_processes(device_memory())
     if may.pages:
-        step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
+        step = step.resized(prompts, step.sizes._replace(pages=all_pages(step, prompts)))
     while True:
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
@@ -208,7 +228,8 @@ def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Au
                 f"training takes {_total(found)} on each device, which has {_gib(limit)}:"
                 f" {_listed(found)}"
             )
-            raise ConfigError(told + _enough(step, prompts, runner, may, limit))
+            told += _enough(step, prompts, runner, may, limit)
+            raise DoesNotFit(told, Fitted(step, runner, found, limit))
         step = step.resized(prompts, sizes)
 
 
@@ -268,52 +289,20 @@ def _with_room(
         )
     if may.pages:
         pages = sizes.pages * max(room, 0) // pool
-        if pages >= _fewest_pages(step, prompts, min(FEW, slots)):
+        if pages >= fewest_pages(step, prompts, min(FEW, slots)):
             return sizes._replace(
                 pages=pages,
-                slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots,
+                slots=min(slots, slots_in(step, prompts, pages)) if may.slots else sizes.slots,
             )
     fewer = max(min(FEW, slots), slots // 4)
     if not may.slots or fewer == slots:
         return sizes
     sizes = sizes._replace(slots=fewer)
     return (
-        sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts))
+        sizes._replace(pages=all_pages(step.resized(prompts, sizes), prompts))
         if may.pages
         else sizes
     )
-
-
-def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft,
-    and positions of a page."""
-    generator = step.generator
-    settings, shards = generator.settings, generator.mesh.shape[DATA]
-    return (
-        prompts // shards,
-        generator.prompt_length,
-        settings.max_new_tokens,
-        generator.draft_length,
-        settings.page_size,
-    )
-
-
-def _all_pages(step: Step, prompts: int) -> int:
-    return whole_pool(*_shape(step, prompts), slots=step.generator.settings.slots)
-
-
-def _fewest_pages(step: Step, prompts: int, rows: int) -> int:
-    """Pages with which so many of the longest rows can be generated at once."""
-    _, prompt, response, draft, size = shape = _shape(step, prompts)
-    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
-
-
-def _slots_in(step: Step, prompts: int, pages: int) -> int:
-    """Rows that some pages hold halfway through their longest answers, each with the pages of its
-    prompt that others write to as well."""
-    count, prompt, response, draft, size = _shape(step, prompts)
-    own = -(-(response // 2 + draft + 1) // size) + 1
-    return max(FEW, (pages - count * -(-prompt // size)) // own)
 
 
 def told(step: Step, found: list[Part], limit: int) -> str:
