@@ -15,7 +15,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +26,10 @@ from jaxspec.build import automatic
 from jaxspec.compiled import findings, hardware
 from jaxspec.compiled.compiler import Listener, for_devices, listening, set_quick
 from jaxspec.compiled.hardware import HERE, Card
+from jaxspec.compiled.tables import cost_json, exchanges_table, work_table
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import resolved
-from jaxspec.config.presets import as_published
+from jaxspec.config.here import with_what_is_here
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import scorer_of
@@ -43,8 +42,7 @@ from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.step import Step
-from jaxspec.system.files import expanded
-from jaxspec.system.progress import Screen, short
+from jaxspec.system.progress import Screen
 
 COMMAND = "python -m jaxspec.check"
 ABOUT = f"""Says whether a run will run on so many devices, without having them: reads the config,
@@ -132,7 +130,8 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def uncached() -> Iterator[None]:
     """Programs are compiled anew: one that is kept says nothing while it is made, and those for
     devices that are not there are not kept."""
-    name, before = "jax_enable_compilation_cache", jax.config.jax_enable_compilation_cache
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
     jax.config.update(name, False)
     try:
         yield
@@ -160,42 +159,7 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
         return compiled(job, used, unseen, listener)
 
 
-# ---- what is here
-
-
-def with_what_is_here(config: Config) -> tuple[ResolvedConfig, list[str]]:
-    """The config as a run reads it, but for folders that are not here, of which its own sizes stand
-    for what they say; and what was not looked at."""
-    unseen: list[str] = []
-
-    def here(setting: str, path: str) -> str:
-        if path and expanded(path, setting).exists():
-            return path
-        unseen.append(f"{setting} {path}, which is not here" if path else f"{setting}: none is set")
-        return ""
-
-    model = config.model
-    if model.path or not (config.sft.steps or config.data.tokenizer):
-        model = replace(model, path=here("model.path", model.path))
-    draft, lora, data = config.rollout.draft, config.lora, config.data
-    if draft.path:
-        draft = replace(draft, path=here("rollout.draft.path", draft.path))
-    if lora.path:
-        lora = replace(lora, path=here("lora.path", lora.path))
-    if data.tokenizer:
-        data = replace(data, tokenizer=here("data.tokenizer", data.tokenizer))
-    if data.path or data.answer_style not in ("hash", "code"):
-        # a name, of which nothing is read, says that there will be a file
-        data = replace(data, path=here("data.path", data.path) or "problems.jsonl")
-    rollout = replace(config.rollout, draft=draft)
-    if rollout.stop and not (model.path or data.tokenizer):
-        unseen.append("rollout.stop, which needs the tokenizer")
-        rollout = replace(rollout, stop=())
-    given = replace(config, rollout=rollout, lora=lora, data=data)
-    if model.path:
-        return resolved(replace(given, model=model), unseen.append), unseen
-    whole = resolved(replace(given, model=replace(model, rope_factor=1.0)), unseen.append)
-    return replace(whole, model=as_published(model)), unseen
+# ---- compiling
 
 
 def target_of(config: ResolvedConfig, name: str, count: int) -> Target:
@@ -231,9 +195,6 @@ def target_of(config: ResolvedConfig, name: str, count: int) -> Target:
     return Target(name, card, jax.devices()[:count], virtual=True)
 
 
-# ---- compiling
-
-
 def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) -> Checked:
     """Compiles the step as a run does, and reads it."""
     config, prompts = job.config, job.config.batch.prompts
@@ -257,9 +218,10 @@ def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) ->
     fit = fit._replace(limit=target.limit)
     if target.virtual and not reason:
         reason = _kept_reason(fit)
-    found = findings.read(
-        fit.runner.programs["step"].as_text(), expected(fit.step, config), target.card
-    )
+    wanted = expected(fit.step, config)
+    if target.virtual:  # a CPU's program lays keys out anew where a GPU's does not
+        wanted = wanted._replace(layer_cache=0, paged=False)
+    found = findings.read(fit.runner.programs["step"].as_text(), wanted, target.card)
     warnings = [*listener.resharded, *found.warnings]
     return Checked(job, target, unseen, fit, reason, found, warnings, seconds)
 
@@ -354,7 +316,7 @@ def as_json(name: str, made: Checked) -> dict[str, Any]:
         "virtual": made.target.virtual,
         "not_looked_at": made.unseen,
         "compile_seconds": made.seconds,
-        "sizes": step.sizes._asdict(),
+        "sizes": step.sizes._asdict() | {"slots": step.generator.settings.slots},
         "memory": {
             "limit": made.fit.limit,
             "taken": sum(part.size for part in made.fit.parts),
@@ -362,7 +324,7 @@ def as_json(name: str, made: Checked) -> dict[str, Any]:
             "remedies": {part.name: part.remedy for part in made.fit.parts},
         },
         "micro_batches": micro_batches(made),
-        "work": {row: findings.as_json(cost) for row, cost in made.found.rows.items()},
+        "work": {row: cost_json(cost) for row, cost in made.found.rows.items()},
         "sync_moves_each_weight": made.found.sync_moves,
         "warnings": made.warnings,
         "runs": not made.reason,
@@ -372,17 +334,18 @@ def as_json(name: str, made: Checked) -> dict[str, Any]:
 
 def show(name: str, made: Checked, screen: Screen) -> None:
     """The tables, and the verdict last."""
-    sizes, mesh = made.fit.step.sizes, dict(made.fit.step.mesh.shape)
+    step, rows = made.fit.step, made.found.rows
+    sizes, mesh = step.sizes, dict(step.mesh.shape)
     screen.print(
         f"{name} on {made.fit.step.mesh.size} x {made.target.told}, {mesh}, jax {jax.__version__}"
     )
     for item in made.unseen:
         screen.print(f"not looked at: {item}")
-    screen.print(_memory_table(made), _work_table(made), _collectives_table(made))
+    screen.print(_memory_table(made), work_table(rows, made.target.card), exchanges_table(rows))
     pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
     screen.print(
         f"{micro_batches(made)} micro-batches of {sizes.tokens} tokens a data shard if all rows are"
-        f" of the longest kind; {sizes.slots} slots, {pages}; sync moves each split weight"
+        f" of the longest kind; {step.generator.settings.slots} slots, {pages}; sync moves each split weight"
         f" {made.found.sync_moves:.2f} times"
     )
     for warning in made.warnings:
@@ -396,40 +359,6 @@ def _memory_table(made: Checked) -> Table:
         table.add_row(part.name, f"{part.size / _GIB:.2f}", part.remedy)
     total = sum(part.size for part in made.fit.parts)
     table.add_row("in all", f"{total / _GIB:.2f}", f"of {made.fit.limit / _GIB:.2f}")
-    return table
-
-
-def _work_table(made: Checked) -> Table:
-    card = made.target.card
-    table = Table(
-        "on each device",
-        "TFLOP",
-        "GB",
-        "kernels",
-        "loops of the host",
-        "ms at least",
-        box=box.SIMPLE,
-    )
-    for row, cost in made.found.rows.items():
-        least = max(cost.products / card.peak, cost.bytes / card.bandwidth) if card else math.nan
-        table.add_row(
-            row,
-            short(cost.products / 1e12),
-            short(cost.bytes / 1e9),
-            short(cost.kernels),
-            short(cost.loops),
-            short(least * 1e3),
-        )
-    return table
-
-
-def _collectives_table(made: Checked) -> Table:
-    table = Table("collectives", "kind", "over", "count", "MB sent", box=box.SIMPLE)
-    for row, cost in made.found.rows.items():
-        for exchange, count, size in findings.listed(cost):
-            table.add_row(
-                row, exchange.kind, ", ".join(exchange.axes), short(count), short(size / 1e6)
-            )
     return table
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-QUICK = {"xla_gpu_disable_gpuasm_optimizations": True}
+QUICK: dict[str, str | bool] = {"xla_gpu_disable_gpuasm_optimizations": True}
 """Options under which a program is compiled sooner. The assembler's optimisations change no memory
 and no kernel's name."""
 FLAGS = "XLA_FLAGS"

@@ -137,7 +137,7 @@ class Counted:
             turn = self._turn(each, float(each.trips or 1), rarely)
             guessed = (around + 1) / 2 if turn.products else 1.0
             cost.loops += 1
-            cost.add(turn, each.trips if each.trips is not None else guessed)
+            cost.add(turn, guessed if each.trips is None else float(each.trips))
         elif each.opcode == "conditional":
             branches = [self.of(name, around, rarely) for name in called]
             pick = min if rarely else max

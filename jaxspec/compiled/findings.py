@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxspec.compiled.collectives import kind_of
-from jaxspec.compiled.counts import ATTENTION, Cost, Counted, Exchange, Parts, Turn
+from jaxspec.compiled.counts import ATTENTION, Cost, Counted, Parts, Turn
 from jaxspec.compiled.hardware import Card
 from jaxspec.compiled.text import Instruction, Program
 
@@ -85,11 +85,11 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
     parts = counted.parts({GENERATE: expected.blocks}, rarely)
     loop = parts.largest(GENERATE)
     inside = program.reached(list(loop.computations)) if loop else set()
-    # what follows the update may be taken for a part of it
+    sync = parts.once.setdefault(SYNC, Cost())
+    _take_gathers(parts.once.get(LEARN, Cost()), sync, expected.shards)
     moved = sum(
         size
-        for phase in (LEARN, SYNC)
-        for exchange, size in parts.once.get(phase, Cost()).sent.items()
+        for exchange, size in sync.sent.items()
         if exchange.kind == "all-gather" and expected.shards in exchange.axes
     )
     shards = mesh[expected.shards]
@@ -101,8 +101,20 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
         *_of_copies(program, expected),
     ]
     if moves > 1.05:
-        warnings.append(f"sync moves the split weights {moves:.2f} times, where once is enough")
+        warnings.append(
+            f"sync sends {moves:.2f} times the bytes of the split weights, in the type in which"
+            " generation reads them"
+        )
     return Findings(parts, warnings, moves)
+
+
+def _take_gathers(update: Cost, sync: Cost, shards: str) -> None:
+    """Gives a sync the gathers that XLA, which names an array's way to another layout after where
+    the array was made, takes for parts of the update: that itself makes nothing whole."""
+    for exchange in [*update.exchanges]:
+        if exchange.kind == "all-gather" and shards in exchange.axes:
+            sync.exchanges[exchange] += update.exchanges.pop(exchange)
+            sync.sent[exchange] += update.sent.pop(exchange)
 
 
 def _of_network(expected: Expected, card: Card | None) -> Iterator[str]:
@@ -199,23 +211,3 @@ def _copies(program: Program, each: Instruction) -> bool:
 def _some(found: set[str], most: int = 3) -> str:
     listed = sorted(found)
     return "; ".join(listed[:most]) + (f" and {len(listed) - most} more" * (len(listed) > most))
-
-
-def as_json(cost: Cost) -> dict[str, Any]:
-    """A cost as plain values."""
-    return {
-        "flops": cost.products,
-        "bytes": cost.bytes,
-        "kernels": cost.kernels,
-        "loops_outside_command_buffers": cost.loops,
-        "collectives": [
-            {"kind": exchange.kind, "axes": list(exchange.axes), "count": count, "bytes": size}
-            for exchange, count, size in listed(cost)
-        ],
-    }
-
-
-def listed(cost: Cost) -> Iterator[tuple[Exchange, float, float]]:
-    """Its collectives, each with how many there are and the bytes that each device sends."""
-    for exchange in sorted(cost.exchanges):
-        yield exchange, cost.exchanges[exchange], cost.sent[exchange]

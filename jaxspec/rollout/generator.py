@@ -273,5 +273,6 @@ def to_rollout(
 ) -> Any:
     """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
     leaf, inside a jit one all-gather for each sharded weight."""
-    ready = cast(network, dtype)
+    # without the barrier XLA gathers some weights first, in the wider type, and casts them then
+    ready = jax.lax.optimization_barrier(cast(network, dtype))
     return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))
