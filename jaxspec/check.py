@@ -342,11 +342,12 @@ def show(name: str, made: Checked, screen: Screen) -> None:
     for item in made.unseen:
         screen.print(f"not looked at: {item}")
     screen.print(_memory_table(made), work_table(rows, made.target.card), exchanges_table(rows))
+    slots = step.generator.settings.slots
     pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
     screen.print(
         f"{micro_batches(made)} micro-batches of {sizes.tokens} tokens a data shard if all rows are"
-        f" of the longest kind; {step.generator.settings.slots} slots, {pages}; sync moves each split weight"
-        f" {made.found.sync_moves:.2f} times"
+        f" of the longest kind; {slots} slots, {pages}; sync sends"
+        f" {made.found.sync_moves:.2f} times the bytes of the split weights"
     )
     for warning in made.warnings:
         screen.print(f"warning: {warning}", markup=False)

@@ -56,7 +56,6 @@ def small() -> dict[str, Any]:
         return check.as_json("small", check.checked(config, options))
 
 
-@pytest.mark.slow
 class TestByHand:
     """Devices have a quarter of the rows and half of the heads; types are of 4 bytes."""
 
