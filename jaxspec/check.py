@@ -218,7 +218,7 @@ def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) ->
     fit = fit._replace(limit=target.limit)
     if target.virtual and not reason:
         reason = _kept_reason(fit)
-    wanted = expected(fit.step, config)
+    wanted = expected(fit, config)
     if target.virtual:  # a CPU's program lays keys out anew where a GPU's does not
         wanted = wanted._replace(layer_cache=0, paged=False)
     found = findings.read(fit.runner.programs["step"].as_text(), wanted, target.card)
@@ -232,9 +232,10 @@ def _kept_reason(fit: memory.Fitted) -> str:
     return too_much if kept > fit.limit else ""
 
 
-def expected(step: Step, config: ResolvedConfig) -> findings.Expected:
+def expected(fit: memory.Fitted, config: ResolvedConfig) -> findings.Expected:
     """What its program is looked through for."""
-    mesh, prompts = dict(step.mesh.shape), config.batch.prompts
+    step, prompts = fit.step, config.batch.prompts
+    mesh = dict(step.mesh.shape)
     state, _, _ = abstract(step, prompts)
     networks = [state.learner.policy.network]
     if state.learner.draft is not None:
@@ -247,7 +248,7 @@ def expected(step: Step, config: ResolvedConfig) -> findings.Expected:
             others = math.prod(mesh[axis] for axis in axes if axis != meshes.DATA)
             synced += leaf.size * size // others
     peers = step.mesh.size // mesh[meshes.DATA]
-    pool = memory.pool_of(step, prompts)
+    pool = sum(part.size for part in fit.parts if part.name == memory.POOL)
     layers = config.model.layers + max(1, config.rollout.draft.layers)
     return findings.Expected(
         mesh=mesh,

@@ -19,7 +19,7 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module", params=["h200", "gb200"])
+@pytest.fixture(scope="module", params=["h200", pytest.param("gb200", marks=pytest.mark.slow)])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """In a process of its own: kernels ask the default device for its generation."""
     folder = tmp_path_factory.mktemp("check")

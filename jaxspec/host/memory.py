@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.build import Automatic
-from jaxspec.host.pool_room import FEW, all_pages, fewest_pages, slots_in
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import DATA, TENSOR, accelerated
+from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Sizes, Step
 
@@ -32,6 +32,7 @@ class Part(NamedTuple):
     """What shrinks it."""
 
 
+POOL = "the pool of keys and values"
 BESIDE = "what learning and generation take beside that while they run"
 
 
@@ -89,11 +90,6 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     )
 
 
-def pool_of(step: Step, prompts: int) -> int:
-    """Bytes of a pool of keys and values on each device."""
-    return _bytes_of(step, prompts).pool
-
-
 def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
     """What a run takes on each device, by owner: what it keeps, and what its compiled `programs`
     take beside that while they run.
@@ -117,7 +113,7 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
             found.weights,
             "--model.dtype bfloat16, or --mesh.tensor",
         ),
-        Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
+        Part(POOL, pool, _smaller_pool(step, prompts)),
         Part(
             "the batch that rollouts fill",
             _placed(abstract(step, prompts)[1].replace(plan=None)) if step.fills else 0,
@@ -140,7 +136,10 @@ def _smaller_pool(step: Step, prompts: int) -> str:
             f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with"
             f" fewer --rollout.engine.pages, {shorter}"
         )
-    now, least = settings.pages or all_pages(step, prompts), fewest_pages(step, prompts, 1)
+    now, least = (
+        settings.pages or _all_pages(step, prompts),
+        pool_of_rows(1, *_shape(step, prompts)),
+    )
     return (
         f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now"
         f" {settings.slots}, {shorter}"
@@ -216,7 +215,7 @@ def fitted(
     """
     limit = limit or least_of_processes(device_memory())
     if may.pages:
-        step = step.resized(prompts, step.sizes._replace(pages=all_pages(step, prompts)))
+        step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
     while True:
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
@@ -289,20 +288,33 @@ def _with_room(
         )
     if may.pages:
         pages = sizes.pages * max(room, 0) // pool
-        if pages >= fewest_pages(step, prompts, min(FEW, slots)):
+        if pages >= pool_of_rows(min(FEW, slots), *_shape(step, prompts)):
             return sizes._replace(
                 pages=pages,
-                slots=min(slots, slots_in(step, prompts, pages)) if may.slots else sizes.slots,
+                slots=min(slots, rows_in(pages, *_shape(step, prompts)))
+                if may.slots
+                else sizes.slots,
             )
     fewer = max(min(FEW, slots), slots // 4)
     if not may.slots or fewer == slots:
         return sizes
     sizes = sizes._replace(slots=fewer)
     return (
-        sizes._replace(pages=all_pages(step.resized(prompts, sizes), prompts))
+        sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts))
         if may.pages
         else sizes
     )
+
+
+def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
+    """Of a shard's pages, as `smallest_pool` takes it."""
+    made, settings = step.generator, step.generator.settings
+    sizes = made.prompt_length, settings.max_new_tokens, made.draft_length
+    return (prompts // made.mesh.shape[DATA], *sizes, settings.page_size)
+
+
+def _all_pages(step: Step, prompts: int) -> int:
+    return whole_pool(*_shape(step, prompts), slots=step.generator.settings.slots)
 
 
 def told(step: Step, found: list[Part], limit: int) -> str:
