@@ -22,6 +22,10 @@ PROGRAMS = {
     ),
     "sample": ("--checkpoint RUN", "answers of a run on the terminal, as they are drafted"),
     "export": ("--checkpoint RUN --out DIR", "a run as Hugging Face folders"),
+    "check": (
+        "--config NAME.py[:SCALE]",
+        "whether it will run on --devices N that are not here: memory, work, collectives",
+    ),
     "bench": ("BENCH ...", "measurements: generate, step, drafts, load, roofline"),
 }
 """Programs of the package, with what they cannot do without and what they are for."""

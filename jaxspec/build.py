@@ -18,6 +18,7 @@ from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.own_code import imported, told
+from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.kernels.key_chunks import CHUNK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
@@ -32,7 +33,6 @@ from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.step import HOST, Advantages, Step
-from jaxspec.streams import Stream, stream_key
 
 
 def build_step(

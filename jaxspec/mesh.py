@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,14 @@ def lone_cpu(mesh: Mesh) -> bool:
     return not accelerated(mesh) and mesh.shape[TENSOR] == 1
 
 
-def make_mesh(data: int, tensor: int = 1, expert: int = 1) -> Mesh:
-    """Builds the `data` x `expert` x `tensor` mesh over the first devices of all processes; axes
-    are Auto."""
-    return jax.make_mesh(
-        (data, expert, tensor),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-        devices=jax.devices()[: data * expert * tensor],
-    )
+def make_mesh(
+    data: int, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """Builds the `data` x `expert` x `tensor` mesh over the first of some devices, or of those of
+    all processes; axes are Auto."""
+    count = data * expert * tensor
+    grid = np.asarray((jax.devices() if devices is None else devices)[:count])
+    return Mesh(grid.reshape(data, expert, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def row_shards(mesh: Mesh) -> int:

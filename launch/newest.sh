@@ -22,16 +22,16 @@ fi
 python=.venv-newest/bin/python
 if [[ $("$python" --version 2>/dev/null) != $("$base" --version) ]]; then "$base" -m venv --clear .venv-newest; fi
 install=("$python" -m pip install --quiet --disable-pip-version-check)
-"${install[@]}" --constraint launch/constraints.txt --editable '.[test]' tokamax
+# With the compiler for GPUs alone: what runs programs on one is some gigabytes more.
+"${install[@]}" --constraint launch/constraints.txt --editable '.[test,check]'
 jax=$("$python" -c 'import jaxlib; print(jaxlib.__version__)')
-# The compiler alone: what runs programs on a GPU is some gigabytes more.
-"${install[@]}" --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37
 echo "$("$python" --version), jax $jax" >&2
 
 tests=("$@")
 if (($# == 0)); then
   tests=(
     tests/test_cuda.py
+    tests/test_check_cuda.py
     tests/kernels
     tests/rl/test_learner.py::test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows
     tests/rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding

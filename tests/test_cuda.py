@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.build import build_step
+from jaxspec.compiled.hardware import Card
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -54,7 +55,7 @@ def _found(program: Any) -> Found:
     return Found(cuda.temporaries(program), mosaic, triton, frozenset(cuda.shapes(program)))
 
 
-def attention(card: cuda.Card, length: int, size: int = 128, tensor: int = 1) -> Found:
+def attention(card: Card, length: int, size: int = 128, tensor: int = 1) -> Found:
     """Forward and backward, a row of packed texts for each of two shards."""
     mesh = cuda.mesh_of(card, 2, tensor)
 
@@ -79,7 +80,7 @@ def attention(card: cuda.Card, length: int, size: int = 128, tensor: int = 1) ->
 
 
 @functools.cache
-def learn(card: cuda.Card, tokens: int, draft: DraftConfig) -> Found:
+def learn(card: Card, tokens: int, draft: DraftConfig) -> Found:
     """What `Learner.learn` makes of a rollout, with a narrow policy of two layers, on two
     shards."""
     sizes = {"layers": 2, "embed": 256, "heads": 2, "kv_heads": 1, "head_size": 128, "ffn": 512}

@@ -252,6 +252,9 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
 def test_every_option_that_the_documents_name_exists() -> None:
     # the last is SLURM's
     others = {
+        "devices",
+        "hardware",
+        "json",
         "config",
         "checkpoint",
         "compare",

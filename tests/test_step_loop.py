@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import build
+from jaxspec.compiled.collectives import groups
 from jaxspec.config.settings import KlConfig, LoraConfig
 from jaxspec.host.runner import whole_step
 from jaxspec.kernels import key_chunks
@@ -34,7 +35,7 @@ from tests.whole_step import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-TALKS = re.compile(r" (all-to-all|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(-start)?\(")
+TALKS = re.compile(r" (all-to-all|all-\w+|reduce-scatter|collective-\w+)(-start)?\(")
 
 
 class Hlo:
@@ -110,43 +111,6 @@ class Hlo:
         ]
 
 
-def groups(line: str) -> list[tuple[int, ...]]:
-    """The device groups of a collective, whichever way they are written."""
-    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
-    if listed:
-        return [
-            tuple(int(number) for number in group.split(","))
-            for group in re.findall(r"\{([\d, ]+)\}", listed.group(1))
-        ]
-    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", line)
-    if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        inner = re.findall(r"'(\w+)'", named.group(2))
-        assert set(inner) <= set(sizes), line
-        order = [place for place, name in enumerate(sizes) if name not in inner] + [
-            list(sizes).index(name) for name in inner
-        ]
-        devices = (
-            np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values())).transpose(order)
-        )
-        return [
-            tuple(row)
-            for row in devices.reshape(-1, np.prod([sizes[name] for name in inner])).tolist()
-        ]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    assert iota, line
-    shape, dims = ([int(number) for number in iota.group(place).split(",")] for place in (1, 2))
-    order = (
-        [int(number) for number in iota.group(3).split(",")]
-        if iota.group(3)
-        else list(range(len(dims)))
-    )
-    return [
-        tuple(row)
-        for row in np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
-    ]
-
-
 @pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
 def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
     data, tensor = 4, 2
@@ -157,7 +121,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     assert collectives, "tensor shards must talk"
     for line in collectives:
         assert "collective-permute" not in line, line
-        assert set(groups(line)) <= peers, line
+        assert set(groups(line, data * tensor)) <= peers, line
     # Weights are whole over `data` before the loop starts, though the train layout shards them.
     outside = [
         line
@@ -165,7 +129,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
         for line in lines
         if " all-gather(" in line and line not in loop
     ]
-    assert any(not set(groups(line)) <= peers for line in outside)
+    assert any(not set(groups(line, data * tensor)) <= peers for line in outside)
     slots = -(-(WIDTH + NEW + LENGTH) // key_chunks.EVEN) * key_chunks.EVEN
     assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
 
@@ -177,7 +141,7 @@ def test_where_experts_are_split_the_loop_talks_within_a_data_shard_only() -> No
     collectives = [line for line in hlo.reached_from(is_loop) if TALKS.search(line)]
     assert any("all-to-all" in line for line in collectives), "tokens go to their experts"
     for line in collectives:
-        shards = [{device // (expert * tensor) for device in group} for group in groups(line)]
+        shards = [{device // (expert * tensor) for device in group} for group in groups(line, 8)]
         assert all(len(shard) == 1 for shard in shards), line
 
 

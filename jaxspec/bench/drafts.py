@@ -31,13 +31,13 @@ from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
 from jaxspec.host.warm_start import load_policy
 from jaxspec.inputs.checked import require
+from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes.process_0 import process_0_first
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
 from jaxspec.storage.cache import load_tree
-from jaxspec.streams import Stream
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress, short
 

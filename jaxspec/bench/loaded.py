@@ -25,12 +25,12 @@ from jaxspec.host.job import Job, start_jax
 from jaxspec.host.round_cost import measured_chooser
 from jaxspec.host.runner import abstract, placed, put
 from jaxspec.inputs.checked import called
+from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Verdict, leading
 from jaxspec.sampling import Noise, categorical
 from jaxspec.state import Prompts, Ready
-from jaxspec.streams import Stream, stream_key
 from jaxspec.tokens.tokenizer import load_tokenizer
 
 CACHE = 2**25

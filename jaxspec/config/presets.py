@@ -1,7 +1,9 @@
 """Published models as constants; the sizes are those of each model's `config.json` on Hugging
 Face."""
 
-from jaxspec.inputs.spec import ModelConfig
+from dataclasses import replace
+
+from jaxspec.inputs.spec import FamilySpec, ModelConfig, ModelSpec, RopeSpec
 
 TINY = ModelConfig(
     vocab=40,
@@ -85,3 +87,34 @@ QWEN3_235B_A22B = ModelConfig(
     tied=False,
 )
 """128 experts a layer, 8 a token, as for QWEN3_30B_A3B."""
+
+_EXPERTS = FamilySpec(model_type="qwen3_moe", experts=128, experts_per_token=8)
+_FAMILIES = (
+    (QWEN3_0_6B, FamilySpec()),
+    (QWEN3_1_7B, FamilySpec()),
+    (QWEN3_4B, FamilySpec()),
+    (QWEN3_8B, FamilySpec()),
+    (QWEN3_30B_A3B, _EXPERTS),
+    (QWEN3_235B_A22B, _EXPERTS),
+)
+_POSITIONS = 40_960
+"""Of all of Qwen3, before any stretching."""
+
+
+def as_published(model: ModelConfig) -> ModelSpec:
+    """A model without its checkpoint; where it has the sizes of a published one, with what that
+    one's config.json says beside them: experts, and the positions that it allows for."""
+    bare = replace(
+        model,
+        path="",
+        ignore=False,
+        rope_factor=1.0,
+        dtype=QWEN3_8B.dtype,
+        remat=QWEN3_8B.remat,
+    )
+    for published, family in _FAMILIES:
+        if bare == published:
+            return ModelSpec(
+                **vars(replace(model, path="")), family=family, rope=RopeSpec(context=_POSITIONS)
+            )
+    return ModelSpec.of(replace(model, path=""))

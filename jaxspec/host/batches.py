@@ -19,13 +19,13 @@ from jaxspec.data.problems import ProblemSets, pad_prompts
 from jaxspec.data.scoring import Judge, Judged, scorer_of
 from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, put
+from jaxspec.inputs.streams import Stream
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import LENGTH, Finished, Plan, Prompts, Rollout
-from jaxspec.streams import Stream
 from jaxspec.system.metrics import over_rollouts
 
 

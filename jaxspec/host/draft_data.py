@@ -18,9 +18,9 @@ from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
 from jaxspec.inputs.checked import require
+from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import FAILED, Prompts, PyTree
-from jaxspec.streams import Stream, stream_rng
 from jaxspec.tokens.tokenizer import Tokenizer
 
 HELD_OUT = 16

@@ -58,7 +58,7 @@ CODE = (
         "tokens/chat_template.py",
         "tokens/template_process.py",
     ),
-    *("build.py", "step.py", "streams.py", "sampling.py"),
+    *("build.py", "step.py", "inputs/streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
@@ -322,8 +321,7 @@ def on_this_process(job: Job) -> Job:
         mesh=dataclasses.replace(job.config.mesh, data=0, expert=1, tensor=1),
     )
     data = check(config, jax.local_device_count()).data
-    devices = np.asarray(jax.local_devices()[:data]).reshape(data, 1, 1)
-    return make_job(job.config, Mesh(devices, job.mesh.axis_names, axis_types=job.mesh.axis_types))
+    return make_job(job.config, meshes.make_mesh(data, devices=jax.local_devices()))
 
 
 def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:

@@ -24,13 +24,13 @@ from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.inputs.checked import read_from, require
+from jaxspec.inputs.streams import Stream
 from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
-from jaxspec.streams import Stream
 from jaxspec.system.files import expanded
 from jaxspec.tokens.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from jaxspec.build import Automatic
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import accelerated, row_shards
-from jaxspec.rollout.pages import smallest_pool, whole_pool
+from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Sizes, Step
 
@@ -30,6 +30,10 @@ class Part(NamedTuple):
     """Bytes on each device."""
     remedy: str
     """What shrinks it."""
+
+
+POOL = "the pool of keys and values"
+BESIDE = "what learning and generation take beside that while they run"
 
 
 class _Bytes(NamedTuple):
@@ -108,14 +112,14 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
             found.weights,
             "--model.dtype bfloat16, or --mesh.tensor",
         ),
-        Part("the pool of keys and values", pool, _smaller_pool(step, prompts)),
+        Part(POOL, pool, _smaller_pool(step, prompts)),
         Part(
             "the batch that rollouts fill",
             _placed(abstract(step, prompts)[1].replace(plan=None)) if step.fills else 0,
             "--dynamic_sampling.max_batches 0, or smaller batches",
         ),
         Part(
-            "what learning and generation take beside that while they run",
+            BESIDE,
             max(most - found.weights - pool, 0),
             micro,
         ),
@@ -131,7 +135,10 @@ def _smaller_pool(step: Step, prompts: int) -> str:
             f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with"
             f" fewer --rollout.engine.pages, {shorter}"
         )
-    now, least = settings.pages or _all_pages(step, prompts), _fewest_pages(step, prompts, 1)
+    now, least = (
+        settings.pages or _all_pages(step, prompts),
+        pool_of_rows(1, *_shape(step, prompts)),
+    )
     return (
         f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now"
         f" {settings.slots}, {shorter}"
@@ -161,7 +168,7 @@ def _beside(name: str, program: Any, state: int) -> int:
 
 
 class Fitted(NamedTuple):
-    """A step whose programs fit the devices."""
+    """A step whose programs fit the devices, or do not with its smallest sizes."""
 
     step: Step
     runner: Runner
@@ -170,9 +177,14 @@ class Fitted(NamedTuple):
     """Bytes of the device that has least."""
 
 
-FEW = 4
-"""Rows of the longest kind that the pool holds at least where its size is chosen, and slots at
-least."""
+class DoesNotFit(ConfigError):
+    """A step takes more than a device has, with all that may give way at its smallest."""
+
+    def __init__(self, message: str, smallest: Fitted) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 MORE = 10
 """By one in so many bytes a whole step must take more than its generation alone for learning to be
 the reason."""
@@ -181,19 +193,26 @@ SPARE = 50
 than each by itself."""
 
 
-def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Automatic) -> Fitted:
+def fitted(
+    step: Step,
+    prompts: int,
+    compiled: Callable[[Step], Runner],
+    may: Automatic,
+    limit: int = 0,
+) -> Fitted:
     """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open,
     before any weights are loaded.
 
     What takes most gives way: learning reads micro-batches of half the tokens; generation's pool
     gets the pages that are left beside its weights and temporaries, and as many slots as these
     hold. A step that is one program says only what both take at most, so where that does not fit,
-    generation is compiled by itself to tell.
+    generation is compiled by itself to tell. `limit` is what a device has; 0: what JAX may use of
+    those that are here.
 
     Raises:
-      ConfigError: it does not fit; names each owner, its size and the setting that shrinks it.
+      DoesNotFit: names each owner, its size and the setting that shrinks it.
     """
-    limit = least_of_processes(device_memory())
+    limit = limit or least_of_processes(device_memory())
     if may.pages:
         step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
     while True:
@@ -207,7 +226,8 @@ def fitted(step: Step, prompts: int, compiled: Callable[[Step], Runner], may: Au
                 f"training takes {_total(found)} on each device, which has {_gib(limit)}:"
                 f" {_listed(found)}"
             )
-            raise ConfigError(told + _enough(step, prompts, runner, may, limit))
+            told += _enough(step, prompts, runner, may, limit)
+            raise DoesNotFit(told, Fitted(step, runner, found, limit))
         step = step.resized(prompts, sizes)
 
 
@@ -267,10 +287,12 @@ def _with_room(
         )
     if may.pages:
         pages = sizes.pages * max(room, 0) // pool
-        if pages >= _fewest_pages(step, prompts, min(FEW, slots)):
+        if pages >= pool_of_rows(min(FEW, slots), *_shape(step, prompts)):
             return sizes._replace(
                 pages=pages,
-                slots=min(slots, _slots_in(step, prompts, pages)) if may.slots else sizes.slots,
+                slots=min(slots, rows_in(pages, *_shape(step, prompts)))
+                if may.slots
+                else sizes.slots,
             )
     fewer = max(min(FEW, slots), slots // 4)
     if not may.slots or fewer == slots:
@@ -284,35 +306,14 @@ def _with_room(
 
 
 def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Of what lies in a shard's pages: prompts, tokens of each, tokens of an answer and of a draft,
-    and positions of a page."""
-    generator = step.generator
-    settings, shards = generator.settings, row_shards(generator.mesh)
-    return (
-        prompts // shards,
-        generator.prompt_length,
-        settings.max_new_tokens,
-        generator.draft_length,
-        settings.page_size,
-    )
+    """Of a shard's pages, as `smallest_pool` takes it."""
+    made, settings = step.generator, step.generator.settings
+    sizes = made.prompt_length, settings.max_new_tokens, made.draft_length
+    return (prompts // row_shards(made.mesh), *sizes, settings.page_size)
 
 
 def _all_pages(step: Step, prompts: int) -> int:
     return whole_pool(*_shape(step, prompts), slots=step.generator.settings.slots)
-
-
-def _fewest_pages(step: Step, prompts: int, rows: int) -> int:
-    """Pages with which so many of the longest rows can be generated at once."""
-    _, prompt, response, draft, size = shape = _shape(step, prompts)
-    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
-
-
-def _slots_in(step: Step, prompts: int, pages: int) -> int:
-    """Rows that some pages hold halfway through their longest answers, each with the pages of its
-    prompt that others write to as well."""
-    count, prompt, response, draft, size = _shape(step, prompts)
-    own = -(-(response // 2 + draft + 1) // size) + 1
-    return max(FEW, (pages - count * -(-prompt // size)) // own)
 
 
 def told(step: Step, found: list[Part], limit: int) -> str:

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jaxspec.host.job import sources
 from jaxspec.host.runner import ahead, placed, put
 from jaxspec.inputs.json_keys import parse_json
+from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import machine, replicated, row_shards
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState
@@ -23,7 +24,6 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.state import EOS, AcceptanceEstimate, LengthChooser, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, content_key
-from jaxspec.streams import Stream
 from jaxspec.system.files import SaveError, replacing
 from jaxspec.system.terminal import say
 

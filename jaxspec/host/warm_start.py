@@ -12,6 +12,7 @@ from jaxspec.hf.pretrained import Checkpoint, merger, policy_checkpoint
 from jaxspec.host.draft_data import answered
 from jaxspec.host.job import Job, on_this_process, sources
 from jaxspec.host.runner import placed
+from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes.process_0 import in_process_0
 from jaxspec.rl import optimizers
@@ -20,7 +21,6 @@ from jaxspec.rl.train_batch import texts_to_learn
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState
 from jaxspec.storage.cache import cached, content_key, load_tree, save_tree
-from jaxspec.streams import Stream, stream_rng
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 
@@ -88,7 +88,7 @@ def policy_key(job: Job) -> str:
         "data/programs.py",
         "tokens/tokenizer.py",
         "host/warm_start.py",
-        "streams.py",
+        "inputs/streams.py",
         "models/*.py",
         "kernels/*.py",
         "rl/*.py",

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts import schedule
 from jaxspec.drafts.base import Draft
+from jaxspec.inputs.streams import stream_key
 from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, row_shards, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
@@ -41,7 +42,6 @@ from jaxspec.state import (
     Rollout,
     Statistics,
 )
-from jaxspec.streams import stream_key
 
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 """XLA's names of what can go into a CUDA graph: all that it puts there by itself, and loops."""
@@ -307,5 +307,6 @@ def to_rollout(
 ) -> Any:
     """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
     leaf, inside a jit one all-gather for each sharded weight."""
-    ready = with_even_vocabulary(cast(network, dtype), mesh)
+    # without the barrier XLA gathers some weights first, in the wider type, and casts them then
+    ready = with_even_vocabulary(jax.lax.optimization_barrier(cast(network, dtype)), mesh)
     return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))

@@ -102,3 +102,23 @@ def whole_pool(
     return prompts * -(-prompt // page_size) + slots * -(
         -(prompt + response + draft_length) // page_size
     )
+
+
+FEW = 4
+"""Rows of the longest kind that a pool holds at least where its size is chosen, and slots at
+least."""
+
+
+def pool_of_rows(rows: int, *shape: int) -> int:
+    """Pages with which so many of the longest rows can be generated at once; `shape` is that of
+    `smallest_pool`."""
+    _, prompt, response, draft, size = shape
+    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
+
+
+def rows_in(pages: int, *shape: int) -> int:
+    """Rows that some pages hold halfway through their longest answers, each with the pages of its
+    prompt that others write to as well; `shape` is that of `smallest_pool`."""
+    count, prompt, response, draft, size = shape
+    own = -(-(response // 2 + draft + 1) // size) + 1
+    return max(FEW, (pages - count * -(-prompt // size)) // own)

@@ -9,9 +9,9 @@ import pytest
 from jaxspec.build import build_step
 from jaxspec.drafts.kinds import build_network
 from jaxspec.host import round_cost
+from jaxspec.inputs.streams import Stream, stream_key, stream_rng
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import Prompts
-from jaxspec.streams import Stream, stream_key, stream_rng
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 
 SEEDS, NUMBERS = (0, 1, 7, 2**32 - 1), range(6)
