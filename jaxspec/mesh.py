@@ -274,6 +274,17 @@ def summed_over_experts(value: Any) -> Any:
     return lax.psum(value, EXPERT) if _manual(EXPERT, mesh) else value
 
 
+def kind_in_scope() -> str:
+    """What the devices of the mesh in scope are; nothing where there is none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else device.device_kind
+
+
+def gpus_in_scope() -> bool:
+    """Whether they are NVIDIA GPUs."""
+    return kind_in_scope().startswith("NVIDIA")
+
+
 def _manual(axis: str, mesh: Any) -> bool:
     return axis in mesh.manual_axes and mesh.shape[axis] > 1
 

@@ -15,6 +15,9 @@ DENSELY = 3.0
 """Products of a micro-batch over those that its tokens need, from which on experts are taken to be
 multiplied with tokens that are not theirs."""
 
+RECORDED = ("s32", "f32", "f64", "pred")
+"""Types of what is recorded of rows; activations of a micro-batch may have the sizes of a batch."""
+
 
 class Expected(NamedTuple):
     """What is known of a step before it is compiled."""
@@ -168,7 +171,9 @@ def _of_learning(program: Program, parts: Parts, expected: Expected) -> Iterator
     for _, each in program.instructions():
         for shape in each.results:
             pairs = zip(shape.sizes, shape.sizes[1:], strict=False)
-            if any(rows == expected.rows and length in lengths for rows, length in pairs):
+            if shape.dtype in RECORDED and any(
+                rows == expected.rows and length in lengths for rows, length in pairs
+            ):
                 whole.add(f"{shape.dtype}{list(shape.sizes)}")
         if kind_of(each) == "all-gather" and _gathered_size(each) == expected.vocab:
             gathered.add(", ".join(f"{shape.dtype}{list(shape.sizes)}" for shape in each.results))

@@ -103,7 +103,8 @@ _POSITIONS = 40_960
 
 def as_published(model: ModelConfig) -> ModelSpec:
     """A model without its checkpoint; where it has the sizes of a published one, with what that
-    one's config.json says beside them: experts, and the positions that it allows for."""
+    one's config.json says beside them: experts, and the positions that it allows for. Fewer layers
+    may be asked for, to see what a layer takes."""
     bare = replace(
         model,
         path="",
@@ -113,7 +114,7 @@ def as_published(model: ModelConfig) -> ModelSpec:
         remat=QWEN3_8B.remat,
     )
     for published, family in _FAMILIES:
-        if bare == published:
+        if replace(bare, layers=published.layers) == published:
             return ModelSpec(
                 **vars(replace(model, path="")), family=family, rope=RopeSpec(context=_POSITIONS)
             )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import EXPERT
+from jaxspec.mesh import EXPERT, gpus_in_scope
 
 
 def arriving(counts: Int[Array, " X"]) -> Int[Array, " X"]:
@@ -24,8 +24,7 @@ def exchanged(
     On GPUs only those rows travel; elsewhere XLA cannot do that, and all `n` do, the most that
     there can be.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or not device.device_kind.startswith("NVIDIA"):
+    if not gpus_in_scope():
         return lax.all_to_all(rows, EXPERT, 0, 0, tiled=True)
     members, most, width = rows.shape
     numbers = jnp.arange(members, dtype=jnp.int32)

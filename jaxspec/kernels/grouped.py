@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
-
-from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
 
 SMALLEST, LARGEST = 8, 1024
 """Pairs of a block: fewer do not fill a product's tile, more do not make it faster."""
@@ -72,24 +69,9 @@ def swiglu_of_experts(
       tokens: what passes through.
       chosen: the experts of each token; the number of experts for none.
       weights: of each of them.
-      experts: gate, up and down, split over `tensor` along F where there is such an axis.
+      experts: gate, up and down; with a part of F, the sum of all parts' results is that of the
+        whole.
     """
-    return _forward(tokens, chosen, weights, experts)
-
-
-_SPLIT = (P(None, None, TENSOR), P(None, None, TENSOR), P(None, TENSOR, None))
-
-
-def _forward(tokens: Array, chosen: Array, weights: Array, experts: Weights) -> Array:
-    return on_each_member(_summed, (P(), P(), P(), _SPLIT), P())(tokens, chosen, weights, experts)
-
-
-def _summed(
-    tokens: Float[Array, "T D"],
-    chosen: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: Weights,
-) -> Float[Array, "T D"]:
     count, per_token = chosen.shape
     blocks = _dealt(chosen, len(experts[0]))
     ends = jnp.cumsum(blocks.counts, dtype=jnp.int32)
@@ -105,25 +87,14 @@ def _summed(
         return total.at[rows].add(outputs.astype(total.dtype) * share[:, None], mode="drop")
 
     nothing = jnp.zeros(tokens.shape, np.promote_types(tokens.dtype, np.float32))
-    return summed_over_members(lax.fori_loop(0, ends[-1], add, nothing))
+    return lax.fori_loop(0, ends[-1], add, nothing)
 
 
 def _backward(
     kept: tuple[Array, Array, Array, Weights], gradient: Float[Array, "T D"]
 ) -> tuple[Array, None, Array, Weights]:
-    run = on_each_member(_gradients, (P(), P(), P(), _SPLIT, P()), (P(), P(), _SPLIT))
-    of_tokens, of_weights, of_experts = run(*kept, gradient)
-    return of_tokens, None, of_weights, of_experts
-
-
-def _gradients(
-    tokens: Float[Array, "T D"],
-    chosen: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: Weights,
-    gradient: Float[Array, "T D"],
-) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Weights]:
     """Gradients of tokens, weights and experts; what a block's layers were is computed again."""
+    tokens, chosen, weights, experts = kept
     count, per_token = chosen.shape
     blocks, wide, dtype = _dealt(chosen, len(experts[0])), gradient.dtype, tokens.dtype
 
@@ -159,16 +130,12 @@ def _gradients(
     numbers = jnp.arange(len(experts[0]), dtype=jnp.int32)
     nothing = jnp.zeros(tokens.shape, wide), jnp.zeros(chosen.size, wide)
     (of_tokens, of_shares), of_experts = lax.scan(of_expert, nothing, (numbers, experts))
-    of_tokens, of_shares = summed_over_members((of_tokens, of_shares))
-    return (
-        of_tokens.astype(dtype),
-        of_shares.reshape(weights.shape).astype(weights.dtype),
-        of_experts,
-    )
+    of_weights = of_shares.reshape(weights.shape).astype(weights.dtype)
+    return of_tokens.astype(dtype), None, of_weights, of_experts
 
 
 def _over_rows(x: Float[Array, "b I"], gradient: Float[Array, "b O"], wide: Any) -> Array:
     return jnp.einsum("bI,bO->IO", x, gradient, preferred_element_type=wide)
 
 
-swiglu_of_experts.defvjp(lambda *inputs: (_forward(*inputs), inputs), _backward)
+swiglu_of_experts.defvjp(lambda *inputs: (swiglu_of_experts(*inputs), inputs), _backward)

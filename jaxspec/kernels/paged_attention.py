@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels.visible import Visible
-from jaxspec.mesh import TENSOR, on_each_member
+from jaxspec.mesh import TENSOR, kind_in_scope, on_each_member
 
 QUERIES = 64
 """Rows of a product of a warp group: so many queries may share a head of keys and values."""
@@ -31,10 +31,8 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 def runs_here() -> bool:
     """Whether the devices of the mesh in scope are Hopper GPUs; those of other generations multiply
     by other instructions."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and any(
-        name in device.device_kind.replace("-", " ").split() for name in HOPPER
-    )
+    words = kind_in_scope().replace("-", " ").split()
+    return any(name in words for name in HOPPER)
 
 
 def fits(query: Float[Array, "B T M R H"], keys: Float[Array, "... P M H s"]) -> bool:

@@ -16,7 +16,7 @@ from jax.extend import backend
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import TENSOR, on_each_member
+from jaxspec.mesh import TENSOR, gpus_in_scope, kind_in_scope, on_each_member
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
 LARGEST_HEAD = 128
@@ -61,10 +61,9 @@ def _tokamax() -> _Tokamax | None:
 
 def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> str | None:
     """The kernels that attend on the GPUs of the mesh in scope; None: none do."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    if device is None or not device.device_kind.startswith("NVIDIA"):
+    if not gpus_in_scope():
         return None
+    mesh = jax.sharding.get_abstract_mesh()
     # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries
     # stay with its keys.
     split = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
@@ -73,7 +72,7 @@ def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> s
         return None
     # Kernels are written for a generation, and tokamax asks the default device for its own.
     default = backend.get_default_device()
-    if default.device_kind != device.device_kind:
+    if default.device_kind != kind_in_scope():
         return None
     capability = float(default.compute_capability)
     if 9 <= capability < 11:

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.exchange import arriving, exchanged
 from jaxspec.kernels.grouped import Weights, swiglu_of_experts
+from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
 
 PART_BYTES = 2**27
 """Of what can arrive at a member at once: more than keep its products busy."""
@@ -47,12 +49,20 @@ def mixture(
     )
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    routed, here = Routed(chosen, weights), len(experts[0])
-    if here == router.shape[1]:
-        outputs = swiglu_of_experts(tokens, *routed, experts)
-    else:
-        outputs = _in_parts(tokens, routed, experts, router.shape[1] // here)
-    return outputs.astype(x.dtype).reshape(x.shape)
+    members = router.shape[1] // len(experts[0])
+
+    def part(tokens: Array, routed: Routed, experts: Weights) -> Array:
+        """Of a part of the experts' width, on each member of `tensor`; all are added up at home,
+        where there are fewer tokens than have arrived at a member."""
+        if members == 1:
+            outputs = swiglu_of_experts(tokens, *routed, experts)
+        else:
+            outputs = _in_parts(tokens, routed, experts, members)
+        return summed_over_members(outputs.astype(tokens.dtype))
+
+    split = P(None, None, TENSOR), P(None, None, TENSOR), P(None, TENSOR)
+    run = on_each_member(part, (P(), P(), split), P())
+    return run(tokens, Routed(chosen, weights), experts).reshape(x.shape)
 
 
 def _in_parts(

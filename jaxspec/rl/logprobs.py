@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.mesh import gpus_in_scope
 from jaxspec.sampling import Processing, entropy, processed_logprobs
 from jaxspec.state import Rollout
 
 CHUNK_ELEMENTS = 2**25
 """Logits alive at once: positions are taken in chunks so that rows x chunk x vocabulary stays below
 this."""
+ON_GPUS = 8
+"""Times as many on GPUs: every chunk reads the whole head again, which 55 positions of a vocabulary
+of 151,936 are too few for."""
 
 
 def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays: Array) -> Any:
@@ -21,8 +25,8 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
 
     One chunk, without a loop, when everything fits.
     """
-    length = arrays[0].shape[1]
-    chunk = max(1, min(length, CHUNK_ELEMENTS // max(elements_per_position, 1)))
+    length, most = arrays[0].shape[1], CHUNK_ELEMENTS * (ON_GPUS if gpus_in_scope() else 1)
+    chunk = max(1, min(length, most // max(elements_per_position, 1)))
     if chunk == length:
         return function(*arrays)
     count = -(-length // chunk)

@@ -46,7 +46,7 @@ def test_reading_a_checkpoint_is_measured(
             size * elements,
         )
         assert (line["machine"]["mesh"], line["held_bytes"] >= line["weight_bytes"]) == (
-            {"data": 4, "tensor": 2},
+            {"data": 4, "expert": 1, "tensor": 2},
             True,
         )
         assert f"{line['peak_over_weights']:.2f} x the weights" in words
@@ -100,7 +100,7 @@ def test_reading_needs_little_more_memory_than_the_weights(
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["weight_bytes"] > 2.5e8
-    assert line["machine"]["mesh"] == {"data": 8, "tensor": 1}
+    assert line["machine"]["mesh"] == {"data": 8, "expert": 1, "tensor": 1}
     assert 1 <= line["peak_over_weights"] <= 1.3
 
 

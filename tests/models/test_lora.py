@@ -15,7 +15,7 @@ from jaxspec.hf.peft import adapter_config
 from jaxspec.host.runner import abstract
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, applied, merged
@@ -145,12 +145,12 @@ def test_the_optimizer_holds_adapters_only_and_they_lie_where_their_weights_do()
         for path, leaf in jax.tree_util.tree_flatten_with_path(layout)[0]
     }
     assert {name: spec for name, spec in specs.items() if name in ADAPTER_AXES} == {
-        "q_proj_a": (None, "data"),
+        "q_proj_a": (None, ROWS),
         "q_proj_b": (None, None, "tensor"),
         "down_proj_a": (None, "tensor"),
-        "down_proj_b": (None, None, "data"),
+        "down_proj_b": (None, None, ROWS),
     }
-    assert specs["query"] == (None, "data", "tensor"), "the base lies as it did"
+    assert specs["query"] == (None, ROWS, "tensor"), "the base lies as it did"
 
 
 def test_every_phase_of_a_step_takes_adapters() -> None:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxspec.inputs.spec import LoraConfig
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
@@ -275,7 +275,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
         str(path[-2]): trimmed(spec.spec)
         for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)
     }
-    assert (found[".vocabulary"], found[".head"]) == ((), ("data", "tensor"))
+    assert (found[".vocabulary"], found[".head"]) == ((), (ROWS, "tensor"))
     placed = jax.device_put(learner, layout)
     update = jax.jit(step, donate_argnums=0)
     for _ in range(2):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.mesh import ROWS
 from jaxspec.rl.train_batch import (
     Pack,
     TrainBatch,
@@ -115,18 +116,16 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
         batch = exchanged(batch, shards)
         return tuple(packed(batch, jnp.int32(0), number, tokens, filler(batch))[0])
 
-    plan = batch.plan.replace(
-        order=P("data"), micro=P(None, "data"), start=P(None, "data"), used=P()
-    )
-    specs = jax.tree.map(lambda _: P("data"), batch).replace(plan=plan)
-    outputs: Any = tuple([P("data")] * 5)
+    plan = batch.plan.replace(order=P(ROWS), micro=P(None, ROWS), start=P(None, ROWS), used=P())
+    specs = jax.tree.map(lambda _: P(ROWS), batch).replace(plan=plan)
+    outputs: Any = tuple([P(ROWS)] * 5)
     run = jax.jit(
         jax.shard_map(
             gather,
             mesh=mesh,
             in_specs=(specs, P()),
             out_specs=outputs,
-            axis_names={"data"},
+            axis_names={*ROWS},
             check_vma=False,
         )
     )
