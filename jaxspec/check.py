@@ -261,6 +261,7 @@ def expected(fit: memory.Fitted, config: ResolvedConfig) -> findings.Expected:
         micro_batch=2 * active_weights(step, config) * step.learner.tokens / peers,
         experts=config.model.family.experts > 0,
         draft_learns=step.online,
+        command_buffers=step.generator.command_buffers,
         blocks=config.row_length / BLOCK,
     )
 

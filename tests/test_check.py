@@ -181,6 +181,7 @@ EXPECTED = findings.Expected(
     micro_batch=0.0,
     experts=False,
     draft_learns=False,
+    command_buffers=False,
     blocks=1.0,
 )
 LOOP = """

@@ -4,7 +4,11 @@ how much memory."""
 import functools
 import importlib.util
 import multiprocessing
+import os
+import re
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +24,14 @@ from jaxspec.config.settings import (
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
+    EngineConfig,
     MeshConfig,
     RolloutConfig,
 )
 from jaxspec.host.runner import abstract
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
-from jaxspec.state import Finished, TrainState
+from jaxspec.state import Finished, Prompts, TrainState
 from tests import cuda
 from tests.conftest import tiny_config, tiny_model
 
@@ -103,6 +108,41 @@ def learn(card: Card, tokens: int, draft: DraftConfig) -> Found:
     return _found(cuda.compiled(run, mesh, state, finished))
 
 
+def loops(card: cuda.Card, draft: DraftConfig, command_buffers: bool) -> tuple[int, int]:
+    """How many loops generation has, and how many of them the host goes through, as what it does
+    in turn says (XLA's thunks)."""
+    engine = EngineConfig(tail=False, command_buffers=command_buffers)
+    config = tiny_config(
+        tiny_model(vocab=512, embed=256, head_size=64, dtype="bfloat16"),
+        rollout=RolloutConfig(max_new_tokens=32, draft=draft, engine=engine),
+        data=DataConfig(max_prompt_length=32),
+    )
+    mesh = cuda.mesh_of(card)
+    step = build_step(config, mesh, (1,), 512)
+    state, _, prompts = abstract(step, config.batch.prompts)
+
+    def run(state: TrainState, prompts: Prompts) -> Any:
+        return step.generator.generate(step.sync(state), prompts)
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = step.generator.compiler_options | {"xla_dump_to": folder}
+        cuda.compiled(run, mesh, state, prompts, options=options)
+        *_, last = sorted(Path(folder).glob("*.thunk_sequence*.txt"), key=os.path.getmtime)
+        lines = last.read_text().splitlines()
+    # a line stands deeper than what it is a part of
+    found = [match for line in lines if (match := re.match(r"( *)\d+: (k\w+)", line))]
+    around: list[tuple[int, str]] = []
+    everywhere = outside = 0
+    for match in found:
+        depth, kind = len(match[1]), match[2]
+        around = [above for above in around if above[0] < depth]
+        if kind == "kWhile":
+            everywhere += 1
+            outside += all(name != "kCommandBuffer" for _, name in around)
+        around.append((depth, kind))
+    return everywhere, outside
+
+
 @pytest.fixture(scope="module", params=[cuda.H200, cuda.GB200], ids=str)
 def card(request: pytest.FixtureRequest) -> Any:
     """A GPU, and a process of its own to compile for it: code for another kind would be taken from
@@ -118,6 +158,25 @@ def square(found: Found, length: int) -> set[tuple[int, ...]]:
     return {
         shape for shape in found.shapes if sum(length <= size < length + 256 for size in shape) > 1
     }
+
+
+@pytest.mark.parametrize(
+    ("card", "draft"),
+    [
+        (cuda.H200, DraftConfig(kind="none")),
+        pytest.param(cuda.GB200, DraftConfig(draft_length=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+    indirect=["card"],
+)
+def test_a_setting_puts_all_loops_of_generation_into_command_buffers(
+    card: Any, draft: DraftConfig
+) -> None:
+    everywhere, outside = card(loops, draft, False)
+    assert everywhere == outside > 0
+    everywhere, outside = card(loops, draft, True)
+    assert everywhere > 0
+    assert outside == 0
 
 
 def test_attention_is_a_kernel_and_linear_in_the_length(card: Any) -> None:

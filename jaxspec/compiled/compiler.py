@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,12 +33,18 @@ def for_devices(mesh: Mesh) -> Any:
     return jax.default_device(mesh.devices.flat[0])
 
 
-def compiled(function: Callable, mesh: Mesh, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
+def compiled(
+    function: Callable,
+    mesh: Mesh,
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, str] | None = None,
+) -> Any:
     """The program for the mesh's devices, of arrays that are only described. The function is
     wrapped anew because traces are kept by function."""
     with for_devices(mesh), jax.numpy_dtype_promotion("standard"):
         lowered = jax.jit(lambda *given: function(*given), donate_argnums=donate).lower(*arguments)
-        return lowered.compile(compiler_options=QUICK)
+        return lowered.compile(compiler_options=QUICK | dict(options or {}))
 
 
 class Listener(NamedTuple):

@@ -143,11 +143,7 @@ class Counted:
             pick = min if rarely else max
             cost.add(pick(branches, key=lambda branch: (branch.products, branch.bytes)))
         elif each.opcode in _INTO and called:
-            # what a command buffer holds, loops too, is begun by the host as one
-            inside = dataclasses.replace(self.of(called[0], around, rarely))
-            if "command_buffer" in called[0]:
-                inside.loops = 0
-            cost.add(inside)
+            cost.add(self.of(called[0], around, rarely))
         else:
             self._add_kernel(cost, computation, each)
 

@@ -37,6 +37,8 @@ class Expected(NamedTuple):
     """Products that the positions of a micro-batch need of the policy's weights, forward."""
     experts: bool
     draft_learns: bool
+    command_buffers: bool
+    """Whether generation's loops go into CUDA graphs; the text of a program does not say so."""
     blocks: float
     """Of keys that a round's attention goes through for the longest row."""
 
@@ -88,6 +90,9 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
     parts = counted.parts({GENERATE: expected.blocks}, rarely)
     loop = parts.largest(GENERATE)
     inside = program.reached(list(loop.computations)) if loop else set()
+    if expected.command_buffers:
+        for cost in filter(None, (parts.once.get(GENERATE), loop and loop.cost)):
+            cost.loops = 0
     sync = parts.once.setdefault(SYNC, Cost())
     _take_gathers(parts.once.get(LEARN, Cost()), sync, expected.shards)
     moved = sum(

@@ -12,6 +12,8 @@ from jax.experimental import topologies
 
 from jaxspec.inputs.checked import require
 
+_CUDA = "13.0.0"
+"""Of the driver and the runtime: loops go into command buffers from 12.3 on."""
 RESERVED = 0.08
 """The share of a device's memory that is not this program's: CUDA's own, and what JAX leaves."""
 
@@ -74,6 +76,8 @@ class Card(NamedTuple):
               cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
               registers_per_core_limit: 65536
               registers_per_block_limit: 65536
+              driver_version: "{_CUDA}"
+              runtime_version: "{_CUDA}"
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9 minor: 10 }}
