@@ -162,10 +162,12 @@ def test_published_models_without_their_checkpoint() -> None:
     assert (big.family.experts, big.family.experts_per_token) == (128, 8)
     long = as_published(dataclasses.replace(QWEN3_8B, rope_factor=4.0))
     assert (long.family.experts, long.positions) == (0, 163_840)
-    own = as_published(dataclasses.replace(QWEN3_8B, layers=35))
+    few = as_published(dataclasses.replace(QWEN3_235B_A22B, layers=2))
+    assert (few.layers, few.family.experts) == (2, 128)
+    own = as_published(dataclasses.replace(QWEN3_8B, ffn=1024))
     assert (own.positions, own.family.experts) == (0, 0)
     with pytest.raises(ConfigError, match="rope_factor"):
-        as_published(dataclasses.replace(QWEN3_8B, layers=35, rope_factor=2.0))
+        as_published(dataclasses.replace(QWEN3_8B, ffn=1024, rope_factor=2.0))
 
 
 # ---- what should not be there
