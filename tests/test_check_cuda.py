@@ -49,7 +49,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_a_step_is_compiled_for_the_named_gpu(told: dict[str, Any]) -> None:
     assert told["virtual"] is False
-    assert told["mesh"] == {"data": 2, "tensor": 2}
+    assert told["mesh"] == {"data": 2, "expert": 1, "tensor": 2}
     assert told["sizes"]["page_size"] == 64
     assert told["memory"]["taken"] < told["memory"]["limit"]
     assert told["work"]["a round"]["kernels"] > 10

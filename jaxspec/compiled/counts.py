@@ -40,6 +40,7 @@ _SAME = ("bitcast", "reshape")
 ATTENTION = ("mosaic_gpu", "__gpu$xla.gpu.triton")
 """Beginnings of the targets of kernels that this package writes or takes from tokamax."""
 
+_USUAL = re.compile(r"usually_(\d+)_turns/while$")
 _MADE = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
 """Products that the kernels of attention's backward pass make, by what stands in their names; those
 of the forward pass make two."""
@@ -115,9 +116,10 @@ class Counted:
         """The cost of a computation, which is the body of a loop of `around` trips.
 
         Of branches in it, the one that costs most counts, or with `rarely` the one that costs
-        least. A loop inside that decides as it goes how often it runs is one of attention by
-        blocks: a block of queries sees the blocks before it, half of all on average. One without
-        products counts once.
+        least. A loop inside that decides as it goes how often it runs may say in its scope how
+        often that usually is (`kernels/grouped.py`); otherwise it is one of attention by blocks: a
+        block of queries sees the blocks before it, half of all on average. One without products
+        counts once.
         """
         key = (computation, around, rarely)
         if key not in self._known:
@@ -135,7 +137,8 @@ class Counted:
         called = self.program.called(each)
         if each.opcode == "while":
             turn = self._turn(each, float(each.trips or 1), rarely)
-            guessed = (around + 1) / 2 if turn.products else 1.0
+            usual = _USUAL.search(each.scope)
+            guessed = float(usual[1]) if usual else (around + 1) / 2 if turn.products else 1.0
             cost.loops += 1
             cost.add(turn, guessed if each.trips is None else float(each.trips))
         elif each.opcode == "conditional":

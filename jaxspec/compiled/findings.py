@@ -95,13 +95,12 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
             cost.loops = 0
     sync = parts.once.setdefault(SYNC, Cost())
     _take_gathers(parts.once.get(LEARN, Cost()), sync, expected.shards)
-    moved = sum(
-        size
-        for exchange, size in sync.sent.items()
-        if exchange.kind == "all-gather" and expected.shards in exchange.axes
-    )
-    shards = mesh[expected.shards]
-    moves = moved * shards / (expected.synced * (shards - 1)) if expected.synced else 0.0
+    moved = 0.0
+    for exchange, size in sync.sent.items():
+        if exchange.kind == "all-gather" and expected.shards in exchange.axes:
+            shards = math.prod(mesh[axis] for axis in exchange.axes)
+            moved += size * shards / (shards - 1)  # a shard does not send to itself
+    moves = moved / expected.synced if expected.synced else 0.0
     warnings = [
         *_of_network(expected, card),
         *_of_round(program, inside, loop, expected),

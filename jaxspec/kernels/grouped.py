@@ -7,6 +7,7 @@ but outside TPUs XLA multiplies every row with every expert there: 128 times the
 235B, and 34 GB of temporaries for 4,096 tokens of one layer.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ class _Blocks(NamedTuple):
     starts: Int[Array, " E1"]
     """Where the pairs of each expert begin in `order`, and where the last one's end."""
     size: int
+    turns: int
+    """Blocks that an expert usually has."""
 
     @property
     def counts(self) -> Int[Array, " E"]:
@@ -45,22 +48,30 @@ class _Blocks(NamedTuple):
         return jnp.take(self.order, places, mode="clip"), there
 
 
-def _dealt(chosen: Int[Array, "T k"], experts: int) -> _Blocks:
+def _dealt(chosen: Int[Array, "T k"], experts: int, members: int) -> _Blocks:
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs, stable=True).astype(jnp.int32)
     numbers = jnp.arange(experts + 1, dtype=pairs.dtype)
     starts = jnp.searchsorted(pairs[order], numbers, method="compare_all").astype(jnp.int32)
     # about the pairs that an expert has, as a power of two
-    usual = 2 ** round(np.log2(max(1, pairs.size / experts)))
-    return _Blocks(order, starts, min(max(SMALLEST, usual), LARGEST))
+    usual = max(1.0, pairs.size / (experts * members))
+    size = min(max(SMALLEST, 2 ** round(math.log2(usual))), LARGEST)
+    return _Blocks(order, starts, size, math.ceil(usual / size))
 
 
-@jax.custom_vjp
+def _in_turn(usually: int, count: Int[Array, ""], turn: Any, start: Any) -> Any:
+    """A loop that says in its name how many turns it usually has, since nothing else of a program
+    does."""
+    with jax.named_scope(f"usually_{usually}_turns"):
+        return lax.fori_loop(0, count, turn, start)
+
+
 def swiglu_of_experts(
     tokens: Float[Array, "T D"],
     chosen: Int[Array, "T k"],
     weights: Float[Array, "T k"],
     experts: Weights,
+    members: int = 1,
 ) -> Float[Array, "T D"]:
     """The sum of each token's SwiGLU layers (Shazeer, arXiv 2002.05202) with their `weights`, in at
     least float32.
@@ -71,9 +82,16 @@ def swiglu_of_experts(
       weights: of each of them.
       experts: gate, up and down; with a part of F, the sum of all parts' results is that of the
         whole.
+      members: of so many who hold experts these are one; the others have as many of the pairs.
     """
+    return _summed(tokens, chosen, weights, experts, members)
+
+
+def _by_blocks(
+    tokens: Array, chosen: Array, weights: Array, experts: Weights, members: int
+) -> Array:
     count, per_token = chosen.shape
-    blocks = _dealt(chosen, len(experts[0]))
+    blocks = _dealt(chosen, len(experts[0]), members)
     ends = jnp.cumsum(blocks.counts, dtype=jnp.int32)
 
     def add(number: Int[Array, ""], total: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -87,16 +105,17 @@ def swiglu_of_experts(
         return total.at[rows].add(outputs.astype(total.dtype) * share[:, None], mode="drop")
 
     nothing = jnp.zeros(tokens.shape, np.promote_types(tokens.dtype, np.float32))
-    return lax.fori_loop(0, ends[-1], add, nothing)
+    return _in_turn(len(experts[0]) * blocks.turns, ends[-1], add, nothing)
 
 
 def _backward(
-    kept: tuple[Array, Array, Array, Weights], gradient: Float[Array, "T D"]
+    members: int, kept: tuple[Array, Array, Array, Weights], gradient: Float[Array, "T D"]
 ) -> tuple[Array, None, Array, Weights]:
     """Gradients of tokens, weights and experts; what a block's layers were is computed again."""
     tokens, chosen, weights, experts = kept
     count, per_token = chosen.shape
-    blocks, wide, dtype = _dealt(chosen, len(experts[0])), gradient.dtype, tokens.dtype
+    blocks = _dealt(chosen, len(experts[0]), members)
+    wide, dtype = gradient.dtype, tokens.dtype
 
     def of_expert(before: tuple[Array, Array], one: Any) -> tuple[Any, Any]:
         expert, (gate, up, down) = one
@@ -121,8 +140,8 @@ def _backward(
             )
 
         nothing = [jnp.zeros(weight.shape, wide) for weight in (gate, up, down)]
-        *after, of_gate, of_up, of_down = lax.fori_loop(
-            0, blocks.counts[expert], add, (*before, *nothing)
+        *after, of_gate, of_up, of_down = _in_turn(
+            blocks.turns, blocks.counts[expert], add, (*before, *nothing)
         )
         of_weights = of_gate.astype(dtype), of_up.astype(dtype), of_down.astype(dtype)
         return tuple(after), of_weights
@@ -138,4 +157,11 @@ def _over_rows(x: Float[Array, "b I"], gradient: Float[Array, "b O"], wide: Any)
     return jnp.einsum("bI,bO->IO", x, gradient, preferred_element_type=wide)
 
 
-swiglu_of_experts.defvjp(lambda *inputs: (swiglu_of_experts(*inputs), inputs), _backward)
+def _forward(
+    tokens: Array, chosen: Array, weights: Array, experts: Weights, members: int
+) -> tuple[Array, tuple[Array, Array, Array, Weights]]:
+    return _by_blocks(tokens, chosen, weights, experts, members), (tokens, chosen, weights, experts)
+
+
+_summed = jax.custom_vjp(_by_blocks, nondiff_argnums=(4,))
+_summed.defvjp(_forward, _backward)

@@ -117,6 +117,7 @@ def _among_members(
             for leaf in (received, chosen.astype(jnp.int32), weights)
         ),
         experts,
+        members,
     )
     back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
     back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)

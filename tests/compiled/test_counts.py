@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxspec.compiled.counts import Cost, Counted
 from jaxspec.compiled.text import Program
+from jaxspec.kernels.grouped import swiglu_of_experts
 
 MESH = {"data": 1}
 T, D, F, L = 24, 64, 128, 7
@@ -141,3 +142,16 @@ custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
 }
 """
     assert Counted(Program(text), MESH).of("main").products == 2 * 64 * 32 * 16
+
+
+def test_experts_cost_what_their_tokens_cost() -> None:
+    """Counted by the number of blocks that their loops usually have."""
+    tokens, experts, chosen = 256, 8, 2
+
+    def run(x: jax.Array, numbers: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
+        return swiglu_of_experts(x, numbers, shares, weights)
+
+    shapes = (experts, D, F), (experts, D, F), (experts, F, D)
+    inputs = array(tokens, D), array(tokens, chosen, dtype=jnp.int32), array(tokens, chosen)
+    found = cost(run, *inputs, *(array(*shape) for shape in shapes))
+    assert found.products == 3 * 2 * tokens * chosen * D * F

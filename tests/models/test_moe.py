@@ -157,5 +157,5 @@ def test_products_are_of_the_tokens_there_are() -> None:
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products
     assert all(f"tensor<{size}x" in line and f"<{EXPERTS}x" not in line for line in products)
-    blocks = grouped._dealt(chosen, EXPERTS)
+    blocks = grouped._dealt(chosen, EXPERTS, 1)
     assert blocks.counts.tolist() == [rows // size] + [0] * (EXPERTS - 1)
