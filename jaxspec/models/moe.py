@@ -111,14 +111,10 @@ def _among_members(
     received, tickets = (exchanged(sent, leave, arrive) for sent in (tokens[rows], ticket))
     number, weights = jnp.split(tickets, 2, axis=2)
     chosen = jnp.where(_first(arrive, tickets) & (number >= 0) & (number < here), number, here)
-    outputs = swiglu_of_experts(
-        *(
-            leaf.reshape(-1, leaf.shape[2])
-            for leaf in (received, chosen.astype(jnp.int32), weights)
-        ),
-        experts,
-        members,
-    )
+    flat = [
+        leaf.reshape(-1, leaf.shape[2]) for leaf in (received, chosen.astype(jnp.int32), weights)
+    ]
+    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, members)
     back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
     back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)
     return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(back)

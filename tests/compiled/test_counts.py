@@ -148,10 +148,7 @@ def test_experts_cost_what_their_tokens_cost() -> None:
     """Counted by the number of blocks that their loops usually have."""
     tokens, experts, chosen = 256, 8, 2
 
-    def run(x: jax.Array, numbers: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
-        return swiglu_of_experts(x, numbers, shares, weights)
-
-    shapes = (experts, D, F), (experts, D, F), (experts, F, D)
+    weights = array(experts, D, F), array(experts, D, F), array(experts, F, D)
     inputs = array(tokens, D), array(tokens, chosen, dtype=jnp.int32), array(tokens, chosen)
-    found = cost(run, *inputs, *(array(*shape) for shape in shapes))
+    found = cost(swiglu_of_experts, *inputs, weights)
     assert found.products == 3 * 2 * tokens * chosen * D * F
