@@ -252,6 +252,7 @@ def expected(fit: memory.Fitted, config: ResolvedConfig) -> findings.Expected:
     layers = config.model.layers + max(1, config.rollout.draft.layers)
     return findings.Expected(
         mesh=mesh,
+        by_rows=meshes.ROWS,
         vocab=config.model.vocab,
         rows=prompts * config.batch.group_size,
         row_length=config.row_length,

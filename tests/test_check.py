@@ -174,6 +174,7 @@ def test_published_models_without_their_checkpoint() -> None:
 
 EXPECTED = findings.Expected(
     mesh={"data": 4, "tensor": 2},
+    by_rows=("data",),
     vocab=1000,
     rows=64,
     row_length=36,
@@ -232,7 +233,7 @@ def warnings(inside: str = "", outside: str = "", **changes: Any) -> list[str]:
         ("", f"%r = s32[64,35] add(%x.1, %x.1), {OF_LEARNING}", {}, "rows are replicated"),
         ("", "", {"paged": True}, "no kernel reads pages"),
         ("", "", {"mesh": {"data": 4, "tensor": 16}}, "tensor 16 leaves the NVLink domain"),
-        ("", "", {"mesh": {"data": 4, "expert": 3, "tensor": 2}}, "expert x tensor 6 leaves"),
+        ("", "", {"mesh": {"data": 4, "expert": 3, "tensor": 2}}, "expert x tensor 6 stays inside"),
     ],
 )
 def test_warnings(inside: str, outside: str, changes: dict[str, Any], words: str) -> None:

@@ -23,7 +23,7 @@ from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length
 from jaxspec.config.cli import override
 from jaxspec.config.settings import AUTO_LENGTHS, numbers_of
-from jaxspec.host.runner import TimedGeneration, ahead
+from jaxspec.host.runner import TimedGeneration, ahead_with
 from jaxspec.state import Rollout
 from jaxspec.system.trace import Profiler
 
@@ -44,7 +44,7 @@ def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollou
     generator = loaded.generator(options.batch, length)
     ready = loaded.ready(generator, loaded.prompts(texts, 0))
     began = time.perf_counter()
-    program, _ = ahead(generator.generate, ready, loaded.like(options.batch))
+    program, _ = ahead_with(generator, generator.generate, ready, loaded.like(options.batch))
     compile_seconds = time.perf_counter() - began
     seen: list[Rollout] = []
     profiler = Profiler(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxspec.compiled.collectives import kind_of
-from jaxspec.compiled.counts import ATTENTION, Cost, Counted, Parts, Turn
+from jaxspec.compiled.counts import ATTENTION, Cost, Counted, Exchange, Parts, Turn
 from jaxspec.compiled.hardware import Card
 from jaxspec.compiled.text import Instruction, Program
 
@@ -24,6 +24,8 @@ class Expected(NamedTuple):
 
     mesh: Mapping[str, int]
     """The axes of the mesh; the first has the data shards, each of which generates by itself."""
+    by_rows: tuple[str, ...]
+    """The axes that split rows, over which weights are gathered."""
     vocab: int
     rows: int
     """Of a batch."""
@@ -94,10 +96,10 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
         for cost in filter(None, (parts.once.get(GENERATE), loop and loop.cost)):
             cost.loops = 0
     sync = parts.once.setdefault(SYNC, Cost())
-    _take_gathers(parts.once.get(LEARN, Cost()), sync, expected.shards)
+    _take_gathers(parts.once.get(LEARN, Cost()), sync, expected.by_rows)
     moved = 0.0
     for exchange, size in sync.sent.items():
-        if exchange.kind == "all-gather" and expected.shards in exchange.axes:
+        if _gathers(exchange, expected.by_rows):
             shards = math.prod(mesh[axis] for axis in exchange.axes)
             moved += size * shards / (shards - 1)  # a shard does not send to itself
     moves = moved / expected.synced if expected.synced else 0.0
@@ -115,11 +117,15 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
     return Findings(parts, warnings, moves)
 
 
-def _take_gathers(update: Cost, sync: Cost, shards: str) -> None:
+def _gathers(exchange: Exchange, by_rows: tuple[str, ...]) -> bool:
+    return exchange.kind == "all-gather" and not set(by_rows).isdisjoint(exchange.axes)
+
+
+def _take_gathers(update: Cost, sync: Cost, by_rows: tuple[str, ...]) -> None:
     """Gives a sync the gathers that XLA, which names an array's way to another layout after where
     the array was made, takes for parts of the update: that itself makes nothing whole."""
     for exchange in [*update.exchanges]:
-        if exchange.kind == "all-gather" and shards in exchange.axes:
+        if _gathers(exchange, by_rows):
             sync.exchanges[exchange] += update.exchanges.pop(exchange)
             sync.sent[exchange] += update.sent.pop(exchange)
 
@@ -127,13 +133,16 @@ def _take_gathers(update: Cost, sync: Cost, shards: str) -> None:
 def _of_network(expected: Expected, card: Card | None) -> Iterator[str]:
     peers = math.prod(list(expected.mesh.values())[1:])
     names = " x ".join(list(expected.mesh)[1:])
-    if card and peers > 1 and (peers > card.domain or card.domain % peers):
+    if card and peers > card.domain:
         joined = (
             f"domains of {card.domain} GPUs" if card.domain > 1 else "no NVLink between its GPUs"
         )
+        yield f"{names} {peers} leaves the NVLink domain: {card.kind} has {joined}; give less"
+    elif card and card.domain % peers:
         yield (
-            f"{names} {peers} leaves the NVLink domain: {card.kind} has {joined}; give sizes that"
-            " divide it"
+            f"{names} {peers} stays inside an NVLink domain, of {card.domain} {card.kind}, only"
+            f" where nodes come in segments of {peers} GPUs, or of a multiple, that lie in one"
+            " (launch/slurm.sbatch, --segment)"
         )
 
 
@@ -169,7 +178,7 @@ def _of_learning(program: Program, parts: Parts, expected: Expected) -> Iterator
             f"experts are multiplied with tokens that are not theirs: a micro-batch makes"
             f" {ratio:.0f} times the products that its tokens need"
         )
-    shards, whole = expected.mesh[expected.shards], set()
+    shards, whole = math.prod(expected.mesh[axis] for axis in expected.by_rows), set()
     lengths = {expected.row_length, expected.row_length - 1}
     gathered: set[str] = set()
     for _, each in program.instructions():

@@ -131,8 +131,9 @@ class EngineConfig(Checked, prefix="rollout.engine."):
     """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the
     slots."""
     command_buffers: bool = False
-    """Whether generation is one CUDA graph with its loops inside, so that the host reads no
-    condition back between rounds; for NVIDIA GPUs, and not yet measured on one."""
+    """Whether programs that generate run as CUDA graphs with their loops inside, so that the host
+    reads no condition back between rounds (learning's loops too, in one program with it); for
+    NVIDIA GPUs, and not yet measured on one."""
 
     def check(self) -> None:
         remedy = "give a page size too, 64 for example, or leave pages 0"

@@ -17,7 +17,7 @@ from jaxspec.host import memory
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job
 from jaxspec.host.loaded_run import measured_factors
-from jaxspec.host.runner import Runner, abstract, ahead
+from jaxspec.host.runner import Runner, abstract, ahead, ahead_with
 from jaxspec.inputs.checked import read_from
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import smallest_pool
@@ -119,7 +119,8 @@ def with_own_program(
         _, _, wanted = abstract(step, prompts)
         prepare, ready = ahead(sync, state)
         rows = meshes.rows_sharding(step.mesh)
-        generate, _ = ahead(step.generator.generate, ready, wanted, out_shardings=rows)
+        asked = step.generator
+        generate, _ = ahead_with(asked, asked.generate, ready, wanted, out_shardings=rows)
         return Runner(_never, {"prepare": prepare, "generate": generate})
 
     may = automatic(config, job.mesh)._replace(tokens=False)

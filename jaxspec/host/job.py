@@ -138,7 +138,7 @@ def reported(work: Callable[[], int]) -> int:
 
 def _tell_unforeseen(error: Exception) -> None:
     """Of several processes, says at once what went wrong in this one, and ends it."""
-    if jax.distributed.is_initialized():
+    if peers.held():
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
         peers.leave(1, f"{type(error).__name__}: {first_line(error)}")
@@ -194,8 +194,9 @@ def open_job(config: ResolvedConfig) -> Job:
     # A CPU runs a data shard a core, but where weights would be split between them: their memory
     # feeds all cores anyway, and a step's many collectives can starve its few threads.
     split = largest_weight(config.model) >= config.mesh.shard_above
-    wanted = config.mesh
-    start_jax(config, wanted.data * wanted.expert * wanted.tensor or int(split))
+    members = config.mesh.expert * config.mesh.tensor
+    shards = config.mesh.data or (1 if split else max(1, meshes.cores() // members))
+    start_jax(config, shards * members)
     initialize_processes(identity(config))
     mesh = meshes.make_mesh(*check(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)

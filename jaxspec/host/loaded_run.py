@@ -21,7 +21,7 @@ from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
-from jaxspec.host.runner import abstract, ahead, numbers, put
+from jaxspec.host.runner import abstract, ahead, ahead_with, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.inputs.checked import read_from, require
 from jaxspec.inputs.streams import Stream
@@ -224,9 +224,11 @@ class LoadedRun:
 
         self.job, self._ready, self._answered = job, ready, 0
         _, _, self._like = abstract(replace(job.step, generator=generator), 1)
-        self._begin, running = ahead(generator.begin, ready, self._like)
+        self._begin, running = ahead_with(generator, generator.begin, ready, self._like)
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead(one_round, ready, running, donate_argnums=1, out_shardings=same)
+        self._advance, _ = ahead_with(
+            generator, one_round, ready, running, donate_argnums=1, out_shardings=same
+        )
         self._measure, _ = ahead(measure, running, ready)
         idle = put(
             jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._like), self._like

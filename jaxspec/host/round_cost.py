@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.host.job import sources
-from jaxspec.host.runner import ahead, placed, put
+from jaxspec.host.runner import ahead_with, placed, put
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import machine, replicated, row_shards
@@ -69,16 +69,11 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
         )
         return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
-    begin, running = ahead(generator.begin, forced(0), prompts)
+    begin, running = ahead_with(generator, generator.begin, forced(0), prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = ahead(
-        generator.advance,
-        forced(0),
-        running,
-        rounds,
-        out_shardings=same,
-        compiler_options=generator.compiler_options,
+    advance, _ = ahead_with(
+        generator, generator.advance, forced(0), running, rounds, out_shardings=same
     )
     few = max(1, min(ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1))
     state = begin(forced(0), prompts)

@@ -105,6 +105,13 @@ def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Calla
     return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
 
 
+def ahead_with(
+    generator: Generator, function: Callable, *arguments: PyTree, **options: Any
+) -> tuple[Callable, PyTree]:
+    """`ahead` for what generates, by the options of the generator's programs."""
+    return ahead(function, *arguments, compiler_options=generator.compiler_options, **options)
+
+
 def whole_step(step: Step, prompts: int) -> Runner:
     """Compiles the step as one program, before anything runs."""
     state, finished, wanted = abstract(step, prompts)
@@ -117,14 +124,12 @@ def whole_step(step: Step, prompts: int) -> Runner:
     with warnings.catch_warnings():
         # of what is finished, the plan has no twin among the results
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        program, _ = ahead(
+        program, _ = ahead_with(
+            step.generator,
             step.train_step,
-            state,
-            finished,
-            wanted,
+            *(state, finished, wanted),
             donate_argnums=(0, 1),
             out_shardings=layout,
-            compiler_options=step.generator.compiler_options,
         )
 
     def call(
@@ -208,13 +213,8 @@ def _until(result: Any, began: float) -> float:
 
 def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
     """Generation to its end, without slices to look between; also its program."""
-    program, _ = ahead(
-        step.generator.generate,
-        ready,
-        prompts,
-        out_shardings=meshes.rows_sharding(step.mesh),
-        compiler_options=step.generator.compiler_options,
-    )
+    made, by_row = step.generator, meshes.rows_sharding(step.mesh)
+    program, _ = ahead_with(made, made.generate, ready, prompts, out_shardings=by_row)
 
     def generate(ready: Ready, prompts: Prompts, _: Between) -> Rollout:
         return program(ready, prompts)
@@ -231,10 +231,11 @@ def _in_slices(
     def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
         return step.generator.advance(ready, running, jnp.int32(rounds))
 
-    own = {"compiler_options": step.generator.compiler_options}
-    begin, running = ahead(step.generator.begin, ready, prompts, **own)
+    begin, running = ahead_with(step.generator, step.generator.begin, ready, prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
-    advance, _ = ahead(one_slice, ready, running, donate_argnums=1, out_shardings=same, **own)
+    advance, _ = ahead_with(
+        step.generator, one_slice, ready, running, donate_argnums=1, out_shardings=same
+    )
     unfinished, _ = ahead(
         lambda status: jnp.any(status == RUNNING),
         running.rollout.status,
@@ -283,11 +284,11 @@ class TimedGeneration:
         def to_the_end(ready: Ready, running: DecodeState) -> DecodeState:
             return generator.advance(ready, running, jnp.int32(np.iinfo(np.int32).max))
 
-        self._generator, own = generator, {"compiler_options": generator.compiler_options}
-        self._begin, running = ahead(generator.begin, ready, prompts, **own)
+        self._generator = generator
+        self._begin, running = ahead_with(generator, generator.begin, ready, prompts)
         same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead(
-            to_the_end, ready, running, donate_argnums=1, out_shardings=same, **own
+        self._advance, _ = ahead_with(
+            generator, to_the_end, ready, running, donate_argnums=1, out_shardings=same
         )
 
     def __call__(self, ready: Ready, prompts: Prompts) -> Timed:

@@ -123,12 +123,15 @@ def _backward(
         def add(number: Int[Array, ""], sums: tuple[Array, ...]) -> tuple[Array, ...]:
             of_tokens, of_weights, of_gate, of_up, of_down = sums
             pairs, there = blocks.of(expert, number)
-            x, incoming = tokens[pairs // per_token], gradient[pairs // per_token]
+            # what fills the last block up is of other experts' tokens, which may not be finite
+            x, incoming = (
+                jnp.where(there[:, None], rows[pairs // per_token], 0)
+                for rows in (tokens, gradient)
+            )
             inner, pull = jax.vjp(lambda a, b: jax.nn.silu(a) * b, x @ gate, x @ up)
             of_share = jnp.sum(incoming * (inner @ down).astype(wide), axis=1)
-            # what fills the last block up has no gradient
             share = jnp.where(there, weights.reshape(-1)[pairs].astype(wide), 0)
-            of_outputs = jnp.where(there[:, None], incoming * share[:, None], 0).astype(dtype)
+            of_outputs = (incoming * share[:, None]).astype(dtype)
             of_a, of_b = pull(of_outputs @ down.T)
             of_x = (of_a @ gate.T + of_b @ up.T).astype(wide)
             return (

@@ -212,14 +212,14 @@ def _admit(
     somewhere else than this job."""
     line.settimeout(_HELLO_SECONDS)
     try:
-        name, *numbers, known = _read(line).split(" ", 3)
-        identity = json.loads(known)
+        name, *said, known = _read(line)[0].split(" ", 3)
+        numbers, identity = list(map(whole_number, said)), json.loads(known)
     except (OSError, ValueError):  # a probe, which says nothing or something else
-        name, numbers, identity = "", [], {}
+        name, numbers, identity = "", list[int | None](), {}
     ours = name == "jaxspec" and len(numbers) == 2 and isinstance(identity, dict)
-    if not ours or not all(number.isdigit() for number in numbers):
+    processes, process = numbers if ours else (None, None)
+    if processes is None or process is None:
         return line.close()
-    processes, process = map(int, numbers)
     wrong = ""
     if processes != place.processes:
         wrong = (
@@ -296,9 +296,10 @@ def _hold(line: socket.socket, patience: _Patience) -> str:
     absent = _SILENT
     while True:
         try:
-            said = _read(line)
-            if said != _WAIT:
-                return said
+            # after its last word here process 0 goes on talking, as a peer
+            for said in _read(line):
+                if said != _WAIT:
+                    return said
             absent = "process 0 is there and waits for others, which it names"
         except TimeoutError:
             pass
@@ -307,14 +308,14 @@ def _hold(line: socket.socket, patience: _Patience) -> str:
         patience.look(absent)
 
 
-def _read(line: socket.socket) -> str:
-    """The last of the lines of text that have come; empty where none comes."""
+def _read(line: socket.socket) -> list[str]:
+    """The lines of text that have come; an empty one where none comes."""
     data = b""
     while not data.endswith(b"\n"):
         if len(data) > _LONGEST_HELLO:
-            return ""
+            return [""]
         part = line.recv(2**16)
         if not part:
-            return ""
+            return [""]
         data += part
-    return data.decode(errors="replace").splitlines()[-1].strip()
+    return [text.strip() for text in data.decode(errors="replace").splitlines()]

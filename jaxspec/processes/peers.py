@@ -160,6 +160,11 @@ def hold(place: Place, lines: Mapping[int, socket.socket]) -> None:
         _held = Peers(place, lines)
 
 
+def held() -> bool:
+    """Whether there are others who should know how this process ends."""
+    return _held is not None
+
+
 def leave(status: int, why: str = "") -> None:
     """Tells the other processes, if there are any, that this one ends, as `Peers.leave` does; with
     a reason the process ends here."""

@@ -1,7 +1,8 @@
 """Passes of the learner over a batch, on every data shard: for gradients, for sums, for logprobs.
 
-Each runs in a `shard_map` that is manual over `data`: a shard has its own rows from the embedding
-to the loss, and all that goes between shards is what is written here.
+Each runs in a `shard_map` that is manual over what splits rows: a shard has its own from the
+embedding to the loss, and all that goes between shards is what is written here and for experts in
+`models/moe.py`.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`;
 `generate` composes them.
 
-All three work on the rows of one `data` shard; `generate`, `begin_sharded` and `advance_sharded`
-run them on every shard of a mesh.
+All three work on the rows of one shard; `generate`, `begin_sharded` and `advance_sharded` run them
+on every shard of a mesh, of which those that differ in `expert` alone step together.
 """
 
 from collections.abc import Callable
@@ -193,8 +193,8 @@ def generate(
 ) -> Rollout:
     """Answers every prompt `group_size` times; no Python between the first token and the last.
 
-    Rows are sharded over `data`; every shard leaves its loop when its own rows have ended, and only
-    `tensor` peers communicate.
+    Every data shard leaves its loop when its own rows have ended: only within one is anything said
+    between devices.
     """
 
     def shard(

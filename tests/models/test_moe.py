@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.kernels import grouped
+from jaxspec.kernels import exchange, grouped
 from jaxspec.kernels.grouped import swiglu_of_experts
 from jaxspec.mesh import EXPERT, ROWS, TENSOR, make_mesh, on_each_shard
 from jaxspec.models import moe
@@ -118,6 +119,30 @@ def test_nor_how_many_tokens_go_there_at_once(size: int, monkeypatch: pytest.Mon
     test_it_does_not_matter_who_holds_the_experts(2, 2, 2, "float64", 1e-12)
 
 
+def ragged(
+    operand: Any, output: Any, starts: Any, sizes: Any, places: Any, _: Any, *, axis_name: str
+) -> Any:
+    """What `lax.ragged_all_to_all` gives by its description, from everything of all members."""
+    me, rows = lax.axis_index(axis_name), jnp.arange(len(operand), dtype=jnp.int32)
+    operands, starts, sizes, places = (
+        lax.all_gather(leaf, axis_name) for leaf in (operand, starts, sizes, places)
+    )
+    for sender in range(len(sizes)):
+        source = operands[sender][jnp.minimum(starts[sender, me] + rows, len(operand) - 1)]
+        there = rows < sizes[sender, me]
+        place = jnp.where(there, places[sender, me] + rows, len(output))
+        output = output.at[place].set(source, mode="drop")
+    return output
+
+
+def test_nor_whether_only_those_rows_travel_that_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(exchange, "gpus_in_scope", lambda: True)
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged)
+    test_it_does_not_matter_who_holds_the_experts(2, 2, 2, "float64", 1e-12)
+    test_a_token_that_all_send_to_one_member_gets_there()
+
+
 def test_a_token_that_all_send_to_one_member_gets_there() -> None:
     """The worst case of an exchange: a router that likes the last experts only."""
     x, router, experts, _ = inputs_of(8, "float64")
@@ -143,6 +168,12 @@ def test_an_expert_without_tokens_is_not_read_and_a_bad_token_stays_alone() -> N
     poisoned = swiglu_of_experts(tokens.at[2].set(jnp.inf), chosen, shares, experts)
     others = np.arange(9) != 2
     np.testing.assert_array_equal(poisoned[others], whole[others])
+    bad = tokens.at[2].set(jnp.inf)
+    gradients = jax.grad(lambda given: jnp.sum(swiglu_of_experts(bad, chosen, shares, given)[0]))
+    untouched = np.setdiff1d(np.arange(5), np.asarray(chosen[2]))
+    for of_weight in gradients(experts):
+        assert np.isfinite(of_weight[untouched]).all()
+        assert np.any(of_weight[untouched])
 
 
 def test_products_are_of_the_tokens_there_are() -> None:
