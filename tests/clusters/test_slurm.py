@@ -91,6 +91,7 @@ def test_slurm_gives_each_gpu_a_process_that_knows_its_place(
             if not name.startswith("STUB_") and name not in shell
         }
         assert ours == PLAIN | {
+            "SRUN_CPUS_PER_TASK": "36",
             "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}",
             "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true --xla_dump_to=/tmp/mine",
             "NCCL_DEBUG": "WARN",
