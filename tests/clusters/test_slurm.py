@@ -165,4 +165,4 @@ def test_processes_that_slurm_starts_train_together(
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(lines(tmp_path / "run")) == 1
-    assert "for {'data': 2, 'tensor': 1} devices" in ended.stdout
+    assert "for {'data': 2, 'expert': 1, 'tensor': 1} devices" in ended.stdout
