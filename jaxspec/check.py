@@ -272,12 +272,13 @@ def active_weights(step: Step, config: ResolvedConfig) -> int:
     those that it is sent to."""
     network = jax.eval_shape(step.fresh_policy)
     policy: Decoder = network.base if isinstance(network, Adapted) else network
-    family, total = config.model.family, 0
+    family, total = config.model.family, config.model.vocab * config.model.embed
     for path, leaf in jax.tree_util.tree_leaves_with_path(policy.layers):
-        experts = family.experts and leaf.ndim == 4 and leaf.shape[1] == family.experts
-        share = family.experts_per_token / family.experts if experts else 1
-        total += int(leaf.size * share) * (leaf.ndim > 2) if path else 0
-    return total + config.model.vocab * config.model.embed
+        if leaf.ndim > 2:  # the others are norms and biases
+            total += leaf.size
+            if ".expert_" in jax.tree_util.keystr(path):
+                total -= leaf.size * (family.experts - family.experts_per_token) // family.experts
+    return total
 
 
 # ---- telling

@@ -13,7 +13,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.runs import ROOT, assert_same, command, environment, final_arrays, lines
+from tests.runs import (
+    ROOT,
+    assert_same,
+    command,
+    environment,
+    final_arrays,
+    in_background,
+    lines,
+)
 
 STEPS, SAVE_EVERY = 14, 2
 TINIEST = {
@@ -76,16 +83,9 @@ class Launch:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         self.log = folder / f"{self.mark}.log"
-        with self.log.open("w") as file:
-            self.handle = subprocess.Popen(
-                [*(train if processes == 1 else together), *command(self.workdir, **TINIEST)],
-                env=variables,
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        started = train if processes == 1 else together
+        arguments = [*started, *command(self.workdir, **TINIEST)]
+        self.handle = in_background(arguments, variables, self.log)
 
     def members(self) -> list[int]:
         """Processes of this launch that have not ended, the launcher among them."""

@@ -69,21 +69,27 @@ def environment(cache: Path, devices: int) -> dict[str, str]:
     }
 
 
+def in_background(
+    arguments: list[str], variables: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, which prints into a file."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            arguments,
+            env=variables,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
 class Process:
     """A run in the background, with what it has printed so far."""
 
     def __init__(self, arguments: list[str], variables: dict[str, str], log: Path):
-        self.log = log
-        with log.open("w") as file:
-            self.handle = subprocess.Popen(
-                arguments,
-                env=variables,
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        self.log, self.handle = log, in_background(arguments, variables, log)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300

@@ -166,8 +166,8 @@ class MeshConfig(Checked, prefix="mesh."):
     data: Natural = 0
     """Shards of the rows (and of the stored weights); 0: as many as fit the devices."""
     expert: Count = 1
-    """Members of a data shard that hold a model's experts between them, and its rows; tokens go to
-    their experts and back."""
+    """Members of a data shard, which hold its rows and a model's experts between them. What other
+    settings say of a data shard (slots, pages, micro-batches) is then of each."""
     tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
     shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**22

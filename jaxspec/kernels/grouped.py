@@ -48,13 +48,13 @@ class _Blocks(NamedTuple):
         return jnp.take(self.order, places, mode="clip"), there
 
 
-def _dealt(chosen: Int[Array, "T k"], experts: int, members: int) -> _Blocks:
+def _dealt(chosen: Int[Array, "T k"], experts: int, holders: int) -> _Blocks:
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs, stable=True).astype(jnp.int32)
     numbers = jnp.arange(experts + 1, dtype=pairs.dtype)
     starts = jnp.searchsorted(pairs[order], numbers, method="compare_all").astype(jnp.int32)
     # about the pairs that an expert has, as a power of two
-    usual = max(1.0, pairs.size / (experts * members))
+    usual = max(1.0, pairs.size / (experts * holders))
     size = min(max(SMALLEST, 2 ** round(math.log2(usual))), LARGEST)
     return _Blocks(order, starts, size, math.ceil(usual / size))
 
@@ -71,7 +71,7 @@ def swiglu_of_experts(
     chosen: Int[Array, "T k"],
     weights: Float[Array, "T k"],
     experts: Weights,
-    members: int = 1,
+    holders: int = 1,
 ) -> Float[Array, "T D"]:
     """The sum of each token's SwiGLU layers (Shazeer, arXiv 2002.05202) with their `weights`, in at
     least float32.
@@ -82,16 +82,16 @@ def swiglu_of_experts(
       weights: of each of them.
       experts: gate, up and down; with a part of F, the sum of all parts' results is that of the
         whole.
-      members: of so many who hold experts these are one; the others have as many of the pairs.
+      holders: of so many who hold experts these are one; the others have as many of the pairs.
     """
-    return _summed(tokens, chosen, weights, experts, members)
+    return _summed(tokens, chosen, weights, experts, holders)
 
 
 def _by_blocks(
-    tokens: Array, chosen: Array, weights: Array, experts: Weights, members: int
+    tokens: Array, chosen: Array, weights: Array, experts: Weights, holders: int
 ) -> Array:
     count, per_token = chosen.shape
-    blocks = _dealt(chosen, len(experts[0]), members)
+    blocks = _dealt(chosen, len(experts[0]), holders)
     ends = jnp.cumsum(blocks.counts, dtype=jnp.int32)
 
     def add(number: Int[Array, ""], total: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -109,12 +109,12 @@ def _by_blocks(
 
 
 def _backward(
-    members: int, kept: tuple[Array, Array, Array, Weights], gradient: Float[Array, "T D"]
+    holders: int, kept: tuple[Array, Array, Array, Weights], gradient: Float[Array, "T D"]
 ) -> tuple[Array, None, Array, Weights]:
     """Gradients of tokens, weights and experts; what a block's layers were is computed again."""
     tokens, chosen, weights, experts = kept
     count, per_token = chosen.shape
-    blocks = _dealt(chosen, len(experts[0]), members)
+    blocks = _dealt(chosen, len(experts[0]), holders)
     wide, dtype = gradient.dtype, tokens.dtype
 
     def of_expert(before: tuple[Array, Array], one: Any) -> tuple[Any, Any]:
@@ -161,9 +161,9 @@ def _over_rows(x: Float[Array, "b I"], gradient: Float[Array, "b O"], wide: Any)
 
 
 def _forward(
-    tokens: Array, chosen: Array, weights: Array, experts: Weights, members: int
+    tokens: Array, chosen: Array, weights: Array, experts: Weights, holders: int
 ) -> tuple[Array, tuple[Array, Array, Array, Weights]]:
-    return _by_blocks(tokens, chosen, weights, experts, members), (tokens, chosen, weights, experts)
+    return _by_blocks(tokens, chosen, weights, experts, holders), (tokens, chosen, weights, experts)
 
 
 _summed = jax.custom_vjp(_by_blocks, nondiff_argnums=(4,))

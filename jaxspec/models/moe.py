@@ -15,7 +15,7 @@ from jaxspec.kernels.grouped import Weights, swiglu_of_experts
 from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
 
 PART_BYTES = 2**27
-"""Of what can arrive at a member at once: more than keep its products busy."""
+"""Of what can arrive at a holder at once: more than keep its products busy."""
 
 
 class Routed(NamedTuple):
@@ -38,8 +38,8 @@ def mixture(
     `normalize` makes the weights of a token sum to 1. The router's softmax is taken in at least
     float32 (Qwen3, arXiv 2505.09388).
 
-    Where `experts` are fewer than the router's, every member of the mesh axis `expert` holds so
-    many of them, and tokens go to those that hold theirs, and back.
+    Where `experts` are fewer than the router's, every member of the mesh axis `expert` is a
+    holder of so many of them, and tokens go to those that hold theirs, and back.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = jnp.einsum("TD,DE->TE", tokens, router)
@@ -49,31 +49,31 @@ def mixture(
     )
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    members = router.shape[1] // len(experts[0])
+    holders = router.shape[1] // len(experts[0])
 
-    def part(tokens: Array, routed: Routed, experts: Weights) -> Array:
+    def of_width(tokens: Array, routed: Routed, experts: Weights) -> Array:
         """Of a part of the experts' width, on each member of `tensor`; all are added up at home,
-        where there are fewer tokens than have arrived at a member."""
-        if members == 1:
+        where there are fewer tokens than have arrived at a holder."""
+        if holders == 1:
             outputs = swiglu_of_experts(tokens, *routed, experts)
         else:
-            outputs = _in_parts(tokens, routed, experts, members)
+            outputs = _in_parts(tokens, routed, experts, holders)
         return summed_over_members(outputs.astype(tokens.dtype))
 
     split = P(None, None, TENSOR), P(None, None, TENSOR), P(None, TENSOR)
-    run = on_each_member(part, (P(), P(), split), P())
+    run = on_each_member(of_width, (P(), P(), split), P())
     return run(tokens, Routed(chosen, weights), experts).reshape(x.shape)
 
 
 def _in_parts(
-    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, members: int
+    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, holders: int
 ) -> Float[Array, "T D"]:
-    """`_among_members` of some tokens at a time, so that what arrives stays small."""
-    count, parts = len(tokens), -(-members * tokens.nbytes // PART_BYTES)
+    """`_among_holders` of some tokens at a time, so that what arrives stays small."""
+    count, parts = len(tokens), -(-holders * tokens.nbytes // PART_BYTES)
     if parts == 1:
-        return _among_members(tokens, routed, experts, members)
+        return _among_holders(tokens, routed, experts, holders)
     size = -(-count // parts)
-    missing, nowhere = parts * size - count, members * len(experts[0])
+    missing, nowhere = parts * size - count, holders * len(experts[0])
     chosen = jnp.pad(routed.chosen, ((0, missing), (0, 0)), constant_values=nowhere)
     rest = tokens, routed.weights
     padded = [jnp.pad(leaf, ((0, missing), (0, 0))) for leaf in rest]
@@ -82,23 +82,23 @@ def _in_parts(
     # for the backward pass tokens are sent again, and not kept where they arrived
     @jax.checkpoint
     def part(one: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
-        return _among_members(one[0], Routed(one[1], one[2]), experts, members)
+        return _among_holders(one[0], Routed(one[1], one[2]), experts, holders)
 
     outputs = lax.map(part, tuple(split))
     return outputs.reshape(-1, outputs.shape[-1])[:count]
 
 
-def _among_members(
-    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, members: int
+def _among_holders(
+    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, holders: int
 ) -> Float[Array, "T D"]:
-    """The same where each of the `members` of `expert` has tokens and experts of its own.
+    """The same where each of the `holders` of `expert` has tokens and experts of its own.
 
-    A token goes once to every member that holds one of its experts, with all that it needs there,
+    A token goes once to every holder of one of its experts, with all that it needs there,
     and comes back as the weighted sum of those.
     """
     here = len(experts[0])
     owner = routed.chosen // here
-    numbers = jnp.arange(members, dtype=owner.dtype)[:, None, None]
+    numbers = jnp.arange(holders, dtype=owner.dtype)[:, None, None]
     goes = jnp.any(owner == numbers, axis=2)  # [X, T]
     rows = jnp.argsort(~goes, axis=1, stable=True)  # first those that go there
     leave = jnp.sum(goes, axis=1, dtype=jnp.int32)
@@ -114,12 +114,12 @@ def _among_members(
     flat = [
         leaf.reshape(-1, leaf.shape[2]) for leaf in (received, chosen.astype(jnp.int32), weights)
     ]
-    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, members)
+    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, holders)
     back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
     back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)
     return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(back)
 
 
 def _first(counts: Int[Array, " X"], rows: Float[Array, "X n D"]) -> Bool[Array, "X n 1"]:
-    """Which rows are among the first `counts` of each member."""
+    """Which rows are among the first `counts` of each holder."""
     return (jnp.arange(rows.shape[1], dtype=jnp.int32) < counts[:, None])[..., None]

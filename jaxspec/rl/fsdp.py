@@ -88,7 +88,7 @@ class Shards:
         """A pass's gradients added up over the shards. Of what is split, every micro-batch has
         added up the shards' parts already."""
         return jax.tree.map(
-            lambda leaf, spec: leaf if _split(spec).over else lax.psum(leaf, _shared(spec)),
+            lambda leaf, spec: lax.psum(leaf, _shared(spec)) if _shared(spec) else leaf,
             gradients,
             self.splits,
         )
@@ -191,12 +191,7 @@ def _gathered_backward(
     spec: P, dtype: str, master: str, wide: bool, _: None, gradient: Array
 ) -> tuple[Array]:
     axis, over = _split(spec)
-
-    def scatter(gradient: Array) -> Array:
-        mine = lax.psum_scatter(gradient, over, scatter_dimension=axis, tiled=True)
-        # where the shards of rows do not divide its width, some have the same part
-        return lax.psum(mine, _shared(spec)) if _shared(spec) else mine
-
+    scatter = partial(lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     return (_between_shards(scatter, gradient.astype(master), spec),)
 
 
