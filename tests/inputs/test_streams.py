@@ -74,11 +74,11 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     class Enough(Exception):
         pass
 
-    def record(_: object, *arguments: object, **__: object) -> None:
+    def record(_: object, __: object, *arguments: object, **___: object) -> None:
         seen.extend(int(each.stream) for each in arguments if isinstance(each, Prompts))
         raise Enough
 
-    monkeypatch.setattr(round_cost, "ahead", record)
+    monkeypatch.setattr(round_cost, "ahead_with", record)
     draft = tiny_config().rollout.draft.__class__(draft_length="auto")
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
     state = jax.jit(step.fresh)()
