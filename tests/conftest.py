@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from filelock import FileLock
 from jaxtyping import install_import_hook
 from scipy import stats
 
@@ -104,10 +105,20 @@ def compiled_programs() -> Path:
 def pytest_configure() -> None:
     """Keeps compiled programs in the user's cache folder, for the next run and for other clones: a
     program's text is its key."""
+    compiled_programs().mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     # with a limit, entries are written and read under a file lock
     jax.config.update("jax_compilation_cache_max_size", 2**30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_cache() -> None:
+    """Deletes what a killed process left half written: with it there, nothing more is kept."""
+    with FileLock(compiled_programs() / ".lockfile"):
+        for entry in compiled_programs().glob("*-cache"):
+            if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+                entry.unlink()
 
 
 LONGEST = (
