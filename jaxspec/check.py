@@ -191,6 +191,10 @@ def target_of(config: ResolvedConfig, name: str, count: int) -> Target:
         f"--devices {count}: this CPU stands for {there} (at most {_MOST_VIRTUAL}, fewer where"
         f" JAX_NUM_CPU_DEVICES or XLA_FLAGS says so); {remedy}",
     )
+    require(
+        not config.rollout.engine.command_buffers,
+        f"rollout.engine.command_buffers: this CPU, which stands for GPUs here, has none; {remedy}",
+    )
     return Target(name, card, jax.devices()[:count], virtual=True)
 
 

@@ -127,6 +127,7 @@ class TestByHand:
         (["--devices", "8", "--mesh.data", "3"], ("mesh.data 3",)),
         (["--devices", "4096"], ("--devices 4096", "extra `check`")),
         (["--devices", "900", "--hardware", "here"], ("--devices 900", "JAX finds")),
+        (["--devices", "8", "--rollout.engine.command_buffers"], ("stands for", "extra `check`")),
     ],
 )
 def test_bad_input_is_one_line(
