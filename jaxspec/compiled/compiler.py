@@ -11,16 +11,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-QUICK: dict[str, str | bool] = {"xla_gpu_disable_gpuasm_optimizations": True}
+QUICK: dict[str, str | bool] = {
+    "xla_gpu_disable_gpuasm_optimizations": True,
+    "xla_gpu_autotune_level": "0",
+}
 """Options under which a program is compiled sooner. The assembler's optimisations change no memory
-and no kernel's name."""
+and no kernel's name; without a device nothing is tuned, and XLA only compiles more candidates."""
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""What is captured changes no memory and no kernel either, and the seconds that XLA captures for
+grow with the square of the pieces, which are thousands in an unrolled model."""
 FLAGS = "XLA_FLAGS"
 
 
 def set_quick() -> None:
     """Gives XLA these options for all that is compiled from now on; must come before JAX starts its
-    backends, and what the user says in XLA_FLAGS wins."""
-    ours = [f"--{name}={str(value).lower()}" for name, value in QUICK.items()]
+    backends. What a program's own options or the user's XLA_FLAGS say wins."""
+    ours = [f"--{name}={str(value).lower()}" for name, value in {**QUICK, **NO_GRAPHS}.items()]
     os.environ[FLAGS] = " ".join([*ours, os.environ.get(FLAGS, "")]).strip()
 
 
