@@ -157,6 +157,12 @@ def test_what_is_not_here_stops_nothing_and_is_said() -> None:
     assert [each.split(",")[0] for each in unseen] == ["model.path nowhere", "data.path gone.jsonl"]
 
 
+def test_what_is_not_here_can_be_stretched() -> None:
+    argv = "--config rl_think.py:qwen3_8b --model.path nowhere --model.rope_factor 4"
+    whole, _ = with_what_is_here(load(*argv.split(), "--rollout.max_new_tokens", "129024")[0])
+    assert whole.row_length == 131_072 < whole.model.positions
+
+
 def test_published_models_without_their_checkpoint() -> None:
     """What config.json says beside the sizes, which may be stretched."""
     big = as_published(dataclasses.replace(QWEN3_235B_A22B, dtype="bfloat16", remat=False))

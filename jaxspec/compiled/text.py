@@ -15,6 +15,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _BITS = re.compile(r"\d+")
+_NESTED = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
+"""A parenthesis, or a whole text in quotes."""
 
 
 class Shape(NamedTuple):
@@ -154,17 +156,9 @@ def _after_shape(line: str, start: int) -> int:
 
 def _closing(line: str, start: int) -> int:
     """The place of the parenthesis that closes the one at `start`; texts in quotes do not count."""
-    depth, quoted = 0, False
-    for place in range(start, len(line)):
-        mark = line[place]
-        if mark == '"' and line[place - 1] != "\\":
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif mark == "(":
-            depth += 1
-        elif mark == ")":
-            depth -= 1
-            if depth == 0:
-                return place
+    depth = 0
+    for found in _NESTED.finditer(line, start):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
     return len(line)
