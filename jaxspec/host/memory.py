@@ -118,11 +118,7 @@ def parts(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[Part]:
             _placed(abstract(step, prompts)[1].replace(plan=None)) if step.fills else 0,
             "--dynamic_sampling.max_batches 0, or smaller batches",
         ),
-        Part(
-            BESIDE,
-            max(most - found.weights - pool, 0),
-            micro,
-        ),
+        Part(BESIDE, max(most - found.weights - pool, 0), micro),
     ]
     return [part for part in listed if part.size]
 
@@ -135,10 +131,8 @@ def _smaller_pool(step: Step, prompts: int) -> str:
             f"--rollout.engine.slots, now {settings.slots}, --rollout.engine.page_size 64 with"
             f" fewer --rollout.engine.pages, {shorter}"
         )
-    now, least = (
-        settings.pages or _all_pages(step, prompts),
-        pool_of_rows(1, *_shape(step, prompts)),
-    )
+    now = settings.pages or _all_pages(step, prompts)
+    least = pool_of_rows(1, *_shape(step, prompts))
     return (
         f"--rollout.engine.pages, now {now} and at least {least}, --rollout.engine.slots, now"
         f" {settings.slots}, {shorter}"
@@ -215,6 +209,13 @@ def fitted(
     limit = limit or least_of_processes(device_memory())
     if may.pages:
         step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
+    if may.slots or may.pages:
+        known = _bytes_of(step, prompts)
+        # no program needs to be compiled to know that
+        if known.total + known.weights + known.pools * known.pool > limit:
+            room = (limit - limit // SPARE - known.total - known.weights) // known.pools
+            sizes = _with_room(step, prompts, step.sizes, may, known.pool, room)
+            step = step.resized(prompts, sizes)
     while True:
         runner = compiled(step)
         found = parts(step, prompts, runner.programs)
@@ -298,11 +299,9 @@ def _with_room(
     if not may.slots or fewer == slots:
         return sizes
     sizes = sizes._replace(slots=fewer)
-    return (
-        sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts))
-        if may.pages
-        else sizes
-    )
+    if may.pages:
+        sizes = sizes._replace(pages=_all_pages(step.resized(prompts, sizes), prompts))
+    return sizes
 
 
 def _shape(step: Step, prompts: int) -> tuple[int, int, int, int, int]:

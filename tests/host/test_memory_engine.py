@@ -178,7 +178,9 @@ class TestFittingTheEngine:
         machine.compiled.clear()
         fit = machine.fit(monkeypatch, config, limit)
         assert fit.step.sizes.tokens < step.sizes.tokens
-        assert fit.step.sizes.pages < 2056
+        assert fit.step.sizes.pages < machine.compiled[0].pages < 2056, (
+            "that all pages are too much is known before anything is compiled"
+        )
         assert len(machine.compiled) <= 5
 
     def test_temporaries_of_many_slots_leave_fewer(self, monkeypatch: pytest.MonkeyPatch) -> None:
