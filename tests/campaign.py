@@ -215,8 +215,11 @@ class Campaign:
                 kill, written_now = None, 0
                 status, _ = launch.end()
                 assert status == 0, launch.log.read_text()
-            if before is not None:
-                before.lost = self._lost(launch.log.read_text(), written, saved)
+            said = launch.log.read_text()
+            at_once = kill is not None and kill.moment == "starting" and "resuming" not in said
+            # what one lost that did not come as far as resuming, the next one says
+            if before is not None and not at_once:
+                before.lost = self._lost(said, written, saved)
             assert not list(launch.temporary.iterdir()), list(launch.temporary.iterdir())
             before, written = kill, max(written_now, 0)
             saved = max(saves(workdir), default=0)
