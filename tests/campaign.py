@@ -216,12 +216,12 @@ class Campaign:
                 status, _ = launch.end()
                 assert status == 0, launch.log.read_text()
             said = launch.log.read_text()
-            at_once = kill is not None and kill.moment == "starting" and "resuming" not in said
-            # what one lost that did not come as far as resuming, the next one says
-            if before is not None and not at_once:
+            # one that is ended before it could resume does not say what the one before has lost
+            too_soon = kill is not None and kill.moment == "starting" and "resuming" not in said
+            if before is not None and not too_soon:
                 before.lost = self._lost(said, written, saved)
             assert not list(launch.temporary.iterdir()), list(launch.temporary.iterdir())
-            before, written = kill, max(written_now, 0)
+            before, written = kill, written_now
             saved = max(saves(workdir), default=0)
         assert_same(final_arrays(workdir), self.arrays)
         assert len(lines(workdir)) == STEPS

@@ -18,8 +18,9 @@ QUICK: dict[str, str | bool] = {
 """Options under which a program is compiled sooner. The assembler's optimisations change no memory
 and no kernel's name; without a device nothing is tuned, and XLA only compiles more candidates."""
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-"""What is captured changes no memory and no kernel either, and the seconds that XLA captures for
-grow with the square of the pieces, which are thousands in an unrolled model."""
+"""An option of checks alone, since others look at what is captured. That changes no memory and no
+kernel, and takes seconds that grow with the square of the pieces: an unrolled model has
+thousands."""
 FLAGS = "XLA_FLAGS"
 
 

@@ -53,6 +53,10 @@ class _Bytes(NamedTuple):
         """Of what is kept."""
         return sum(part.size for part in self.kept)
 
+    def room(self, limit: int) -> int:
+        """That a pool may have beside the others."""
+        return (limit - limit // SPARE - self.total - self.weights) // self.pools
+
 
 def _bytes_of(step: Step, prompts: int) -> _Bytes:
     state, _, asked = abstract(step, prompts)
@@ -200,8 +204,8 @@ def fitted(
     What takes most gives way: learning reads micro-batches of half the tokens; generation's pool
     gets the pages that are left beside its weights and temporaries, and as many slots as these
     hold. A step that is one program says only what both take at most, so where that does not fit,
-    generation is compiled by itself to tell. `limit` is what a device has; 0: what JAX may use of
-    those that are here.
+    generation is compiled by itself to tell. A pool that is too large by its shape alone is never
+    compiled. `limit` is what a device has; 0: what JAX may use of those that are here.
 
     Raises:
       DoesNotFit: names each owner, its size and the setting that shrinks it.
@@ -210,11 +214,9 @@ def fitted(
     if may.pages:
         step = step.resized(prompts, step.sizes._replace(pages=_all_pages(step, prompts)))
     if may.slots or may.pages:
-        known = _bytes_of(step, prompts)
-        # no program needs to be compiled to know that
-        if known.total + known.weights + known.pools * known.pool > limit:
-            room = (limit - limit // SPARE - known.total - known.weights) // known.pools
-            sizes = _with_room(step, prompts, step.sizes, may, known.pool, room)
+        found = _bytes_of(step, prompts)
+        if found.total + found.weights + found.pools * found.pool > limit:
+            sizes = _with_room(step, prompts, step.sizes, may, found.pool, found.room(limit))
             step = step.resized(prompts, sizes)
     while True:
         runner = compiled(step)
@@ -269,8 +271,7 @@ def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: in
         sizes = fewer if found.total + learns > limit else step.sizes
     else:
         sizes, taken = step.sizes, max(taken, learns)
-    usable = limit - limit // SPARE - found.total
-    room = min((usable - found.weights) // found.pools, usable - taken + found.pool)
+    room = min(found.room(limit), limit - limit // SPARE - found.total - taken + found.pool)
     return _with_room(step, prompts, sizes, may, found.pool, room) if room < found.pool else sizes
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxspec.processes import places
 from jaxspec.processes.places import Place
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
 from tests.conftest import compiled_programs
 from tests.runs import ROOT, command, environment, lines
-
-yaml = pytest.importorskip("yaml")
 
 
 def the_jobset() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -38,7 +38,6 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    pytest.importorskip("pyarrow")
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     files._downloaded.cache_clear()
     return tmp_path / "cache/data"

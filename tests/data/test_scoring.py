@@ -37,7 +37,6 @@ def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_references_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
-    pytest.importorskip("math_verify")
     file = tmp_path / "train.jsonl"
     answers = ["1", "\\frac{1}{2}", "\\text{}", "2"]
     rows = [{"question": f"{i}+1=", "answer": answer} for i, answer in enumerate(answers)]

@@ -265,7 +265,6 @@ class TestTrainingText:
             ] + [{"conversations": [{"from": "human", "value": "7"}, {"from": "gpt", **called}]}]
         path = self.file(tmp_path, *lines)
         if layout == "parquet":
-            pytest.importorskip("pyarrow")
             from pyarrow import Table, parquet
 
             path = str(tmp_path / "corpus.parquet")

@@ -58,7 +58,6 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    pytest.importorskip("math_verify")
     with RewardPool(2, DEADLINE) as made:
         made([])
         yield made
@@ -195,7 +194,6 @@ def test_references_that_cannot_be_read_are_found(pool: RewardPool) -> None:
 def test_the_verdicts_on_cases_of_other_projects() -> None:
     """The bars that the pool must hold: pairs without a convention of taste, and pairs that are
     equal or different by construction. Some take longer than `DEADLINE` on a busy machine."""
-    pytest.importorskip("math_verify")
     for name, least, most_wrong in (("pairs.jsonl", 142, 1), ("derived_pairs.jsonl", 595, 0)):
         all_cases = [case for case in cases(name) if "convention" not in case]
         with RewardPool(2, 10 * DEADLINE) as pool:
