@@ -42,6 +42,7 @@ class Peers:
         self._gone: set[int] = set()  # those who have said their last word, or hung up
         self._hung_up: set[int] = set()
         self._leaving, self._let_go = threading.Event(), threading.Event()
+        self._saying = threading.Lock()
         for line in self._lines.values():
             line.settimeout(_BEAT)
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
@@ -53,7 +54,8 @@ class Peers:
         Process 0 goes last, and the others when it has said that it goes: JAX's own end is loud
         where it misses one of them.
         """
-        self._leaving.set()
+        with self._saying:  # Python aborts where a thread prints while the main one goes
+            self._leaving.set()
         grace = _SIGNAL_GRACE if status > 128 else _ERROR_GRACE
         self._tell(self._ended(status, grace, f"has ended: {why}") if why else _LEFT)
         if why:
@@ -79,10 +81,13 @@ class Peers:
                 for key, _ in selector.select(_BEAT):
                     if not self._hear(key.data):
                         selector.unregister(key.fileobj)
-                if time.monotonic() - beat >= _BEAT:
-                    beat = time.monotonic()
+                now = time.monotonic()
+                if now - beat >= _BEAT:
                     self._tell(_HERE)
-                    self._name_the_silent(beat)
+                    # After being held up itself, it has not read yet what came meanwhile.
+                    if now - beat < 2 * _BEAT:
+                        self._name_the_silent(now)
+                    beat = now
 
     def _hear(self, process: int) -> bool:
         """Takes what has come from a process; whether there may be more."""
@@ -128,7 +133,7 @@ class Peers:
     def _end(self, told: str, status: int, grace: float) -> None:
         if grace and self._leaving.wait(_BEAT):  # it was the end of all
             return
-        say(f"{told}; this process ends too")
+        self._say(f"{told}; this process ends too")
         if grace and self._leaving.wait(grace):
             return
         if self._place.process == 0:
@@ -137,16 +142,22 @@ class Peers:
         os._exit(status)
 
     def _name_the_silent(self, now: float) -> None:
-        if self._leaving.is_set() or self._ending:
+        if self._ending:
             return
         for process, heard in self._heard.items():
             if process not in self._gone and now - heard > _SILENT_SECONDS:
                 self._heard[process] = now + 3600.0  # once is enough
-                say(
+                self._say(
                     f"process {process} of {self._place.processes} has not been heard of for"
                     f" {now - heard:.0f} s: it is stopped, or its machine is gone or very busy. JAX"
                     f" ends the others when its heartbeats stay away; {_GOES_ON}"
                 )
+
+    def _say(self, text: str) -> None:
+        """Says it, unless this process is leaving, whose own last words are said."""
+        with self._saying:
+            if not self._leaving.is_set():
+                say(text)
 
 
 _held: Peers | None = None

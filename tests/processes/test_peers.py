@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 SCRIPT = """
-import socket, sys, time
+import socket, sys, threading, time
 from jaxspec.processes import peers
 from jaxspec.processes.places import Place
 peers._BEAT, peers._SILENT_SECONDS, peers._ERROR_GRACE, peers._SIGNAL_GRACE = 0.3, 1.5, 2.0, 0.5
@@ -143,4 +143,19 @@ def test_one_that_is_stopped_is_named_and_left_to_jax() -> None:
         processes[1].handle.send_signal(signal.SIGCONT)
         for each in processes:
             each.do("peers.leave(0); sys.exit()")
-        assert [each.ended()[0] for each in processes] == [0, 0]
+        # The other has not been silent: it was this one that did not read.
+        assert [each.ended() for each in processes] == [(0, "")] * 2
+
+
+def test_a_process_does_not_leave_in_the_middle_of_a_word() -> None:
+    """Python aborts a process whose main thread ends while another prints."""
+    with joined(2) as processes:
+        processes[1].do(
+            "begun = threading.Event();"
+            " peers.say = lambda text: (begun.set(), time.sleep(1), print(text, flush=True))"
+        )
+        processes[0].handle.send_signal(signal.SIGSTOP)
+        processes[1].do("begun.wait(); peers.leave(0); sys.exit()")
+        status, told = processes[1].ended()
+        assert status == 0
+        assert told.startswith("process 0 of 2 has not been heard of for ")
