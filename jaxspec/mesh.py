@@ -310,23 +310,20 @@ def from_host(leaf: Any, values: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
 
-def rows_here(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of `count` rows have a copy on this process, and which of those it owns (holds the
-    first copy of), as two masks.
+def holders(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which processes have a copy of each of `count` rows, as a mask (processes, count), and the
+    one of them that owns it (holds the first copy), as numbers (count,).
 
     Every row is owned by exactly one process, also where `tensor` spans several.
     """
-    here, owned = np.zeros(count, bool), np.zeros(count, bool)
-    taken: set[int] = set()
+    copies = np.zeros((jax.process_count(), count), bool)
+    owners = np.full(count, -1)
     for device, (rows,) in sorted(
         rows_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id
     ):
-        mine = device.process_index == jax.process_index()
-        here[rows] |= mine
-        first = rows.start or 0
-        owned[rows] |= mine and first not in taken
-        taken.add(first)
-    return here, owned
+        copies[device.process_index, rows] = True
+        owners[rows] = np.where(owners[rows] < 0, device.process_index, owners[rows])
+    return copies, owners
 
 
 def local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from jaxspec.host.runner import Runner, compare, staged_step, whole_step
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes.process_0 import agreed_by_process_0
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
-from jaxspec.state import PyTree, Rollout, TrainState
+from jaxspec.state import Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
@@ -301,7 +301,7 @@ class Loop:
         run; nothing when asked to stop."""
         run.state, metrics = self.evaluations(run.state, step, stop)
         if self.evaluations.is_best(metrics) and not self.faults(run):
-            self.evaluations.keep(run.number, *self.to_save(run), metrics)
+            self.evaluations.keep(run.number, *run.to_save(self.batches.history), metrics)
         return metrics
 
     def save(self, run: RunState) -> None:
@@ -314,12 +314,7 @@ class Loop:
                 kept = f"checkpoint {newest} stays the newest"
             self.progress.say(f"checkpoint {run.number} is not saved: {self.unsaved}; {kept}")
             return
-        self.checkpoints.save(run.number, *self.to_save(run))
-
-    def to_save(self, run: RunState) -> tuple[PyTree, dict[str, Any]]:
-        """Arrays of a checkpoint, and the rest."""
-        arrays, host = run.to_save()
-        return arrays, host | {"history": self.batches.history.dump()}
+        self.checkpoints.save(run.number, *run.to_save(self.batches.history))
 
     def faults(self, run: RunState) -> str:
         """Why the state is nothing to go on from; empty where it is sound."""

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -95,6 +96,13 @@ def _chain(*parts: Any, chain: Callable = optax.chain) -> optax.GradientTransfor
 
 
 optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax promotes inside; the strict rule is for jaxspec
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def compiled_programs() -> Path:

@@ -140,7 +140,7 @@ def test_shards_and_their_members_see_their_own_part(data: int, tensor: int) -> 
 
 
 class Device(NamedTuple):
-    """What `rows_here` asks of a device."""
+    """What `holders` asks of a device."""
 
     id: int
     process_index: int
@@ -150,7 +150,7 @@ class Device(NamedTuple):
 def test_every_row_is_owned_once_also_where_tensor_spans_processes(
     monkeypatch: pytest.MonkeyPatch, tensor: int
 ) -> None:
-    """Four processes of two devices each, as one of them sees the mesh."""
+    """Four processes of two devices each."""
     rows, shards = 16, 8 // tensor
     width = rows // shards
     indices = {
@@ -162,14 +162,12 @@ def test_every_row_is_owned_once_also_where_tensor_spans_processes(
     monkeypatch.setattr(
         meshes, "rows_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices)
     )
-    held, owners = np.zeros(rows, int), np.zeros(rows, int)
-    for process in range(4):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        here, owned = meshes.rows_here(small_mesh(8 // tensor, tensor), rows)
-        held += here
-        owners += owned
-    np.testing.assert_array_equal(owners, 1)
-    np.testing.assert_array_equal(held, max(1, tensor // 2))
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    copies, owners = meshes.holders(small_mesh(8 // tensor, tensor), rows)
+    np.testing.assert_array_equal(copies.sum(axis=0), max(1, tensor // 2))
+    np.testing.assert_array_equal(owners, copies.argmax(axis=0))
+    # The first of a shard's devices is on the process of this number.
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(shards) * tensor // 2, width))
 
 
 # ---- devices

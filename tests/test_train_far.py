@@ -22,6 +22,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def together(cache: Path, workdir: Path, devices: int, **changes: object) -> str:
+    """A run of two processes of so many devices each."""
+    script = str(ROOT / "launch" / "multiprocess_cpu.sh")
+    output = subprocess.run(
+        ["bash", script, "2", *command(workdir, **({"no_compare_plain": False} | changes))],
+        env=environment(cache, devices)
+        | {
+            "DEVICES_PER_PROCESS": str(devices),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert output.returncode == 0, output.stdout + output.stderr
+    return output.stdout
+
+
 @pytest.mark.slow
 def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path: Path) -> None:
     # both processes find the first run's draft
@@ -30,20 +50,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     filled = {"dynamic_sampling__max_batches": 4, "dynamic_sampling__surplus": "carry"}
     changes = {"mesh__tensor": 2, "mesh__shard_above": 0, "steps": 3, **offline, **filled}
     launch(cache, tmp_path / "one", devices=8, **changes).finish()
-    script = [
-        "bash",
-        str(ROOT / "launch" / "multiprocess_cpu.sh"),
-        "2",
-        *command(tmp_path / "two", no_compare_plain=False, **changes),
-    ]
-    variables = environment(cache, 4) | {
-        "DEVICES_PER_PROCESS": "4",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    output = subprocess.run(
-        script, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert output.returncode == 0, output.stdout + output.stderr
+    together(cache, tmp_path / "two", 4, **changes)
     for line, expected in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
         assert line["reward/mean"] == expected["reward/mean"]
         assert line["rollout/tokens"] == expected["rollout/tokens"]
@@ -57,22 +64,29 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     # Seconds that one process measured choose the lengths of both; coupled tokens are the same
     # whatever they are. A device for each is enough, and rounds are timed on it in half the time.
     auto = {"steps": 1, "rollout__draft__draft_length": "auto"}
-    script[3:] = command(tmp_path / "auto", **(changes | auto))
-    output = subprocess.run(
-        script,
-        env=variables | {"DEVICES_PER_PROCESS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert output.returncode == 0, output.stdout + output.stderr
-    assert "K=5 costs" in output.stdout
+    output = together(cache, tmp_path / "auto", 1, **(changes | auto))
+    assert "K=5 costs" in output
     assert (
         lines(tmp_path / "auto")[0]["rollout/tokens"]
         == lines(tmp_path / "one")[0]["rollout/tokens"]
     )
+
+
+@pytest.mark.slow
+def test_past_answers_follow_their_problems_to_other_processes(cache: Path, tmp_path: Path) -> None:
+    """There are some 50 problems, so that batches from the seventh on ask again what processes have
+    answered that are not the ones who ask, or are gone."""
+    changes = {"rollout__draft__kind": "history", "save_every": 100}
+    launch(cache, tmp_path / "one", steps=12, **changes).finish()
+    together(cache, tmp_path / "more", 1, steps=7, no_compare_plain=True, **changes)
+    launch(cache, tmp_path / "more", steps=9, **changes).finish()
+    said = together(cache, tmp_path / "more", 1, steps=12, **changes)
+    assert "comparing with plain decoding" in said
+    found, expected = lines(tmp_path / "more"), lines(tmp_path / "one")
+    for name in ("rollout/tokens", "rollout/rounds", "rollout/acceptance_length"):
+        assert [line[name] for line in found] == [line[name] for line in expected], name
+    kept = [line["rollout/acceptance_length"] for line in found]
+    assert min(kept[-4:]) > max(kept[:4])  # they are looked through
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
     )
-    _, host = loop.checkpoints.restore(2, like)
+    host = loop.checkpoints.restore(2, like).host
     assert np.isnan(host["pending"]["line"]["reward/mean"])
     loop.checkpoints.close()
 

@@ -49,36 +49,23 @@ class PromptStream:
     def __init__(
         self, sets: Sequence[Problems], seed: int, weights: Sequence[float] = (1.0,)
     ) -> None:
-        streams = [
-            grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
-            for problems in (_Numbered(each, len(sets), place) for place, each in enumerate(sets))
+        self._sets = sets
+        numbers = [
+            range(place, len(each) * len(sets), len(sets)) for place, each in enumerate(sets)
         ]
+        streams = [grain.MapDataset.source(each).seed(seed).shuffle().repeat() for each in numbers]
         mixed = len(streams) > 1
-        self._problems = grain.MapDataset.mix(streams, weights) if mixed else streams[0]
+        self._numbers = grain.MapDataset.mix(streams, weights) if mixed else streams[0]
+
+    def number(self, position: int) -> int:
+        """What tells the problem at a position from all others, also of other sets."""
+        number = self._numbers[position]
+        assert number is not None  # only a filtered MapDataset has holes
+        return number
 
     def __getitem__(self, position: int) -> Problem:
-        problem = self._problems[position]
-        assert problem is not None  # only a filtered MapDataset has holes
-        return problem
-
-
-@dataclass(frozen=True)
-class _Numbered(Problems):
-    """Problems of one of several sets, which say so, under numbers that no other set has."""
-
-    problems: Problems
-    sets: int
-    place: int
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    def __getitem__(self, index: int) -> Problem:
-        problem = self.problems[index]
-        if self.sets == 1:
-            return problem
-        number = problem.index * self.sets + self.place
-        return dataclasses.replace(problem, index=number, judge=self.place)
+        index, place = divmod(self.number(position), len(self._sets))
+        return dataclasses.replace(self._sets[place][index], judge=place)
 
 
 class Measured(NamedTuple):

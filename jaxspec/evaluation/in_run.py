@@ -91,7 +91,12 @@ class Evaluations:
         return value is not None and value > max(self._values.values(), default=float("-inf"))
 
     def keep(
-        self, number: int, arrays: PyTree, host: dict[str, Any], metrics: dict[str, float]
+        self,
+        number: int,
+        arrays: PyTree,
+        host: dict[str, Any],
+        own: dict[str, Any] | None,
+        metrics: dict[str, float],
     ) -> None:
         """Starts to save the best checkpoint so far, as `Checkpoints.save`."""
         assert self._best is not None, "there is a metric to be best by"
@@ -99,7 +104,7 @@ class Evaluations:
         if jax.process_index() == 0:
             values = {"eval": self._how, "values": self._values}
             write_whole(self._folder / VALUES, json.dumps(values, indent=2) + "\n")
-        self._best.save(number, arrays, host)
+        self._best.save(number, arrays, host, own)
 
     def close(self) -> None:
         """Waits until what is kept is saved."""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxspec import mesh as meshes
-from jaxspec.data.history import History
+from jaxspec.data.history import Answers, History
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import ProblemSets, pad_prompts
 from jaxspec.data.scoring import Judge, Judged, scorer_of
@@ -71,10 +71,12 @@ class Batches:
         self._given, self._asking = scorers, 0
         self._stream = sets.stream(job.config.seed)
         self._prompts, self.group = job.config.batch.prompts, job.config.batch.group_size
-        self.history = History(job.config.rollout.past)
+        me = jax.process_index()
+        self.history = History(job.config.rollout.past, me)
         _, self._finished, self._like = abstract(job.step, self._prompts)
-        self._here, _ = meshes.rows_here(job.mesh, self._prompts)
-        _, self._owned = meshes.rows_here(job.mesh, self._prompts * self.group)
+        self._copies, _ = meshes.holders(job.mesh, self._prompts)
+        _, self._owners = meshes.holders(job.mesh, self._prompts * self.group)
+        self._here, self._owned = self._copies[me], self._owners == me
 
     @cached_property
     def _judge(self) -> Judge:
@@ -85,22 +87,22 @@ class Batches:
     def train(self, batch: int) -> Prompts:
         """The prompts of a training rollout."""
         self._asking = batch
-        return self._place(self._training_problems(batch, self._here), Stream.TRAIN, batch)
+        return self._place_training(batch, Stream.TRAIN)
 
     def compare(self, batch: int) -> Prompts:
         """The prompts of a training rollout under other noise: history has its answers by now, and
         must not hand them back."""
-        return self._place(self._training_problems(batch, self._here), Stream.COMPARE, batch)
+        return self._place_training(batch, Stream.COMPARE)
 
     def evaluate(self, problems: Mapping[int, Problem], call: int) -> Prompts:
         """The prompts of one evaluation call: problems by their place among the prompts, of which
         the others are not answered."""
         here = {place: problem for place, problem in problems.items() if self._here[place]}
-        return self._place(here, Stream.EVALUATE, call)
+        return self._place(here, Stream.EVALUATE, call, {})
 
     def nothing(self, batch: int) -> Prompts:
         """No prompts: for the call that only learns."""
-        return self._place({}, Stream.TRAIN, batch)
+        return self._place({}, Stream.TRAIN, batch, {})
 
     def nothing_finished(self) -> Finished:
         """No rollout: for calls that only generate."""
@@ -217,13 +219,28 @@ class Batches:
             for place in np.flatnonzero(mask)
         }
 
-    def _place(self, problems: dict[int, Problem], stream: int, batch: int) -> Prompts:
-        """Prompts, of which this process sees to those that have a copy here."""
-        width, pad, like = (
-            self._job.config.data.max_prompt_length,
-            self._job.tokenizer.pad_id,
-            self._like,
-        )
+    def _numbers(self, batch: int) -> list[int]:
+        """Which problems are asked in a training rollout, of all processes."""
+        first = batch * self._prompts
+        return [self._stream.number(first + place) for place in range(self._prompts)]
+
+    def _place_training(self, batch: int, stream: int) -> Prompts:
+        """The prompts of a training rollout, with what is remembered of them."""
+        numbers, askers = self._numbers(batch), dict[int, set[int]]()
+        if self.history.past:
+            for number, copies in zip(numbers, self._copies.T, strict=True):
+                askers.setdefault(number, set()).update(np.flatnonzero(copies).tolist())
+        found = self.history.brought(askers)
+        remembered = {place: found.get(number, []) for place, number in enumerate(numbers)}
+        return self._place(self._training_problems(batch, self._here), stream, batch, remembered)
+
+    def _place(
+        self, problems: dict[int, Problem], stream: int, batch: int, remembered: Answers
+    ) -> Prompts:
+        """Prompts, of which this process sees to those that have a copy here, with the answers that
+        are remembered, by place."""
+        width, pad = self._job.config.data.max_prompt_length, self._job.tokenizer.pad_id
+        like = self._like
         here = np.flatnonzero(self._here)
         rows = np.searchsorted(here, list(problems))
         tokens = np.full((len(here), width), pad, np.int32)
@@ -233,11 +250,11 @@ class Batches:
         if problems:
             tokens[rows], lengths[rows] = pad_prompts(list(problems.values()), width, pad)
             live[rows] = True
-        if stream != Stream.EVALUATE:
-            for row, problem in zip(rows, problems.values(), strict=True):
-                for number, text in enumerate(self.history.texts(problem.index, problem.ids)):
-                    history[row, number, : len(text)] = text
-                    history_lengths[row, number] = len(text)
+        for row, (place, problem) in zip(rows, problems.items(), strict=True):
+            for number, answer in enumerate(remembered.get(place, [])):
+                text = np.concatenate([problem.ids, answer])
+                history[row, number, : len(text)] = text
+                history_lengths[row, number] = len(text)
         parts = {
             "tokens": tokens,
             "lengths": lengths,
@@ -253,28 +270,20 @@ class Batches:
         return Prompts(**by_row, stream=which[0], batch=which[1])
 
     def remember(self, batch: int, rollout: Rollout) -> None:
-        """Keeps the answers where drafts look through them: in every process those of all, so that
-        a resumed run may divide otherwise."""
-        group, past = self.group, self.history.past
-        if not past:
+        """Keeps the answers where drafts look through them."""
+        if not self.history.past:
             return
-        problems = self._training_problems(batch)
-        rows = np.asarray(
-            [place * group + member for place in problems for member in range(min(group, past))],
-            np.int32,
-        )
+        mine, kept = np.flatnonzero(self.prompts_here), min(self.group, self.history.past)
+        rows = np.asarray([place * self.group + n for place in mine for n in range(kept)], np.int32)
         tokens, starts, ends = (
             meshes.local_rows(leaf, rows)
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
-        width = self._job.step.generator.settings.max_new_tokens
-        table = np.zeros((len(self._owned), 1 + width), np.int32)
-        for row, text, start, end in zip(rows, tokens, starts, ends, strict=True):
-            table[row, 0], table[row, 1 : 1 + end - start] = end - start, text[start:end]
-        table = meshes.sum_over_processes(table)
-        for place, problem in self._training_problems(batch, np.ones(self._prompts, bool)).items():
-            answers = table[place * group : place * group + min(group, past)]
-            self.history.keep(problem.index, [answer[1 : 1 + answer[0]] for answer in answers])
+        answers = [text[a:b] for text, a, b in zip(tokens, starts, ends, strict=True)]
+        numbers, owners = self._numbers(batch), self._owners[:: self.group].tolist()
+        # A problem that a batch asks twice is remembered by its last place.
+        made = {numbers[place]: answers[n * kept : (n + 1) * kept] for n, place in enumerate(mine)}
+        self.history.keep(dict(zip(numbers, owners, strict=True)), made)
 
     def _score(self, judged: Judged, rollout: Rollout) -> Scored:
         """What the rewards of a training rollout come to, over all processes."""

@@ -176,7 +176,7 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     policy = learner.policy.replace(optimizer=None)
     bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
     with contextlib.closing(Checkpoints(run.checkpoints, read_only=True)) as checkpoints:
-        (bare, _), _ = checkpoints.restore(run.number, (bare, None), part=True)
+        bare, _ = checkpoints.restore(run.number, (bare, None), part=True).arrays
     return bare
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.config.settings import ResolvedConfig
+from jaxspec.data.history import History
 from jaxspec.host.batches import Batches, Pool
 from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
@@ -20,7 +21,7 @@ from jaxspec.processes.process_0 import process_0_first
 from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
-from jaxspec.storage.checkpoint import Checkpoints
+from jaxspec.storage.checkpoint import Checkpoints, heir
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -55,15 +56,19 @@ class RunState:
         batch to learn from."""
         return 2 * self.rollouts + (self.pending is None)
 
-    def to_save(self) -> tuple[PyTree, dict[str, Any]]:
-        """Its arrays, without plans, which are of a mesh and made again; and the rest, as JSON."""
+    def to_save(self, history: History) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
+        """Its arrays, without plans, which are of a mesh and made again; and the rest as JSON: what
+        all processes have alike, and what each has by itself."""
         host: dict[str, Any] = {"batch": self.batch, "rollouts": self.rollouts}
         filling = None
         if self.pool is not None:
             filling = self.pool.batch
             host["pool"] = {"groups": self.pool.groups, "lines": self.pool.lines}
         host["pending"] = None if self.pending is None else dataclasses.asdict(self.pending)
-        return (self.state, self.finished.replace(plan=None), filling), host
+        own = None
+        if history.past:
+            host["keepers"], own = history.keepers, {"kept": history.dump()}
+        return (self.state, self.finished.replace(plan=None), filling), host, own
 
     @property
     def over(self) -> int:
@@ -163,9 +168,12 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | N
     restored = checkpoints.restore_newest((state, rows, rows if job.step.fills else None))
     if restored is None:
         return None
-    (state, finished, filling), host = restored
+    (state, finished, filling), host = restored.arrays, restored.host
     job.say(f"resuming {job.config.workdir} at batch {host['batch']}")
-    batches.history.load(host["history"])
+    batches.history.load(
+        [(problem, heir(keeper)) for problem, keeper in host.get("keepers", [])],
+        [own["kept"] for own in restored.own],
+    )
     pending = None if host["pending"] is None else Pending(**host["pending"])
     pool = None if filling is None else Pool(filling, **host["pool"])
     return RunState(

@@ -2,17 +2,12 @@
 what was saved."""
 
 import contextlib
-import functools
 import hashlib
 import json
-import logging
-import os
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,18 +17,35 @@ from jax.experimental import multihost_utils
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
+from jaxspec.storage.orbax_errors import GONE, quieten_orbax, reason_of, refusal_in
 from jaxspec.storage.trees import digests, layout, named, require_same
 from jaxspec.system.files import Damaged, SaveError, writing
 
-_ARRAYS, _HOST = "arrays", "host"
-_KEYS = frozenset({"saved", "arrays", "digest"})
-"""Keys of the JSON item: what the caller gave, digests of the arrays, and the digest of both."""
-_GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_UNREADABLE = (*_GONE, ValueError, KeyError, AttributeError, TypeError, IndexError)
+_ARRAYS, _HOST, _OWN = "arrays", "host", "own"
+"""Items of a step: the arrays, a file of what all processes have alike, and, where that says of how
+many `processes`, a file of what each has by itself."""
+_ALIKE = "metadata"
+"""Name of the file of what all have alike; others have the number of the process."""
+_UNREADABLE = (*GONE, ValueError, KeyError, AttributeError, TypeError, IndexError)
 """All that Orbax and tensorstore were seen to raise for damaged files, beside a bare Exception
 around one of these."""
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
 """All that Orbax was seen to raise for what a step has about itself."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read."""
+
+    arrays: PyTree
+    host: dict[str, Any]
+    """What all processes had saved alike."""
+    own: list[dict[str, Any]]
+    """What some processes had saved by themselves: those whose `heir` this one is."""
+
+
+def heir(process: int) -> int:
+    """The process that takes over what a process of the saving run had by itself."""
+    return process % jax.process_count()
 
 
 class Checkpoints:
@@ -50,7 +62,7 @@ class Checkpoints:
         read_only: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
-        _quieten_orbax()
+        quieten_orbax()
         self.folder = Path(folder).absolute()
         self._saving: int | None = None
         self._say = say
@@ -73,7 +85,13 @@ class Checkpoints:
                 self.folder,
                 item_handlers={
                     _ARRAYS: ocp.PyTreeCheckpointHandler(),
-                    _HOST: ocp.JsonCheckpointHandler(),
+                    _HOST: ocp.JsonCheckpointHandler(_ALIKE),
+                    _OWN: ocp.JsonCheckpointHandler(
+                        str(jax.process_index()),
+                        multiprocessing_options=ocp.options.MultiprocessingOptions(
+                            primary_host=None  # each process writes its file
+                        ),
+                    ),
                 },
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
@@ -84,9 +102,15 @@ class Checkpoints:
                 ),
             )
 
-    def save(self, step: int, arrays: PyTree, host: Mapping[str, Any]) -> None:
-        """Starts to save a tree of `jax.Array` and a JSON object; the arrays may be donated as soon
-        as it returns.
+    def save(
+        self,
+        step: int,
+        arrays: PyTree,
+        host: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts to save a tree of `jax.Array`, and JSON objects: one that all processes have
+        alike, and what each has by itself; the arrays may be donated as soon as it returns.
 
         A step that is already saved is left alone. Raises SaveError if this save, or the one
         before, cannot be written.
@@ -97,22 +121,22 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._saving = step
-        content: dict[str, Any] = {
-            "saved": json.loads(json.dumps(dict(host))),
-            "arrays": digests(leaves),
+        more = {} if own is None else {"processes": jax.process_count()}
+        items = {
+            _ARRAYS: ocp.args.PyTreeSave(leaves),
+            _HOST: ocp.args.JsonSave(_with_digest(host, arrays=digests(leaves), **more)),
         }
-        content["digest"] = _digest(content)
-        args = ocp.args.Composite(
-            arrays=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(content)
-        )
+        if own is not None:
+            whose = [step, jax.process_index()]
+            items[_OWN] = ocp.args.JsonSave(_with_digest(own, whose=whose))
         with self._failing():
-            self._manager.save(step, args=args, force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def latest(self) -> int | None:
         """Returns the newest step that is saved or being saved."""
         return self._manager.latest_step()
 
-    def restore_newest(self, abstract: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
+    def restore_newest(self, abstract: PyTree) -> Restored | None:
         """Returns the newest step that is not damaged, as `restore` does; None where there is no
         step at all.
 
@@ -134,10 +158,8 @@ class Checkpoints:
             raise ConfigError("; ".join(str(reason) for reason in damaged.values()))
         return None
 
-    def restore(
-        self, step: int, abstract: PyTree, part: bool = False
-    ) -> tuple[PyTree, dict[str, Any]]:
-        """Returns the arrays and the JSON object of a step.
+    def restore(self, step: int, abstract: PyTree, part: bool = False) -> Restored:
+        """Returns what was saved of a step.
 
         `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding
         wanted now, on any mesh; as a `part`, it may lack some (None), which are not read.
@@ -153,7 +175,7 @@ class Checkpoints:
         where = self._name(step)
         self.wait()
         with self._agreeing(f"{where} cannot be read"):
-            host, saved = self._read_host(step)
+            host, saved, own = self._read_json(step, part)
             with self._reading(step):
                 stored = layout(self._manager.item_metadata(step)[_ARRAYS].tree)
             if saved.keys() != stored.keys():
@@ -188,10 +210,8 @@ class Checkpoints:
             for name, leaf in leaves.items()
             if not leaf.size
         }
-        return (
-            jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves]),
-            host,
-        )
+        tree = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+        return Restored(tree, host, own)
 
     def wait(self) -> None:
         """Returns when the save under way is complete; raises SaveError if it failed."""
@@ -208,20 +228,33 @@ class Checkpoints:
     def _name(self, step: int) -> str:
         return f"checkpoint {self.folder / str(step)}"
 
-    def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, int]]:
-        """The JSON object of a step, and the digests of its arrays."""
+    def _read_json(
+        self, step: int, part: bool
+    ) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
+        """The JSON object of a step, the digests of its arrays, and what is this process's of the
+        objects that each process saved; as a `part`, none of these."""
+        host = self._read_file(step, _ALIKE)
+        processes = 0 if part else host.get("processes", 0)
+        own = [
+            self._read_file(step, str(process), [step, process])["saved"]
+            for process in range(processes)
+            if heir(process) == jax.process_index()
+        ]
+        return host["saved"], host["arrays"], own
+
+    def _read_file(self, step: int, name: str, whose: list[int] | None = None) -> dict[str, Any]:
+        """A file of JSON of a step, which was saved `_with_digest`; of whose step and process."""
+        handler, item = ocp.JsonCheckpointHandler(name), _OWN if whose else _HOST
         with self._reading(step):
-            content = {
-                **ocp.JsonCheckpointHandler().restore(self._manager.directory / str(step) / _HOST)
-            }
-            sound = content.keys() == _KEYS and content.pop("digest") == _digest(content)
-        if not sound:
+            content = {**handler.restore(self._manager.directory / str(step) / item)}
+            sound = content.pop("digest", None) == _digest(content)
+        if not sound or content.get("whose") != whose:
             raise Damaged(
                 f"{self._name(step)} is damaged (what it says of the run differs from what was"
                 " saved)",
                 self._remedies[1],
             )
-        return content["saved"], content["arrays"]
+        return content
 
     def _set_aside(self, damaged: Mapping[int, Damaged], good: int) -> None:
         """Moves steps out of the way, to where nobody looks for checkpoints, and says so."""
@@ -258,7 +291,7 @@ class Checkpoints:
                 or f"the _CHECKPOINT_METADATA of a checkpoint in {self.folder}"
             )
             raise Damaged(
-                f"{where} is damaged ({_reason(reason)})",
+                f"{where} is damaged ({reason_of(reason)})",
                 "remove that file, which nothing else depends on, and run the same command again",
             ) from reason
 
@@ -272,11 +305,13 @@ class Checkpoints:
             # Orbax raises no better one for arrays
             root = reason.__cause__ if type(reason) is Exception else reason
             # Orbax takes what it may not look at for missing
-            refusal = _refusal(self.folder / str(step))
-            why = f"{refusal.filename}: {refusal.strerror}" if refusal else _reason(root or reason)
+            refusal = refusal_in(self.folder / str(step))
+            why = (
+                f"{refusal.filename}: {refusal.strerror}" if refusal else reason_of(root or reason)
+            )
             told = f"{self._name(step)} cannot be read ({why})"
             found = re.search(r"os_error_code='(\w+)'", str(root))
-            gone = isinstance(root, _GONE) or (
+            gone = isinstance(root, GONE) or (
                 found is not None and found[1] in ("ENOENT", "EISDIR", "ENOTDIR")
             )
             if refusal or ((found or isinstance(root, OSError)) and not gone):
@@ -311,26 +346,19 @@ class Checkpoints:
             if not isinstance(reason, OSError) and "os_error_code" not in str(reason):
                 raise
             raise SaveError(
-                f"checkpoint {self._saving} cannot be saved in {self.folder}: {_reason(reason)}; "
+                f"checkpoint {self._saving} cannot be saved in {self.folder}: {reason_of(reason)}; "
                 "earlier checkpoints are intact: free some space and run the same command again"
             ) from reason
 
 
+def _with_digest(saved: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The content of a file of JSON, as `_read_file` reads it."""
+    content = {"saved": json.loads(json.dumps(dict(saved))), **more}
+    return content | {"digest": _digest(content)}
+
+
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _refusal(folder: Path) -> OSError | None:
-    """What the operating system says of the first folder or file in a folder that is there and may
-    not be opened; None if all may be."""
-    found: list[OSError] = []
-    for root, _, files in os.walk(folder, onerror=found.append):
-        for name in files:
-            try:
-                os.close(os.open(Path(root, name), os.O_RDONLY | os.O_NONBLOCK))
-            except OSError as reason:
-                found.append(reason)
-    return next((reason for reason in found if not isinstance(reason, _GONE)), None)
 
 
 def _is_metadata(file: Path) -> bool:
@@ -349,47 +377,3 @@ def _unused(path: Path) -> Path:
         number += 1
         taken = path.with_name(f"{path.name}-{number}")
     return taken
-
-
-@functools.cache
-def _quieten_orbax() -> None:
-    """Keeps quiet what Orbax tells beside what it raises, which the user reads once, as a
-    ConfigError.
-
-    It logs a traceback of each failed save, and leaves what a failed read or save had begun to the
-    garbage collector, to asyncio and to the threads of tensorstore, who print theirs.
-    """
-    logging.getLogger("absl").addFilter(_not_from_orbax)
-    logging.getLogger("asyncio").addFilter(_not_abandoned)
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    others = sys.unraisablehook
-
-    def tell(told: Any) -> None:
-        code = getattr(told.object, "cr_code", None)
-        abandoned = code is not None and "orbax" in code.co_filename
-        too_late = told.exc_type is RuntimeError and str(told.exc_value) == "Event loop is closed"
-        if not abandoned and not too_late:
-            others(told)
-
-    sys.unraisablehook = tell
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
-def _not_abandoned(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in record.getMessage()
-
-
-def _reason(error: BaseException) -> str:
-    """The operating system's words, which tensorstore puts last in a long message; it may add what
-    it was writing."""
-    found = re.search(r"([^:\[\]]+) \[(?:os_error_code|tensorstore_spec)=", str(error))
-    if found:
-        return found[1].strip()
-    return (
-        (error.strerror if isinstance(error, OSError) else None)
-        or str(error).split("\n")[0][:200]
-        or type(error).__name__
-    )

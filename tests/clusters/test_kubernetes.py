@@ -1,7 +1,6 @@
 """The JobSet: what each process gets from it, its fields, and real processes of it."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import yaml
 from jaxspec.processes import places
 from jaxspec.processes.places import Place
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
-from tests.conftest import compiled_programs
+from tests.conftest import compiled_programs, free_port
 from tests.runs import ROOT, command, environment, lines
 
 
@@ -191,9 +190,7 @@ def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
 def test_pods_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
     _, jobset = the_jobset()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        here = f"127.0.0.1:{probe.getsockname()[1]}"
+    here = f"127.0.0.1:{free_port()}"
     program(tmp_path / "bin/python", PYTHON)
     two = {"JAXSPEC_COORDINATOR": here, "JAXSPEC_PROCESSES": "2"}
     path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}

@@ -1,43 +1,144 @@
-"""What is remembered of earlier answers, and that a checkpoint keeps it."""
+"""What is remembered of earlier answers, by one process or several between them, and that
+checkpoints keep it."""
 
+import base64
+import io
+import itertools
+import queue
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
 import numpy as np
+import pytest
 
 from jaxspec.data.history import History
+from jaxspec.storage.checkpoint import heir
+
+
+class Post:
+    """Carries parcels between threads that stand for processes, and knows who got which."""
+
+    def __init__(self, processes: int) -> None:
+        pairs = itertools.permutations(range(processes), 2)
+        self._boxes = {pair: queue.Queue[bytes]() for pair in pairs}
+        self.carried = 0
+
+    def all_fetched(self) -> bool:
+        return all(box.empty() for box in self._boxes.values())
+
+    def of(self, me: int) -> Callable[[Mapping[int, bytes], Collection[int]], dict[int, bytes]]:
+        def swap(parcels: Mapping[int, bytes], senders: Collection[int]) -> dict[int, bytes]:
+            for process, parcel in parcels.items():
+                self.carried += 1
+                self._boxes[me, process].put(parcel)
+            return {sender: self._boxes[sender, me].get(timeout=10) for sender in senders}
+
+        return swap
+
+
+def brought(history: History, *problems: int) -> dict[int, list[list[int]]]:
+    """What a process alone remembers of problems."""
+    found = history.brought({problem: {0} for problem in problems})
+    return {problem: [each.tolist() for each in answers] for problem, answers in found.items()}
+
+
+def all_brought(
+    histories: list[History], askers: dict[int, set[int]]
+) -> list[dict[int, list[list[int]]]]:
+    """What each of several processes gets."""
+    with ThreadPoolExecutor(len(histories)) as pool:
+        found = list(pool.map(lambda history: history.brought(askers), histories))
+    return [
+        {problem: [each.tolist() for each in answers] for problem, answers in one.items()}
+        for one in found
+    ]
 
 
 def filled() -> History:
     history = History(2)
-    history.keep(7, [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])])
-    history.keep(3, [np.array([], np.int32), np.array([9, 9])])
+    history.keep(
+        {7: 0, 3: 0},
+        {
+            7: [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])],
+            3: [np.array([], np.int32), np.array([9, 9])],
+        },
+    )
     return history
 
 
-def texts(history: History, problem: int) -> list[list[int]]:
-    return [text.tolist() for text in history.texts(problem, [8, 8])]
-
-
-def test_the_first_answers_of_each_problem_follow_its_prompt() -> None:
-    history = filled()
-    assert texts(history, 7) == [[8, 8, 1, 2, 3], [8, 8, 4]]
-    assert texts(history, 3) == [[8, 8], [8, 8, 9, 9]]
-    assert texts(history, 1) == []
+def test_the_first_answers_of_each_problem_are_remembered() -> None:
+    assert brought(filled(), 7, 3, 1) == {7: [[1, 2, 3], [4]], 3: [[], [9, 9]]}
 
 
 def test_newer_answers_replace_older_ones() -> None:
     history = filled()
-    history.keep(7, [np.array([0])])
-    assert texts(history, 7) == [[8, 8, 0]]
-    assert texts(history, 3) == [[8, 8], [8, 8, 9, 9]]
+    history.keep({7: 0}, {7: [np.array([0])]})
+    assert brought(history, 7, 3) == {7: [[0]], 3: [[], [9, 9]]}
 
 
 def test_dump_and_load() -> None:
-    saved = filled().dump()
     other = History(2)
-    other.keep(1, [np.array([1])])
-    other.load(saved)
-    assert [texts(other, problem) for problem in (7, 3, 1)] == [
-        texts(filled(), problem) for problem in (7, 3, 1)
-    ]
+    other.keep({1: 0}, {1: [np.array([1])]})
+    other.load(filled().keepers, [filled().dump()])
+    assert brought(other, 7, 3, 1) == brought(filled(), 7, 3, 1)
     empty = History(0)
-    empty.load(History(0).dump())
-    assert texts(empty, 7) == []
+    empty.load(History(0).keepers, [History(0).dump()])
+    assert brought(empty, 7) == {}
+
+
+def test_each_process_keeps_what_it_made_and_is_sent_what_it_asks() -> None:
+    """Problems wander between three processes, and one of them is asked by two that share rows: all
+    get what one process alone would remember; none keeps what another has made since."""
+    random, post, alone = np.random.default_rng(0), Post(3), History(2)
+    histories = [History(2, process, post.of(process)) for process in range(3)]
+    for batch in range(20):
+        problems = random.permutation(12)[:6].tolist()
+        askers = {problem: {place // 2} for place, problem in enumerate(problems)}
+        askers[problems[5]] = {0, 2}
+        remembered = brought(alone, *problems)
+        for process, found in enumerate(all_brought(histories, askers)):
+            mine = [problem for problem, processes in askers.items() if process in processes]
+            assert found == {each: remembered[each] for each in mine if each in remembered}
+        answers = {
+            problem: [np.array([batch, problem, k]) for k in range(int(random.integers(1, 4)))]
+            for problem in problems
+        }
+        # Its answers are made where the problem is asked.
+        makers = {problem: min(processes) for problem, processes in askers.items()}
+        alone.keep(dict.fromkeys(problems, 0), answers)
+        for process, history in enumerate(histories):
+            made = {each: answers[each] for each in problems if makers[each] == process}
+            history.keep(makers, made)
+    kept = [held(history) for history in histories]
+    assert sorted(problem for each in kept for problem in each) == sorted(held(alone))
+    assert post.carried > 20
+    assert post.all_fetched()
+
+
+def held(history: History) -> set[int]:
+    """The problems whose answers a process has by itself."""
+    with np.load(io.BytesIO(base64.b64decode(history.dump()))) as file:
+        return set(file["problems"].tolist())
+
+
+def test_fewer_and_more_processes_go_on_with_what_some_have_dumped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made_by = {5: 0, 6: 1, 7: 2, 8: 0}
+    before = [History(1, process) for process in range(3)]
+    for process, history in enumerate(before):
+        mine = {each: [np.array([each])] for each, maker in made_by.items() if maker == process}
+        history.keep(made_by, mine)
+    dumps = [history.dump() for history in before]
+    for count in (1, 2, 3, 5):
+        post = Post(count)
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        after = [History(1, process, post.of(process)) for process in range(count)]
+        for process, history in enumerate(after):
+            keepers = [(problem, heir(keeper)) for problem, keeper in before[0].keepers]
+            history.load(keepers, [dumps[each] for each in range(3) if heir(each) == process])
+        everywhere = {problem: set(range(count)) for problem in (*made_by, 9)}
+        whole = {problem: [[problem]] for problem in made_by}
+        assert all_brought(after, everywhere) == [whole] * count
+        assert post.all_fetched()

@@ -331,6 +331,7 @@ def test_stream_shuffles_every_epoch_and_depends_on_position_alone():
     n = len(problems)
     stream, other = PromptStream((problems,), 3), PromptStream((problems,), 3)
     epochs = [[stream[position].index for position in range(k * n, (k + 1) * n)] for k in range(3)]
+    assert [stream.number(position) for position in range(n)] == epochs[0]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert [other[position].index for position in reversed(range(n, 2 * n))] == epochs[1][::-1]

@@ -191,7 +191,7 @@ def test_the_best_checkpoint_is_known_by_its_metric(
         metrics = {"eval/sums/avg@4": value}
         assert kept.is_best(metrics) == best
         if best:
-            kept.keep(number, arrays, {}, metrics)
+            kept.keep(number, arrays, {}, None, metrics)
     assert not kept.is_best({"eval/sums/avg@4": float("nan")})
     kept.close()
     assert [entry.name for entry in (tmp_path / "best").iterdir() if entry.name.isdigit()] == ["4"]

@@ -17,6 +17,7 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
+from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import load_problems, load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
@@ -280,5 +281,38 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
         batches.evaluate({0: batches.sets.training[0][0]}, 0).history_lengths
     ).any()
     resumed = Batches(job, load_sets(CONFIG, job.tokenizer))
-    resumed.history.load(batches.history.dump())
+    resumed.history.load(batches.history.keepers, [batches.history.dump()])
     np.testing.assert_array_equal(resumed.train(0).history, texts)
+
+
+class Few(Problems):
+    """The first three of some problems."""
+
+    def __init__(self, problems: Problems) -> None:
+        self._problems = problems
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Problem:
+        return self._problems[index]
+
+
+def test_a_problem_that_a_batch_asks_twice_brings_the_answers_of_its_last_place() -> None:
+    rollout = dataclasses.replace(
+        CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP)
+    )
+    job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
+    sets = load_sets(CONFIG, job.tokenizer)
+    batches = Batches(job, sets._replace(training=(Few(sets.training[0]),)))
+    asked = questions(job, batches.train(0))
+    assert len({*asked}) == 3
+    last = {question: place for place, question in enumerate(asked)}
+    responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
+    batches.score_training(0, answered(job, batches, responses, [EOS] * len(responses)))
+    after = batches.train(1)
+    for place, question in enumerate(questions(job, after)):
+        for member in range(GROUP):
+            length = int(after.history_lengths[place, member])
+            text = job.tokenizer.decode(np.asarray(after.history)[place, member, : length - 1])
+            assert text == f"{question}#{last[question] * GROUP + member}"

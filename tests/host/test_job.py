@@ -2,7 +2,6 @@
 knows it."""
 
 import errno
-import logging
 import os
 import re
 import sys
@@ -27,7 +26,6 @@ from jaxspec.config.settings import (
 from jaxspec.host.job import identity, make_job, reported, sources
 from jaxspec.host.run_state import random_draft
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.storage import checkpoint
 from jaxspec.system.closing_table import closing_table
 from jaxspec.system.progress import Progress, Screen
 from jaxspec.tokens.tokenizer import character_tokenizer
@@ -221,14 +219,6 @@ def _progress(terminal: bool) -> None:
         progress.update(1)
         progress.say("a line")
         progress.update(2)
-
-
-def test_what_orbax_leaves_to_asyncio_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint._quieten_orbax()
-    logger = logging.getLogger("asyncio")
-    logger.error("Future exception was never retrieved\nfuture: <Future finished>")
-    logger.error("something else")
-    assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
 # ---- what a step is built from

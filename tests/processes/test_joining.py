@@ -1,7 +1,6 @@
 """How a job is told of its processes, and how they meet."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import joining, places
 from jaxspec.processes.joining import initialize_processes
 from jaxspec.processes.places import Place
+from tests.conftest import free_port
 
 
 @pytest.fixture
@@ -236,9 +236,7 @@ def test_python_that_is_held_up_is_not_taken_for_dead() -> None:
         held.sleep(8)
         jax.distributed.shutdown()
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script), port, str(process)],

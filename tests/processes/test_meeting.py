@@ -13,6 +13,7 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import meeting as processes
 from jaxspec.processes.meeting import meet
 from jaxspec.processes.places import Place
+from tests.conftest import free_port
 
 
 @pytest.fixture
@@ -20,9 +21,7 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> str:
     """A free address; who has not come is named soon."""
     monkeypatch.setattr(processes, "_PATIENCE", 0.3)
     monkeypatch.setattr(processes, "_TURN", 0.05)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 class Arrival(threading.Thread):

@@ -4,7 +4,6 @@ disks."""
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import SaveError
+from tests.conftest import free_port
 from tests.storage.saved import a_state, assert_same, on_mesh
 
 
@@ -35,7 +35,7 @@ def test_restores_bitwise_on_other_meshes(tmp_path: Path) -> None:
         again = Checkpoints(tmp_path / "checkpoints")
         assert again.latest() == 7
         _, abstract = on_mesh(a_state(seed=1), devices)
-        found, host = again.restore(7, abstract)
+        found, host, _ = again.restore(7, abstract)
         assert_same(found, state)
         assert (
             found.learner.policy.network.embed.sharding
@@ -53,7 +53,7 @@ def test_arrays_may_be_donated_at_once(tmp_path: Path) -> None:
     for _ in range(3):
         placed = overwrite(placed)
     jax.block_until_ready(placed)
-    found, _ = checkpoints.restore(1, abstract)
+    found, _, _ = checkpoints.restore(1, abstract)
     np.testing.assert_array_equal(
         np.asarray(found["x"])[:, 0], np.arange(1 << 20, dtype=np.float32)
     )
@@ -119,7 +119,7 @@ def test_a_part_is_read_alone(tmp_path: Path) -> None:
     learner = state.learner
     part = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None)))
     _, abstract = on_mesh((part, None), 4)
-    found, host = checkpoints.restore(1, abstract, part=True)
+    found, host, _ = checkpoints.restore(1, abstract, part=True)
     assert_same(found, (part, None))
     assert host == {"batch": 1}
     with pytest.raises(ConfigError, match="is not part of this run"):
@@ -233,16 +233,18 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         abstract = jax.tree.map(shape, tree)
         # What one process on one device has saved.
         alone = checkpoint.Checkpoints(Path(sys.argv[3]) / "alone", read_only=True)
-        found, host = alone.restore(7, abstract)
+        found, host, own = alone.restore(7, abstract)
         assert host == {"by": "one"}
+        assert own == ([] if jax.process_index() else [{"mine": "all"}])
         for shard in found["x"].addressable_shards:
             assert (shard.data == 2 * jnp.arange(16.0)[shard.index]).all()
         alone.close()
         checkpoints = checkpoint.Checkpoints(Path(sys.argv[3]) / "checkpoints")
-        checkpoints.save(4, tree, {"next_index": 9})
+        checkpoints.save(4, tree, {"next_index": 9}, {"mine": f"of {process}"})
         checkpoints.wait()
-        found, host = checkpoints.restore(4, abstract)
+        found, host, own = checkpoints.restore(4, abstract)
         assert host == {"next_index": 9}
+        assert own == [{"mine": f"of {process}"}]
         pairs = zip(found["x"].addressable_shards, tree["x"].addressable_shards)
         assert all((a.data == b.data).all() for a, b in pairs)
         # A damaged checkpoint that process 0 alone tries to move away, and cannot: both end; once
@@ -264,16 +266,27 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         checkpoints.save(6, tree, {})
         checkpoints.wait()
         if jax.process_index() == 1:
-            whole = checkpoints._read_host
+            whole = checkpoints._read_json
 
             def damaged(step):
                 if step == 6:
                     raise checkpoint.Damaged("checkpoint 6 is damaged", "put it back")
                 return whole(step)
 
-            checkpoints._read_host = damaged
+            checkpoints._read_json = damaged
         assert checkpoints.restore_newest(abstract)[1] == host_4
         assert checkpoints.latest() == 4
+        # A file of process 1 that is damaged, and one that is gone: process 0, too, leaves them.
+        for step in (7, 8):
+            checkpoints.save(step, tree, {}, {"mine": "new"})
+            checkpoints.wait()
+            file = Path(sys.argv[3]) / "checkpoints" / str(step) / "own" / "1"
+            if jax.process_index() == 0 and step == 7:
+                file.write_text(file.read_text().replace("new", "old"))
+            if jax.process_index() == 0 and step == 8:
+                file.unlink()
+            multihost_utils.sync_global_devices(f"{step} is damaged")
+            assert checkpoints.restore_newest(abstract)[2] == [{"mine": f"of {process}"}]
         # What process 0 finds in the way, both are told.
         mine = Path(sys.argv[3]) / ("" if jax.process_index() == 0 else "elsewhere")
         said = refusal(lambda: workdir.require_no_checkpoints(mine))
@@ -289,11 +302,9 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
     """
     tree, _ = on_mesh({"x": 2 * jnp.arange(16.0), "n": jnp.int32(5)}, 1)
     alone = Checkpoints(tmp_path / "alone")
-    alone.save(7, tree, {"by": "one"})
+    alone.save(7, tree, {"by": "one"}, {"mine": "all"})
     alone.close()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {
         **os.environ,
         "JAXSPEC_CACHE": str(tmp_path / "cache"),
@@ -315,8 +326,9 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         assert run.returncode == 0, told
     _, abstract = on_mesh({"x": jnp.zeros(16), "n": jnp.int32(0)}, 1)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    found, host = checkpoints.restore(4, abstract)
+    found, host, own = checkpoints.restore(4, abstract)
     np.testing.assert_array_equal(np.asarray(found["x"]), np.arange(16.0))
     assert int(found["n"]) == 3
     assert json.dumps(host) == '{"next_index": 9}'
+    assert own == [{"mine": "of 0"}, {"mine": "of 1"}]
     checkpoints.close()

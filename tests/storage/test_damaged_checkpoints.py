@@ -47,7 +47,7 @@ def _whole_or_refused(folder: Path, abstract: Any, wanted: Any) -> bool:
     try:
         checkpoints = Checkpoints(folder, read_only=True)
         try:
-            found, host = checkpoints.restore(5, abstract)
+            found, host, _ = checkpoints.restore(5, abstract)
         finally:
             checkpoints.close()
     except Damaged as reason:

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ import pytest
 from jaxspec.__main__ import PROGRAMS
 from jaxspec.system import interrupt
 from jaxspec.system.interrupt import Interrupt
+from tests.conftest import free_port
 
 _PREAMBLE = """
 import hashlib, os, signal, sys, time
@@ -316,7 +316,7 @@ def test_distributed_processes_agree(number: int, retaken: bool) -> None:
             jax.distributed.shutdown()
         sys.exit(interrupt.status)
     """
-    status, text, _ = _run(body.format(port=_free_port(), retaken=retaken), number)
+    status, text, _ = _run(body.format(port=free_port(), retaken=retaken), number)
     # Without the watcher's retaking, SIGTERM belongs to JAX, as it does in every process that got
     # no signal itself.
     assert status == 128 + number, text
@@ -332,15 +332,9 @@ def test_distributed_process_with_nothing_unsaved_ends_at_once() -> None:
             ready()
             native()
     """
-    status, text, seconds = _run(body.format(port=_free_port()), signal.SIGTERM)
+    status, text, seconds = _run(body.format(port=free_port()), signal.SIGTERM)
     assert (status, text.splitlines()[-1]) == (
         143,
         "stopped while compiling; nothing to save; the same command starts again",
     )
     assert seconds < 2
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,0 +1,43 @@
+"""What a process sends to others is what they get, and nothing is left on its way."""
+
+import subprocess
+import sys
+import textwrap
+
+from tests.conftest import free_port
+
+SCRIPT = """
+import sys
+import jax
+from jax.experimental import multihost_utils
+me, port = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(f"127.0.0.1:{port}", 3, me, initialization_timeout=60)
+from jax._src.distributed import global_state
+from jaxspec.processes.parcels import swapped
+
+large = 5_000_000  # more than a message of gRPC holds where nobody allows it more
+assert swapped({}, ()) == {}
+if me == 0:
+    assert swapped({1: b"a" * large}, {1, 2}) == {1: b"b", 2: b"c"}
+if me == 1:
+    assert swapped({0: b"b"}, {0}) == {0: b"a" * large}
+if me == 2:
+    assert swapped({0: b"c"}, ()) == {}
+# The next call has parcels of its own.
+sent, senders = {(me + 1) % 3: f"from {me}".encode()}, {(me + 2) % 3}
+assert swapped(sent, senders) == {(me + 2) % 3: f"from {(me + 2) % 3}".encode()}
+multihost_utils.sync_global_devices("all have theirs")
+assert not global_state.client.key_value_dir_get_bytes("jaxspec/")
+"""
+
+
+def test_parcels_reach_whom_they_are_for() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    port = str(free_port())
+    started = [
+        subprocess.Popen([*command, str(me), port], stderr=subprocess.PIPE, text=True)
+        for me in range(3)
+    ]
+    for each in started:
+        _, told = each.communicate(timeout=120)
+        assert each.returncode == 0, told
