@@ -268,10 +268,10 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         if jax.process_index() == 1:
             whole = checkpoints._read_json
 
-            def damaged(step):
+            def damaged(step, part):
                 if step == 6:
                     raise checkpoint.Damaged("checkpoint 6 is damaged", "put it back")
-                return whole(step)
+                return whole(step, part)
 
             checkpoints._read_json = damaged
         assert checkpoints.restore_newest(abstract)[1] == host_4
