@@ -143,7 +143,9 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
     """All of it, in the order in which it is cheap."""
     whole, unseen = with_what_is_here(config)
     target = target_of(whole, options.hardware, options.devices)
-    mesh = meshes.make_mesh(*check(whole, len(target.devices)), target.devices)
+    count = len(target.devices)
+    processes = count if count > hardware.NODE else 1  # of several, none leaves one idle
+    mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
     used = target._replace(devices=[*mesh.devices.flat])
     job = make_job(whole, mesh)
     if whole.model.path:

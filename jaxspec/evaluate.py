@@ -41,10 +41,9 @@ from jaxspec.evaluation.evaluator import Evaluator, Part, Record
 from jaxspec.evaluation.program import with_own_program
 from jaxspec.evaluation.records import Records, compare
 from jaxspec.hf.pretrained import fingerprint
-from jaxspec.host.draft_training import load_draft
 from jaxspec.host.job import Job, reported, started
 from jaxspec.host.loaded_run import Run, check_weights, find_run, measured_factors, restored
-from jaxspec.host.warm_start import load_policy
+from jaxspec.host.warm_start import load_draft, load_policy
 from jaxspec.host.workdir import data_digests, held
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed, read_json

@@ -23,7 +23,6 @@ from jaxspec.host import draft_data
 from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
 from jaxspec.host.job import Job, run
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.processes.process_0 import process_0_first
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 
@@ -72,7 +71,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
         for line in remarks(job.config, load_sets(job.config, job.tokenizer, answers=False)):
             job.say(line)
         text = draft_data.training_text(job.config, job.tokenizer, job.say)
-    weights = process_0_first(lambda: cached_draft(job, interrupt, text))
+    weights = cached_draft(job, interrupt, text)
     if jax.process_index() == 0:
         outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
         Screen().print(closing_table(outcome, max(training.ttt_steps, draft.max_draft_length)))

@@ -140,6 +140,31 @@ def test_bad_input_is_one_line(
     assert_one_line(printed, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "batch.prompts 128 is fewer than 512 data shards"),
+        (
+            "--mesh.expert 16 --mesh.tensor 2",
+            "batch.prompts 128 is fewer than 16 data shards of 16",
+        ),
+    ],
+)
+def test_a_job_of_several_machines_leaves_no_device_idle(
+    monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    """One process may use fewer than there are; `train` by several refuses that, and so does
+    this."""
+    card = hardware.card_of("gb200")
+    monkeypatch.setattr(
+        check, "target_of", lambda *_: check.Target("gb200", card, [*range(512)], virtual=False)
+    )
+    argv = ["--config", "rl_think.py:qwen3_235b_a22b", *words.split(), "--devices", "512"]
+    options, settings = check.parsed(argv)
+    with pytest.raises(ConfigError, match=said):
+        check.checked(load(*settings)[0], options)
+
+
 def test_all_hardware_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed = told([*RUN, "--devices", "1", "--hardware", "tpu"], capsys)
     assert all(name in printed for name in (*HARDWARE, hardware.HERE))

@@ -250,7 +250,7 @@ def settings(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_that_the_documents_name_exists() -> None:
-    # the last is SLURM's
+    # the last three are SLURM's
     others = {
         "devices",
         "hardware",
@@ -264,6 +264,8 @@ def test_every_option_that_the_documents_name_exists() -> None:
         "generic",
         "slow",
         "signal",
+        "nodes",
+        "segment",
     }
     known = {*settings(Config), *others}
     for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):

@@ -73,6 +73,27 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_processes_train_the_draft_together(cache: Path, tmp_path: Path) -> None:
+    """Two of one device each sample the same answers as one of two devices, and end in the same
+    weights."""
+    offline = {"offline__steps": 10, "offline__samples": 64, "offline__rows": 16}
+    changes = {"steps": 1, **offline}
+    before = {*cache.glob("*/acceptance.json")}
+    launch(cache, tmp_path / "one", **changes).finish()
+    (reached,) = {*cache.glob("*/acceptance.json")} - before
+    expected = reached.parent.rename(tmp_path / "draft")
+    said = together(cache, tmp_path / "two", 1, no_compare_plain=True, **changes)
+    assert said.count("no draft in the cache") == 1
+    assert said.count("draft 10/10") == 1, said
+    assert reached.read_text() == (expected / "acceptance.json").read_text()
+    with np.load(reached.parent / "weights.npz") as found, np.load(expected / "weights.npz") as one:
+        assert found.files == one.files
+        for name in found.files:
+            np.testing.assert_array_equal(found[name], one[name], err_msg=name)
+    assert not list(cache.glob("*.partial"))
+
+
+@pytest.mark.slow
 def test_past_answers_follow_their_problems_to_other_processes(cache: Path, tmp_path: Path) -> None:
     """There are some 50 problems, so that batches from the seventh on ask again what processes have
     answered that are not the ones who ask, or are gone."""

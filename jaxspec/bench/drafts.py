@@ -25,15 +25,14 @@ from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_sets
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
-from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
+from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, run
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import TimedGeneration, abstract, put
-from jaxspec.host.warm_start import load_policy
+from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import process_0_first
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
@@ -173,9 +172,7 @@ def prepare(
             say_agreement(job, policy, network)
         else:
             text = training_text(job.config, job.tokenizer, job.say)
-            network = load_tree(
-                process_0_first(lambda: cached_draft(job, interrupt, text)), draft.network
-            )
+            network = load_tree(cached_draft(job, interrupt, text), draft.network)
     state = with_chooser(
         step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
     )

@@ -189,7 +189,7 @@ HARDWARE: dict[str, Card] = {
 """By the name that `check --hardware` takes: makers' data sheets, and what their drivers say."""
 HERE = "here"
 """The name for the devices that JAX finds."""
-_NODE = 8
+NODE = 8
 """Devices of the largest usual machine."""
 
 
@@ -209,7 +209,7 @@ def card_of(name: str) -> Card:
 def usual(devices: int) -> str:
     """The hardware that so many devices are taken for where nothing is said: a machine of H200, or
     a part of GB200 racks."""
-    return "h200" if devices <= _NODE else "gb200"
+    return "h200" if devices <= NODE else "gb200"
 
 
 def plugin() -> bool:

@@ -3,6 +3,7 @@ own, and the vocabulary they call for."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
+from jaxspec.host.runner import placed, put
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
@@ -64,8 +66,13 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     # those of the config are for other prompts
     alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
     stream = load_sets(config, job.tokenizer, answers=False).stream(config.seed)
+    whole, by_row = meshes.replicated(job.mesh), meshes.rows_sharding(job.mesh)
+    like = jax.tree.map(
+        lambda leaf: placed(leaf, by_row if leaf.ndim else whole),
+        jax.eval_shape(lambda: alone.no_prompts(rows)),
+    )
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=whole)
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
         rollout = alone.generate(alone.sync(policy, None, alone.start()), prompts)
         ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
@@ -74,21 +81,16 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     def respond(number: int) -> SftBatch:
         chosen = [stream[number * rows + row] for row in range(rows)]
         tokens, lengths = pad_prompts(chosen, config.data.max_prompt_length, job.tokenizer.pad_id)
-        history, history_lengths = np.zeros((rows, 0, 0), np.int32), np.zeros((rows, 0), np.int32)
-        host = tokens, lengths, np.ones(rows, bool), history, history_lengths
-        tokens, lengths, live, history, history_lengths = jax.device_put(
-            host, meshes.rows_sharding(job.mesh)
-        )
-        asked = Prompts(
-            tokens=tokens,
-            lengths=lengths,
-            live=live,
-            stream=jnp.int32(Stream.OFFLINE),
-            batch=jnp.int32(number),
-            history=history,
-            history_lengths=history_lengths,
-        )
-        return SftBatch(*jax.device_get(generate(policy, asked)))
+        parts: dict[str, Any] = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "live": np.ones(rows, bool),
+            "stream": np.asarray(Stream.OFFLINE, np.int32),
+            "batch": np.asarray(number, np.int32),
+            "history": np.zeros(like.history.shape, np.int32),
+            "history_lengths": np.zeros(like.history_lengths.shape, np.int32),
+        }
+        return SftBatch(*jax.device_get(generate(policy, put(Prompts(**parts), like))))
 
     return respond
 

@@ -15,26 +15,24 @@ import optax
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
-from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import DataConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.files import json_lines_of
-from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host import draft_data
-from jaxspec.host.agreement import measured_agreement, report
 from jaxspec.host.draft_data import Rows, answered
-from jaxspec.host.job import Job, on_this_process, sources
+from jaxspec.host.job import Job, sources
 from jaxspec.host.runner import abstract, placed
-from jaxspec.host.warm_start import WEIGHTS, load_policy, policy_key
+from jaxspec.host.warm_start import WEIGHTS, load_draft, load_policy, policy_key, say_agreement
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import in_process_0
+from jaxspec.processes.process_0 import agreed_by_process_0
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
 from jaxspec.state import LearnerState, PyTree, Trained
-from jaxspec.storage.cache import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.storage.cache import cache_folder, cached_by_all, content_key, load_tree, save_tree
+from jaxspec.storage.trees import brought_together
 from jaxspec.system.files import Damaged, digest, discard, write_whole, writing
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -44,8 +42,6 @@ ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""
 DEPTHS = 8
 """Depths that are measured at least, so that another draft_length finds its own in the cache."""
-PROBED = 16
-"""Training prompts on which a draft that was loaded is compared with the policy."""
 CODE = (
     *(
         "host/draft_training.py",
@@ -82,11 +78,11 @@ def collect(
     batches = {}
     for done, number in enumerate(numbers, start=1):
         file = folder / f"responses-{number}.npz"
-        kept = _kept(file, SftBatch(*shapes), progress)
-        if kept is None:
-            save_tree(file, respond(number))
-            kept = load_tree(file, SftBatch(*shapes))
-        batches[number] = answered(jax.device_get(kept))
+        batch = _kept(file, SftBatch(*shapes), progress)
+        if batch is None:
+            batch = respond(number)
+            _keep(file, batch)
+        batches[number] = answered(jax.device_get(batch))
         progress.update(done * rows)
     return batches
 
@@ -146,9 +142,9 @@ def train(
     for number in range(int(done), offline.steps):
         batch = draft_data.batch_of(rows, number, offline.rows, config.seed)
         trained, metrics = call(trained, policy, texts_to_learn(*batch, mesh, learner.tokens))
-        if time.monotonic() - last >= pause:
+        if agreed_by_process_0(time.monotonic() - last >= pause):
             began = time.monotonic()
-            save_tree(file, (trained, np.int32(number + 1)))
+            _keep(file, (trained, np.int32(number + 1)))
             last = time.monotonic()
             pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
         progress.update(
@@ -165,17 +161,26 @@ def train(
 
 
 def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """What `save_tree` wrote, with the layout of `abstract`; None where there is no such file, or a
-    damaged one, which is discarded."""
-    if not file.exists():
+    """What `_keep` wrote, with the layout of `abstract`; None where there is no such file, or a
+    damaged one, which is discarded. Process 0 answers for all."""
+    kept = None
+    if jax.process_index() == 0 and file.exists():
+        try:
+            kept = load_tree(file, abstract)
+        except Damaged as reason:
+            progress.say(f"warning: {reason.what}; it is discarded and made anew")
+            with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
+                discard(file)
+    if not agreed_by_process_0(kept is not None):
         return None
-    try:
-        return load_tree(file, abstract)
-    except Damaged as reason:
-        progress.say(f"warning: {reason.what}; it is discarded and made anew")
-        with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
-            discard(file)
-        return None
+    return load_tree(file, abstract) if kept is None else kept
+
+
+def _keep(file: Path, tree: PyTree) -> None:
+    """Writes a tree to a file, in process 0; all processes call it."""
+    tree = brought_together(tree)
+    if jax.process_index() == 0:
+        save_tree(file, tree)
 
 
 def _micro(job: Job) -> int:
@@ -212,7 +217,7 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
     learner = dataclasses.replace(
         job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job)
     )
-    compare = jax.jit(learner.compare)
+    compare = jax.jit(learner.compare, out_shardings=meshes.replicated(job.mesh))
     found = [
         jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens)))
         for batch in held_out
@@ -225,16 +230,18 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
 
 
 def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, folder: Path) -> None:
-    """Fills `folder` with a trained draft and what it outcome; what takes long is kept in `partial`
-    on the way."""
+    """Fills `folder` with a trained draft and what it has reached; what takes long is kept in
+    `partial` on the way. All processes take part, and process 0 writes."""
     offline, draft = job.config.offline, job.config.rollout.draft
     began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
-    with writing(
-        f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"
-    ):
-        if not partial.is_dir():
-            discard(partial)
-        partial.mkdir(exist_ok=True)
+    me = jax.process_index()
+    if me == 0:
+        with writing(
+            f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"
+        ):
+            if not partial.is_dir():
+                discard(partial)
+            partial.mkdir(exist_ok=True)
     shapes = abstract(job.step, job.config.batch.prompts)[0].learner.draft
     assert shapes is not None, "build is only called for a draft with weights"
     loaded = load_draft(job, shapes.network)
@@ -244,7 +251,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     ours, held_out = draft_data.split(offline)
     numbers = [*(() if text else ours), *held_out]
     with (
-        Progress("sampling", len(numbers) * offline.rows) as progress,
+        Progress("sampling", len(numbers) * offline.rows, me) as progress,
         interrupt.nothing_unsaved("sampling", progress.stop, then=then),
     ):
         batches = collect(job, policy, numbers, partial, progress)
@@ -258,7 +265,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
             " left out"
         )
     with (
-        Progress("draft", offline.steps) as progress,
+        Progress("draft", offline.steps, me) as progress,
         interrupt.nothing_unsaved("training the draft", progress.stop, then=then),
     ):
         network = train(job, policy, rows, partial, progress, loaded)
@@ -269,14 +276,16 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         "coverage": None,
     }
     if draft.vocab:
-        ids = np.asarray(learned(draft.kind).unroll.vocabulary(network))
-        outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
+        ids = brought_together(learned(draft.kind).unroll.vocabulary(network))
+        if me == 0:
+            outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
     with interrupt.nothing_unsaved("measuring the draft", then=then):
         outcome["acceptance"] = measure(
             job, policy, network, draft_data.in_batches(measured, offline.rows)
         )
-        save_tree(folder / WEIGHTS, network)
-        write_whole(folder / ACCEPTANCE, json.dumps(outcome) + "\n")
+        _keep(folder / WEIGHTS, network)
+        if me == 0:
+            write_whole(folder / ACCEPTANCE, json.dumps(outcome) + "\n")
     by_length = tokens_kept(outcome["acceptance"][: draft.max_draft_length])
     would = (
         f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep"
@@ -286,8 +295,8 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
 
 
 def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
-    """The file of the draft's weights, trained first if the cache does not hold it; in process 0,
-    which does it for all.
+    """The file of the draft's weights, trained first if the cache does not hold it, by all
+    processes together.
 
     `text` is what `draft_data.training_text` read for this job.
 
@@ -305,13 +314,13 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
     def build_here(folder: Path) -> None:
         job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
         try:
-            build(on_this_process(job), interrupt, text, partial, folder)
+            build(job, interrupt, text, partial, folder)
         except optimizers.Diverged:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
     with interrupt.nothing_unsaved("looking for the draft"):
-        folder = cached(key, in_process_0(build_here), job.say)
+        folder = cached_by_all(key, build_here, job.say)
         shutil.rmtree(partial, ignore_errors=True)
     return folder / WEIGHTS
 
@@ -366,34 +375,3 @@ def _as_read(data: DataConfig, tokenizer: str) -> DataConfig:
 def _digest(files: list[Path]) -> str:
     """The content of those files that there are, as far as a cache key goes."""
     return " ".join(map(digest, files))
-
-
-def load_draft(job: Job, shapes: PyTree) -> PyTree:
-    """The draft of `rollout.draft.path`, as it is; without one, None."""
-    config, began = job.config, time.perf_counter()
-    if not config.rollout.draft.path:
-        return None
-    network = read_draft(config, shapes)
-    job.say(
-        f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in"
-        f" {time.perf_counter() - began:.1f} s"
-    )
-    return network
-
-
-def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
-    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
-    not, why."""
-    problems = load_sets(job.config, job.tokenizer, answers=False).training[0]
-    few = [problems[number] for number in range(min(PROBED, len(problems)))]
-    longest = max(len(problem.ids) for problem in few)
-    reading = measured_agreement(
-        job.step.generator,
-        learned(job.config.rollout.draft.kind),
-        policy,
-        network,
-        *pad_prompts(few, longest, job.tokenizer.pad_id),
-    )
-    job.say(report(reading))
-    if reading.warning:
-        job.say(f"warning: {reading.warning}")

@@ -12,12 +12,11 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import History
 from jaxspec.host.batches import Batches, Pool
 from jaxspec.host.draft_data import Rows, training_text
-from jaxspec.host.draft_training import cached_draft, load_draft, say_agreement
+from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job
 from jaxspec.host.round_cost import with_chooser
 from jaxspec.host.runner import abstract
-from jaxspec.host.warm_start import cached_policy, load_policy
-from jaxspec.processes.process_0 import process_0_first
+from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
 from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
@@ -92,14 +91,11 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract(step, config.batch.prompts)[0]
     offline = config.offline.steps > 0 and shapes.learner.draft is not None
-    if config.sft.steps:
-        process_0_first(lambda: cached_policy(job, interrupt))
+    trained = cached_draft(job, interrupt, text) if offline else None
     network = None if offline else load_draft(job, _network(shapes))
     policy = load_policy(job, interrupt)
-    if offline:
-        network = load_tree(
-            process_0_first(lambda: cached_draft(job, interrupt, text)), _network(shapes)
-        )
+    if trained is not None:
+        network = load_tree(trained, _network(shapes))
     elif network is not None:
         say_agreement(job, policy, network)
     else:

@@ -1,5 +1,5 @@
-"""The policy that training starts from: a checkpoint's, or a supervised warm start on generated
-documents."""
+"""What training starts from: the policy of a checkpoint, or a supervised warm start on generated
+documents, and a checkpoint's draft."""
 
 import time
 from pathlib import Path
@@ -7,24 +7,30 @@ from pathlib import Path
 import jax
 
 from jaxspec import mesh as meshes
+from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.data import arithmetic
+from jaxspec.data.problems import load_sets, pad_prompts
+from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import Checkpoint, merger, policy_checkpoint
+from jaxspec.host.agreement import measured_agreement, report
 from jaxspec.host.draft_data import answered
 from jaxspec.host.job import Job, on_this_process, sources
 from jaxspec.host.runner import placed
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import in_process_0
+from jaxspec.processes.process_0 import in_process_0, process_0_first
 from jaxspec.rl import optimizers
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import texts_to_learn
 from jaxspec.sampling import Processing
-from jaxspec.state import LearnerState
+from jaxspec.state import LearnerState, PyTree
 from jaxspec.storage.cache import cached, content_key, load_tree, save_tree
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 
 WEIGHTS = "weights.npz"
+PROBED = 16
+"""Training prompts on which a draft that was loaded is compared with the policy."""
 
 
 def warm_start(job: Job, progress: Progress) -> Decoder:
@@ -131,7 +137,7 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     if config.model.path:
         policy = _read_policy(job, interrupt, wanted)
     elif config.sft.steps:
-        policy = load_tree(cached_policy(job, interrupt), wanted)
+        policy = load_tree(process_0_first(lambda: cached_policy(job, interrupt)), wanted)
     else:
         policy = jax.jit(fresh, out_shardings=layout)()
     return merge(policy) if merge else policy
@@ -161,3 +167,34 @@ def load_shown(checkpoint: Checkpoint) -> Decoder:
                 progress.update(shown)
 
         return checkpoint.load(show)
+
+
+def load_draft(job: Job, shapes: PyTree) -> PyTree:
+    """The draft of `rollout.draft.path`, as it is; without one, None."""
+    config, began = job.config, time.perf_counter()
+    if not config.rollout.draft.path:
+        return None
+    network = read_draft(config, shapes)
+    job.say(
+        f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in"
+        f" {time.perf_counter() - began:.1f} s"
+    )
+    return network
+
+
+def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
+    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
+    not, why."""
+    problems = load_sets(job.config, job.tokenizer, answers=False).training[0]
+    few = [problems[number] for number in range(min(PROBED, len(problems)))]
+    longest = max(len(problem.ids) for problem in few)
+    reading = measured_agreement(
+        job.step.generator,
+        learned(job.config.rollout.draft.kind),
+        policy,
+        network,
+        *pad_prompts(few, longest, job.tokenizer.pad_id),
+    )
+    job.say(report(reading))
+    if reading.warning:
+        job.say(f"warning: {reading.warning}")

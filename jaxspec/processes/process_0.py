@@ -47,11 +47,13 @@ def refused_by_all(look: Callable[[], None]) -> None:
 def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
     """`build` in process 0; elsewhere a complaint, since what process 0 built should have been
     found."""
+    return build if jax.process_index() == 0 else lambda folder: require_shared(False, folder)
 
-    def refuse(folder: Path) -> None:
-        raise ConfigError(
-            f"{folder.parent} does not hold what process 0 trained; set JAXSPEC_CACHE to a folder"
-            " that all processes share"
-        )
 
-    return build if jax.process_index() == 0 else refuse
+def require_shared(found: bool, folder: Path) -> None:
+    """Whether this process has found the folder that process 0 has made in the cache."""
+    require(
+        found,
+        f"{folder.parent} does not hold what process 0 has put there; set JAXSPEC_CACHE to a folder"
+        " that all processes share",
+    )

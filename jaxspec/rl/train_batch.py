@@ -125,8 +125,13 @@ def texts_to_learn(
         "plan": planned(read_lengths(chosen), row_shards(mesh), micro),
     }
     batch = TrainBatch(**parts)
-    layout = jax.tree.map(lambda _: rows_sharding(mesh), batch)
-    return jax.device_put(batch, layout.replace(plan=plan_layout(mesh)))
+    layout = jax.tree.map(lambda _: rows_sharding(mesh), batch).replace(plan=plan_layout(mesh))
+
+    def put(values: Any, sharding: Any) -> jax.Array:
+        host = np.asarray(values)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, batch, layout)
 
 
 def plan_layout(mesh: Mesh) -> Any:

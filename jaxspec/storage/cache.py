@@ -19,6 +19,12 @@ import numpy as np
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import from_host
+from jaxspec.processes.process_0 import (
+    agreed_by_process_0,
+    in_process_0,
+    process_0_first,
+    require_shared,
+)
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import layout, named, require_same
 from jaxspec.system.files import (
@@ -116,6 +122,32 @@ def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] =
             with contextlib.suppress(OSError):
                 discard(building)
     return ready
+
+
+def cached_by_all(key: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+    """As `cached`, for what all processes build together: each is given the folder, and process 0
+    fills it.
+
+    Raises ConfigError also where a process does not see that folder, before it is filled.
+    """
+    begun = False
+
+    def by_all(folder: Path) -> None:
+        nonlocal begun
+        begun = agreed_by_process_0(True)
+        build(folder)
+
+    def found() -> Path:
+        ready = cached(key, in_process_0(by_all), say)
+        if jax.process_index() == 0 and not begun:
+            agreed_by_process_0(False)
+        return ready
+
+    if jax.process_index() != 0 and agreed_by_process_0(False):
+        building = cache_folder() / f"{key}.building"
+        require_shared(building.is_dir(), building)
+        build(building)
+    return process_0_first(found)
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -59,6 +59,20 @@ def require_same(where: str, stored: Layout, wanted: Layout, remedy: str) -> Non
         raise ConfigError(f"{where} was written by another config: {shown}. {remedy}")
 
 
+def brought_together(tree: PyTree) -> PyTree:
+    """The arrays of a tree in process 0, whole, on the host; nothing elsewhere, though all
+    processes call it: one array after the other is made whole on the devices."""
+
+    def one(leaf: Any) -> np.ndarray | None:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
+            everywhere = NamedSharding(leaf.sharding.mesh, jax.P())
+            leaf = jax.jit(lambda whole: whole, out_shardings=everywhere)(leaf).addressable_data(0)
+        return np.asarray(leaf) if jax.process_index() == 0 else None
+
+    return jax.tree.map(one, tree)
+
+
 def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     """A number of 32 bits for each array, the same on any mesh and in every process, which all call
     this together.

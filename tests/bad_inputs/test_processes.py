@@ -1,21 +1,19 @@
 """What is wrong with a job of several processes ends all of them at once, and is told."""
 
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import free_port
 from tests.runs import Process, command, environment
 
 
 def together(folder: Path, *changes: dict[str, object], **variables: str) -> list[Process]:
     """A process for each of the changes, which have the same coordinator."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     processes = []
     for number, own in enumerate(changes):
         place = {

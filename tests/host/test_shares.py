@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import free_port
 from tests.runs import ROOT
 
 SCRIPT = """
@@ -87,9 +87,7 @@ with open(out, "w") as file:
 
 
 def told_by(folder: Path, count: int) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     files = [folder / f"{count}-{process}" for process in range(count)]
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     script = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(count)]

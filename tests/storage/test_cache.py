@@ -18,6 +18,7 @@ import pytest
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.system.files import Damaged, SaveError, digest, replacing
+from tests.conftest import free_port
 
 TREE = {
     "matrix": jnp.arange(48.0).reshape(6, 8),
@@ -301,3 +302,57 @@ def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
     assert sum(lines.count("building") for lines in told) == 1
     assert sum("waiting for it" in line for lines in told for line in lines) == 1
     assert told[0][-1] == told[1][-1]
+
+
+TOGETHER = """
+    import os, sys
+    import jax
+    from jax.experimental import multihost_utils
+    from jaxspec.inputs.checked import ConfigError
+    from jaxspec.storage import cache
+    me = int(sys.argv[1])
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, me, initialization_timeout=60)
+    def build(folder):
+        print("building", flush=True)
+        made = int(multihost_utils.process_allgather(jax.numpy.int32(me + 1)).sum())
+        if me == 0:
+            (folder / "sum").write_text(str(made))
+    try:
+        for _ in range(2):  # the second finds what the first has built
+            print((cache.cached_by_all("key", build, print) / "sum").read_text(), flush=True)
+    except ConfigError as reason:
+        print(reason, flush=True)
+        os._exit(2)
+"""
+
+
+def together(*caches: Path) -> list[subprocess.Popen[str]]:
+    """Two processes that build together, each with its own idea of where the cache is."""
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(TOGETHER), str(me), port],
+            env={**os.environ, "JAXSPEC_CACHE": str(folder)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for me, folder in enumerate(caches)
+    ]
+
+
+def test_processes_build_together_what_process_0_puts_there(tmp_path: Path) -> None:
+    for run in together(tmp_path, tmp_path):
+        said = run.communicate(timeout=60)[0].splitlines()
+        assert [line for line in said if "Gloo" not in line] == ["building", "3", "3"]
+        assert run.returncode == 0
+
+
+def test_a_process_that_has_another_cache_says_so_before_it_builds(tmp_path: Path) -> None:
+    first, second = together(tmp_path / "one", tmp_path / "other")
+    said = second.communicate(timeout=60)[0]
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2
+    assert "building" not in said
+    told = f"{tmp_path / 'other'} does not hold what process 0 has put there; set JAXSPEC_CACHE to"
+    assert told in said
