@@ -144,7 +144,8 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
     whole, unseen = with_what_is_here(config)
     target = target_of(whole, options.hardware, options.devices)
     count = len(target.devices)
-    processes = count if count > hardware.NODE else 1  # of several, none leaves one idle
+    # Those of several machines are of several processes, which leave none idle.
+    processes = 1 if target.card is None or count <= target.card.node else count
     mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
     used = target._replace(devices=[*mesh.devices.flat])
     job = make_job(whole, mesh)

@@ -56,7 +56,7 @@ def closing_table(outcome: dict[str, Any], depths: int) -> Group:
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains the draft, or finds it in the cache; says where it is and what it outcome."""
+    """Trains the draft, or finds it in the cache; says where it is and what it has reached."""
     draft, training = job.config.rollout.draft, job.config.draft_training
     if job.config.offline.steps == 0 or not draft.learned:
         either = (

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.conftest import free_port
 from tests.runs import ROOT, Process, command, environment, final_arrays, launch, lines, weights
 
 
@@ -72,25 +75,59 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
     )
 
 
+KEEPS_AT_ONCE = """
+import runpy, sys
+from jaxspec.host import draft_training
+draft_training.KEEP_SECONDS = draft_training.KEEP_COST = 0.0
+sys.argv[0] = "train"
+runpy.run_module("jaxspec.train", run_name="__main__")
+"""
+"""The main program, which keeps the draft after every update."""
+
+
 @pytest.mark.slow
-def test_processes_train_the_draft_together(cache: Path, tmp_path: Path) -> None:
+def test_processes_train_the_draft_together_and_go_on_after_a_kill(
+    cache: Path, tmp_path: Path
+) -> None:
     """Two of one device each sample the same answers as one of two devices, and end in the same
-    weights."""
-    offline = {"offline__steps": 10, "offline__samples": 64, "offline__rows": 16}
-    changes = {"steps": 1, **offline}
+    weights, of which each has a part."""
+    changes = {
+        "steps": 1,
+        "mesh__shard_above": 0,
+        "rollout__draft__vocab": 16,
+        "offline__steps": 60,
+        "offline__samples": 64,
+        "offline__rows": 16,
+    }
     before = {*cache.glob("*/acceptance.json")}
     launch(cache, tmp_path / "one", **changes).finish()
     (reached,) = {*cache.glob("*/acceptance.json")} - before
     expected = reached.parent.rename(tmp_path / "draft")
+    coordinator, started = f"127.0.0.1:{free_port()}", list[Process]()
+    for number in range(2):
+        place = {
+            "JAXSPEC_COORDINATOR": coordinator,
+            "JAXSPEC_PROCESSES": "2",
+            "JAXSPEC_PROCESS_ID": str(number),
+        }
+        words = [sys.executable, "-c", KEEPS_AT_ONCE, *command(tmp_path / "two", **changes)]
+        log = tmp_path / f"{number}.log"
+        started.append(Process(words, environment(cache, 1) | place, log))
+    partial = cache / f"{reached.parent.name}.partial"
+    started[0].wait_until(lambda: (partial / "learner.npz").exists())
+    for process in started:
+        process.signal(signal.SIGKILL)
+        process.handle.wait()
     said = together(cache, tmp_path / "two", 1, no_compare_plain=True, **changes)
     assert said.count("no draft in the cache") == 1
-    assert said.count("draft 10/10") == 1, said
+    assert re.search(r"going on at step \d+ of 60", said)
+    assert said.count("draft 60/60") == 1
     assert reached.read_text() == (expected / "acceptance.json").read_text()
     with np.load(reached.parent / "weights.npz") as found, np.load(expected / "weights.npz") as one:
         assert found.files == one.files
         for name in found.files:
             np.testing.assert_array_equal(found[name], one[name], err_msg=name)
-    assert not list(cache.glob("*.partial"))
+    assert not partial.exists()
 
 
 @pytest.mark.slow

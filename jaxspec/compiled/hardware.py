@@ -40,6 +40,8 @@ class Card(NamedTuple):
     """To one of these, one way; without NVLink, over PCIe."""
     nic: float
     """To all others, one way."""
+    node: int = 8
+    """GPUs of the largest usual machine."""
     threads: int = 2048
     """Of a multiprocessor."""
     clock_ghz: float = 1.98
@@ -161,6 +163,7 @@ HARDWARE: dict[str, Card] = {
     ),
     "gb200": Card(
         kind="NVIDIA GB200",
+        node=4,
         capability=(10, 0),
         cores=152,
         memory=198_642_237_440,
@@ -174,6 +177,7 @@ HARDWARE: dict[str, Card] = {
     ),
     "gb300": Card(
         kind="NVIDIA GB300",
+        node=4,
         capability=(10, 3),
         cores=152,
         memory=297_021_079_552,
@@ -189,8 +193,6 @@ HARDWARE: dict[str, Card] = {
 """By the name that `check --hardware` takes: makers' data sheets, and what their drivers say."""
 HERE = "here"
 """The name for the devices that JAX finds."""
-NODE = 8
-"""Devices of the largest usual machine."""
 
 
 def card_of(name: str) -> Card:
@@ -209,7 +211,7 @@ def card_of(name: str) -> Card:
 def usual(devices: int) -> str:
     """The hardware that so many devices are taken for where nothing is said: a machine of H200, or
     a part of GB200 racks."""
-    return "h200" if devices <= NODE else "gb200"
+    return "h200" if devices <= HARDWARE["h200"].node else "gb200"
 
 
 def plugin() -> bool:

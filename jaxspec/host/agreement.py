@@ -66,12 +66,13 @@ def measured_agreement(
 
     def read(
         network: PyTree, taps: tuple[int, ...], depths: int
-    ) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
+    ) -> tuple[Float[np.ndarray, " A"], Float[np.ndarray, " A"]]:
         temperature = generator.settings.processing.temperature
         objective = Objective(total_variation, depths, 1.0, temperature, kind.unroll)
-        return _read(policy, network, _pass(policy, texts, taps, dtype), texts, objective, dtype)
+        found = _read(policy, network, _pass(policy, texts, taps, dtype), texts, objective, dtype)
+        return jax.device_get(jax.device_put(found, meshes.replicated(generator.mesh)))
 
-    agreement, acceptance = jax.device_get(read(network, taps, max(2, generator.draft_length)))
+    agreement, acceptance = read(network, taps, max(2, generator.draft_length))
     skipped = 1 + int(kind.unroll.before(1)[0])  # tokens before the first that is predicted
     reading = Reading(
         agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum())

@@ -64,7 +64,8 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """
     config, rows = job.config, job.config.offline.rows
     # those of the config are for other prompts
-    alone = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
+    plain = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
+    alone = dataclasses.replace(plain, past=0)
     stream = load_sets(config, job.tokenizer, answers=False).stream(config.seed)
     whole, by_row = meshes.replicated(job.mesh), meshes.rows_sharding(job.mesh)
     like = jax.tree.map(

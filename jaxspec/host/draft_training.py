@@ -26,7 +26,7 @@ from jaxspec.host.job import Job, sources
 from jaxspec.host.runner import abstract, placed
 from jaxspec.host.warm_start import WEIGHTS, load_draft, load_policy, policy_key, say_agreement
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import agreed_by_process_0
+from jaxspec.processes.process_0 import agreed_by_process_0, require_shared, told_by_process_0
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
@@ -125,6 +125,8 @@ def train(
     kept = _kept(file, jax.tree.map(placed, shapes, layout), progress)
     if kept is not None:
         trained, done = kept
+        # All must leave the loop below together.
+        require_shared(told_by_process_0(int(done)) == int(done), file)
         progress.say(f"going on at step {int(done)} of {offline.steps}")
     else:
         trained, done = jax.jit(fresh, out_shardings=layout)()
@@ -311,17 +313,21 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
         f"{len(text.tokens)} rows of {offline.text}" if text else f"{offline.samples} responses"
     )
 
+    def forget() -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
     def build_here(folder: Path) -> None:
         job.say(f"no draft in the cache: {offline.steps} steps of {kind} on {source}")
         try:
             build(job, interrupt, text, partial, folder)
         except optimizers.Diverged:
-            shutil.rmtree(partial, ignore_errors=True)
+            forget()
             raise
 
     with interrupt.nothing_unsaved("looking for the draft"):
         folder = cached_by_all(key, build_here, job.say)
-        shutil.rmtree(partial, ignore_errors=True)
+        forget()
     return folder / WEIGHTS
 
 

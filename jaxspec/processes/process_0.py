@@ -25,9 +25,14 @@ def process_0_first(work: Callable[[], _T]) -> _T:
 
 def agreed_by_process_0(answer: bool) -> bool:
     """What process 0 answers, in every process."""
+    return bool(told_by_process_0(int(answer)))
+
+
+def told_by_process_0(number: int) -> int:
+    """The number of process 0, of 31 bits, in every process."""
     if jax.process_count() == 1:
-        return answer
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def refused_by_all(look: Callable[[], None]) -> None:
@@ -51,7 +56,7 @@ def in_process_0(build: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def require_shared(found: bool, folder: Path) -> None:
-    """Whether this process has found the folder that process 0 has made in the cache."""
+    """Refuses to go on where this process has not found what process 0 has made in the cache."""
     require(
         found,
         f"{folder.parent} does not hold what process 0 has put there; set JAXSPEC_CACHE to a folder"

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import struct
 import zipfile
 import zlib
@@ -15,16 +16,12 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import from_host
-from jaxspec.processes.process_0 import (
-    agreed_by_process_0,
-    in_process_0,
-    process_0_first,
-    require_shared,
-)
+from jaxspec.processes.process_0 import require_shared, told_by_process_0
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import layout, named, require_same
 from jaxspec.system.files import (
@@ -36,11 +33,14 @@ from jaxspec.system.files import (
     locked,
     reading,
     replacing,
+    write_whole,
     writing,
 )
 
 SUMS = "sha256.json"
 """Digests of the other files of a cached folder."""
+MARK = "process-0.txt"
+"""A number in a folder that several processes build, by which they know it."""
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -130,24 +130,29 @@ def cached_by_all(key: str, build: Callable[[Path], None], say: Callable[[str], 
 
     Raises ConfigError also where a process does not see that folder, before it is filled.
     """
-    begun = False
+    if jax.process_count() == 1:
+        return cached(key, build, say)
+    ready, building, mark = cache_folder() / key, cache_folder() / f"{key}.building", 0
 
-    def by_all(folder: Path) -> None:
-        nonlocal begun
-        begun = agreed_by_process_0(True)
+    def build_by_all(folder: Path) -> None:
+        nonlocal mark
+        mark = 1 + secrets.randbelow(2**30)
+        write_whole(folder / MARK, str(mark))
+        told_by_process_0(mark)
         build(folder)
 
-    def found() -> Path:
-        ready = cached(key, in_process_0(by_all), say)
-        if jax.process_index() == 0 and not begun:
-            agreed_by_process_0(False)
-        return ready
-
-    if jax.process_index() != 0 and agreed_by_process_0(False):
-        building = cache_folder() / f"{key}.building"
-        require_shared(building.is_dir(), building)
+    if jax.process_index() == 0:
+        cached(key, build_by_all, say)
+        if not mark:
+            told_by_process_0(0)
+    elif mark := told_by_process_0(0):
+        file = building / MARK  # of another job's folder, on another disk, it says something else
+        seen = file.read_text(encoding="utf-8") if file.is_file() else ""
+        require_shared(seen == str(mark), building)
         build(building)
-    return process_0_first(found)
+    multihost_utils.sync_global_devices(f"{key} is cached")
+    require_shared(ready.is_dir(), ready)
+    return ready
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -66,8 +66,7 @@ def brought_together(tree: PyTree) -> PyTree:
     def one(leaf: Any) -> np.ndarray | None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
-            everywhere = NamedSharding(leaf.sharding.mesh, jax.P())
-            leaf = jax.jit(lambda whole: whole, out_shardings=everywhere)(leaf).addressable_data(0)
+            leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, jax.P()))
         return np.asarray(leaf) if jax.process_index() == 0 else None
 
     return jax.tree.map(one, tree)
