@@ -126,6 +126,8 @@ def reported(work: Callable[[], int]) -> int:
         if not message:
             _tell_unforeseen(error)
             raise
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            peers.wait_for_word()
         with contextlib.suppress(OSError):  # it may go to a file on the disk that is full
             print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2

@@ -176,6 +176,13 @@ def held() -> bool:
     return _held is not None
 
 
+def wait_for_word() -> None:
+    """Gives the lines time to end this process with the name of who has ended, before it says by
+    itself that somebody has."""
+    if _held is not None:
+        time.sleep(2 * _BEAT)
+
+
 def leave(status: int, why: str = "") -> None:
     """Tells the other processes, if there are any, that this one ends, as `Peers.leave` does; with
     a reason the process ends here."""
