@@ -106,6 +106,21 @@ class Process:
         return output
 
 
+def printed(arguments: list[str], variables: dict[str, str], folder: Path, timeout: int) -> str:
+    """What a program prints that must end well."""
+    done = subprocess.run(
+        arguments,
+        env=variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> Process:
     arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
     return Process(arguments, environment(cache, devices), cache / f"{time.monotonic_ns()}.log")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import free_port
-from tests.runs import ROOT, Process, command, environment, final_arrays, launch, lines, weights
+from tests.runs import (
+    ROOT,
+    Process,
+    command,
+    environment,
+    final_arrays,
+    launch,
+    lines,
+    printed,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +37,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(cache: Path, workdir: Path, devices: int, **changes: object) -> str:
     """A run of two processes of so many devices each."""
     script = str(ROOT / "launch" / "multiprocess_cpu.sh")
-    output = subprocess.run(
-        ["bash", script, "2", *command(workdir, **({"no_compare_plain": False} | changes))],
-        env=environment(cache, devices)
-        | {
-            "DEVICES_PER_PROCESS": str(devices),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert output.returncode == 0, output.stdout + output.stderr
-    return output.stdout
+    words = ["bash", script, "2", *command(workdir, **({"no_compare_plain": False} | changes))]
+    variables = environment(cache, devices) | {
+        "DEVICES_PER_PROCESS": str(devices),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    return printed(words, variables, ROOT, timeout=900)
 
 
 @pytest.mark.slow

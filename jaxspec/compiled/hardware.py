@@ -41,7 +41,7 @@ class Card(NamedTuple):
     nic: float
     """To all others, one way."""
     node: int = 8
-    """GPUs of the largest usual machine."""
+    """GPUs of a machine, at most."""
     threads: int = 2048
     """Of a multiprocessor."""
     clock_ghz: float = 1.98

@@ -18,7 +18,7 @@ from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
-from jaxspec.host.runner import placed, put
+from jaxspec.host.runner import abstract_prompts, put
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
@@ -67,13 +67,9 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     plain = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
     alone = dataclasses.replace(plain, past=0)
     stream = load_sets(config, job.tokenizer, answers=False).stream(config.seed)
-    whole, by_row = meshes.replicated(job.mesh), meshes.rows_sharding(job.mesh)
-    like = jax.tree.map(
-        lambda leaf: placed(leaf, by_row if leaf.ndim else whole),
-        jax.eval_shape(lambda: alone.no_prompts(rows)),
-    )
+    like = abstract_prompts(alone, rows)
 
-    @partial(jax.jit, out_shardings=whole)
+    @partial(jax.jit, out_shardings=meshes.replicated(job.mesh))
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
         rollout = alone.generate(alone.sync(policy, None, alone.start()), prompts)
         ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)

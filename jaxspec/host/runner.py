@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
@@ -64,23 +65,25 @@ def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
     """Shapes, types and shardings of the step's arguments: nothing is allocated."""
     mesh = step.mesh
-    rows, whole = meshes.rows_sharding(mesh), meshes.replicated(mesh)
-
-    def by_row(leaf: Any) -> jax.ShapeDtypeStruct:
-        return placed(leaf, rows if leaf.ndim else whole)
-
     state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
     shapes = jax.eval_shape(
         lambda: step.nothing_finished(prompts * step.generator.settings.group_size)
     )
-    finished = jax.tree.map(by_row, shapes).replace(
+    finished = _by_row(shapes, mesh).replace(
         plan=jax.tree.map(placed, shapes.plan, plan_layout(mesh))
     )
-    return (
-        state,
-        finished,
-        jax.tree.map(by_row, jax.eval_shape(lambda: step.generator.no_prompts(prompts))),
-    )
+    return state, finished, abstract_prompts(step.generator, prompts)
+
+
+def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
+    """Shapes, types and shardings of a generator's prompts."""
+    return _by_row(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
+
+
+def _by_row(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Shapes whose first axis is rows, with the sharding of rows; scalars are everywhere."""
+    rows, whole = meshes.rows_sharding(mesh), meshes.replicated(mesh)
+    return jax.tree.map(lambda leaf: placed(leaf, rows if leaf.ndim else whole), tree)
 
 
 def put(tree: PyTree, like: PyTree) -> PyTree:

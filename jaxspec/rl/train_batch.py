@@ -10,7 +10,14 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import ROWS, by_update_sharding, replicated, row_shards, rows_sharding
+from jaxspec.mesh import (
+    ROWS,
+    by_update_sharding,
+    from_host,
+    replicated,
+    row_shards,
+    rows_sharding,
+)
 from jaxspec.state import AnyArray, Pack, Plan, PyTree, Tree, pytree
 
 
@@ -129,7 +136,7 @@ def texts_to_learn(
 
     def put(values: Any, sharding: Any) -> jax.Array:
         host = np.asarray(values)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return from_host(jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding), host)
 
     return jax.tree.map(put, batch, layout)
 

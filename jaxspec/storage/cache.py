@@ -85,7 +85,8 @@ def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None] =
 
     A folder appears complete or not at all, and one whose files do not hold any more what was
     written is made anew, with a word. Of several processes that ask at once one builds, the others
-    say that they wait, and reuse; so `build` must not communicate with them.
+    say that they wait, and reuse; so `build` must not communicate with them, as it may in
+    `cached_by_all`.
     Raises ConfigError if the cache cannot be written to.
     """
     cache = cache_folder()

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
 from tests.bench.compared import CONFIG, head
 from tests.conftest import small_mesh
+from tests.runs import printed
 
 SMALL = {
     "model.layers": 4,
@@ -251,17 +251,8 @@ sys.exit(main(sys.argv[1:]))
         str(head(tmp_path / "head")),
         *flags,
     ]
-    done = subprocess.run(
-        command,
-        env=variables,
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *before, last = done.stdout.splitlines()
+    told = printed(command, variables, repository, timeout=900)
+    *before, last = told.splitlines()
     line = json.loads(last)
     assert line.keys() == {"bench", "machine", "versions", "answers", "generic", "rows"}
     assert line["generic"] == str(tmp_path / "head")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxspec.hf.tensor_files import write_tensors
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from tests.conftest import save_policy, tiny_model
+from tests.runs import printed
 
 
 def test_reading_a_checkpoint_is_measured(
@@ -88,17 +88,8 @@ def test_reading_needs_little_more_memory_than_the_weights(
         "--data",
         "8",
     ]
-    done = subprocess.run(
-        command,
-        env=variables,
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
+    told = printed(command, variables, repository, timeout=300)
+    line = json.loads(told.splitlines()[-1])
     assert line["weight_bytes"] > 2.5e8
     assert line["machine"]["mesh"] == {"data": 8, "expert": 1, "tensor": 1}
     assert 1 <= line["peak_over_weights"] <= 1.3
