@@ -191,9 +191,9 @@ def _difference(known: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _differences(differing: Mapping[int, str]) -> str:
-    """All differences, each with the processes that have it."""
+    """All differences, each with the processes that have it, in whatever order they came."""
     told = []
-    for what in dict.fromkeys(differing.values()):
+    for what in dict.fromkeys(differing[process] for process in sorted(differing)):
         some = sorted(process for process, theirs in differing.items() if theirs == what)
         listed = ", ".join(map(str, some[:_SHOWN_DIFFERENCES]))
         more = len(some) - _SHOWN_DIFFERENCES

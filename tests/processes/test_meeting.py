@@ -230,13 +230,13 @@ def test_a_name_that_is_not_known_is_said_at_once(
 
 
 def test_who_was_started_with_something_else_is_named_with_what(coordinator: str) -> None:
-    """Process 0 names all of them, once all have come; nobody goes on."""
+    """Process 0 names all of them, once all have come, the last first; nobody goes on."""
     mine = {"optimizer.learning_rate": 0.001, "steps": 3, "jaxspec": "1 (aa)"}
     other = mine | {"optimizer.learning_rate": 0.002}
     older = {name: value for name, value in mine.items() if name != "steps"} | {"jaxspec": "1 (bb)"}
     arrivals = [
         Arrival(coordinator, 5, process, 20.0, **identity)
-        for process, identity in enumerate([mine, other, mine, other, older])
+        for process, identity in reversed([*enumerate([mine, other, mine, other, older])])
     ]
     told = {arrival.ended() for arrival in arrivals}
     assert told == {
