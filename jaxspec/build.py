@@ -249,6 +249,8 @@ def tokens_of(config: ResolvedConfig, mesh: Mesh) -> int:
     return longest * min(max(1, round(wanted / longest)), max(rows, 1))
 
 
+PIECE = 128
+"""Positions of a piece of known text on an accelerator. A CPU reads whole prompts."""
 PAGE, SLOTS = 64, 256
 """Positions of a page on an accelerator, whose kernel reads such pages, and rows that are generated
 at once at most, where nothing is said: with a few drafts each, more rows than that are no longer
@@ -301,7 +303,8 @@ def _build_generator(
         page_size=_page_size(config, mesh),
         chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
-        lengths=rollout.draft.draft_lengths if rollout.draft.drafts else (),
+        piece=PIECE if meshes.accelerated(mesh) else 0,
+        lengths=_draft_lengths(config, mesh),
         stop=stop,
     )
 
@@ -332,6 +335,17 @@ def _build_generator(
         about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),
     )
     return generator.with_(prompts=batch.prompts, group_size=batch.group_size)
+
+
+def _draft_lengths(config: ResolvedConfig, mesh: Mesh) -> tuple[int, ...]:
+    """Draft lengths among which rounds choose; none where all rounds draft alike."""
+    draft = config.rollout.draft
+    lengths = draft.draft_lengths if draft.drafts else ()
+    if not lengths or not meshes.accelerated(mesh):
+        return lengths
+    # Each length is a body to compile for each loop. One token a round pays on no card: its round
+    # costs nearly that of three, as both read all weights.
+    return tuple(length for length in lengths if length != 1)
 
 
 def _grid(config: ResolvedConfig) -> tuple[float, ...]:

@@ -21,14 +21,33 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 """An option of checks alone, since others look at what is captured. That changes no memory and no
 kernel, and takes seconds that grow with the square of the pieces: an unrolled model has
 thousands."""
+ON_GPUS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+}
+"""Options of all programs for GPUs. Products are left to cuBLAS: tuning those of Triton takes most
+of a compile, and untuned they are up to 20 times slower."""
 FLAGS = "XLA_FLAGS"
 
 
 def set_quick() -> None:
-    """Gives XLA these options for all that is compiled from now on; must come before JAX starts its
-    backends. What a program's own options or the user's XLA_FLAGS say wins."""
-    ours = [f"--{name}={str(value).lower()}" for name, value in {**QUICK, **NO_GRAPHS}.items()]
-    os.environ[FLAGS] = " ".join([*ours, os.environ.get(FLAGS, "")]).strip()
+    """Sets the options of a check for all programs; must come before JAX starts its backends.
+
+    A program's own options and the user's XLA_FLAGS win.
+    """
+    set_flags({**QUICK, **NO_GRAPHS})
+
+
+def set_flags(options: Mapping[str, str | bool]) -> None:
+    """Puts options before those of XLA_FLAGS, which win; must come before JAX starts its backends.
+
+    A variable that names a file of flags stays as it is.
+    """
+    given = os.environ.get(FLAGS, "").split()
+    if given and not given[0].startswith("--"):
+        return
+    ours = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    os.environ[FLAGS] = " ".join([*(flag for flag in ours if flag not in given), *given])
 
 
 _RESHARDED = re.compile(r"[Ii]nvoluntary full rematerialization[^\n]*")

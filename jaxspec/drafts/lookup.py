@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Kind, Proposal, Sampler
+from jaxspec.drafts.base import Context, Draft, Kept, Kind, Pieces, Proposal, Sampler
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
@@ -45,14 +45,8 @@ def ngram(
     """
     _check(max_draft_length, min_match, max_match)
 
-    def prefill(
-        network: PyTree,
-        target: Decoder,
-        prompts: Prompts,
-        features: Float[Array, "n P C"],
-        cache: None,
-    ) -> tuple[tuple[()], None]:
-        return (), None
+    def start(network: PyTree, target: Decoder, prompts: Prompts) -> tuple[()]:
+        return ()
 
     def propose(
         network: PyTree,
@@ -75,7 +69,7 @@ def ngram(
             )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=count)
 
-    return _without_weights(max_draft_length, prefill, propose)
+    return _without_weights(max_draft_length, start, propose)
 
 
 @pytree
@@ -96,14 +90,8 @@ def history(max_draft_length: int, group_size: int, min_match: int, max_match: i
     """
     _check(max_draft_length, min_match, max_match)
 
-    def prefill(
-        network: PyTree,
-        target: Decoder,
-        prompts: Prompts,
-        features: Float[Array, "n P C"],
-        cache: None,
-    ) -> tuple[HistoryState, None]:
-        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths), None
+    def start(network: PyTree, target: Decoder, prompts: Prompts) -> HistoryState:
+        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
 
     def propose(
         network: PyTree,
@@ -152,7 +140,7 @@ def history(max_draft_length: int, group_size: int, min_match: int, max_match: i
         )
         return state, None, Proposal(tokens=found.tokens, logits=None, offered=found.offered)
 
-    return _without_weights(max_draft_length, prefill, propose)
+    return _without_weights(max_draft_length, start, propose)
 
 
 @pytree
@@ -176,16 +164,22 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
             f" {learned.length}"
         )
 
-    def prefill(
+    def start(network: PyTree, target: Decoder, prompts: Prompts) -> PreferringState:
+        return PreferringState(
+            lookup=lookup.start(network, target, prompts),
+            learned=learned.start(network, target, prompts),
+        )
+
+    def read(
         network: PyTree,
         target: Decoder,
-        prompts: Prompts,
-        features: Float[Array, "n P C"],
+        state: PreferringState,
         cache: KVCache | None,
+        pieces: Pieces,
+        features: Float[Array, "N T C"],
     ) -> tuple[PreferringState, KVCache | None]:
-        lookup_state, _ = lookup.prefill(network, target, prompts, features, None)
-        learned_state, cache = learned.prefill(network, target, prompts, features, cache)
-        return PreferringState(lookup=lookup_state, learned=learned_state), cache
+        read, cache = learned.read(network, target, state.learned, cache, pieces, features)
+        return state.replace(learned=read), cache
 
     def propose(
         network: PyTree,
@@ -239,7 +233,8 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         taps=learned.taps,
         draws=True,
         empty_cache=learned.empty_cache,
-        prefill=prefill,
+        start=start,
+        read=read,
         catch_up=catch_up,
         propose=propose,
         commit=commit,
@@ -256,7 +251,7 @@ def _check(max_draft_length: int, min_match: int, max_match: int) -> None:
 
 def _without_weights(
     max_draft_length: int,
-    prefill: Callable[..., tuple[PyTree, None]],
+    start: Callable[..., PyTree],
     propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
     """A draft that is a function of the context and of what was known before: it has no cache, and
@@ -272,7 +267,8 @@ def _without_weights(
         taps=(),
         draws=False,
         empty_cache=lambda network, rows, positions: None,
-        prefill=prefill,
+        start=start,
+        read=lambda network, target, state, cache, pieces, features: (state, cache),
         catch_up=catch_up,
         propose=propose,
         commit=lambda state, kept: state,

@@ -16,6 +16,7 @@ from jaxspec.drafts.base import (
     Kept,
     Kind,
     Learned,
+    Pieces,
     Proposal,
     Sampler,
     Say,
@@ -48,19 +49,6 @@ def external(max_draft_length: int) -> Draft:
 
     def empty_cache(network: Decoder, rows: int, positions: int) -> KVCache:
         return network.empty_cache(rows, positions)
-
-    def prefill(
-        network: Decoder,
-        target: Decoder,
-        prompts: Prompts,
-        features: Float[Array, "n P C"],
-        cache: KVCache,
-    ) -> tuple[ModelState, KVCache]:
-        rows, width = prompts.tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        return ModelState(read=prompts.lengths), _cache_of(
-            network(prompts.tokens, positions, cache).cache
-        )
 
     def catch_up(
         network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context
@@ -127,11 +115,28 @@ def external(max_draft_length: int) -> Draft:
         taps=(),
         draws=True,
         empty_cache=empty_cache,
-        prefill=prefill,
+        start=_start,
+        read=_read_along,
         catch_up=catch_up,
         propose=propose,
         commit=commit,
     )
+
+
+def _start(network: Decoder, target: Decoder, prompts: Prompts) -> ModelState:
+    return ModelState(read=jnp.zeros_like(prompts.lengths))
+
+
+def _read_along(
+    network: Decoder,
+    target: Decoder,
+    state: ModelState,
+    cache: KVCache,
+    pieces: Pieces,
+    features: Float[Array, "N T C"],
+) -> tuple[ModelState, KVCache]:
+    cache = _cache_of(network(pieces.tokens, pieces.positions, cache).cache)
+    return ModelState(read=pieces.put_last(state.read, pieces.positions + 1)), cache
 
 
 def _cache_of(cache: KVCache | None) -> KVCache:

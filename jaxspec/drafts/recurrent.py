@@ -1,11 +1,14 @@
 """EAGLE-3 and MTP drafting: every round first re-reads the kept tokens with the target's true
 features, then drafts on its own states."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import Context, Draft, Kept, Pieces, Proposal, Sampler, block_positions
 from jaxspec.kernels.visible import Visible
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.attention import attend_cache
@@ -59,36 +62,6 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             network.norm[...].dtype,
         )
 
-    def prefill(
-        network: Network,
-        target: Decoder,
-        prompts: Prompts,
-        features: Float[Array, "n P C"],
-        cache: KVCache,
-    ) -> tuple[RecurrentState, KVCache]:
-        config, (rows, width) = network.config, prompts.tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(width - 1, dtype=jnp.int32), (rows, width - 1))
-        nothing = jnp.zeros((rows, depth - 1, config.embed), features.dtype)
-        embedded = network.embed(target, prompts.tokens[:, 1:])
-        cache, outputs = _read(
-            network, cache, nothing, features[:, :-1], embedded, positions, depth
-        )
-        # The last whole position of the prompt (its token is the prompt's last) is read again by
-        # the first round, as its pending block.
-        first = jnp.maximum(prompts.lengths - 2, 0)
-        before = [
-            jnp.take_along_axis(
-                _next_position(nothing[:, k], outputs[k]), first[:, None, None], axis=1
-            )
-            for k in range(depth - 1)
-        ]
-        before = jnp.concatenate([nothing[:, :0], *before], axis=1)
-        pending = jnp.pad(
-            jnp.take_along_axis(features, first[:, None, None], axis=1),
-            ((0, 0), (0, max_draft_length), (0, 0)),
-        )
-        return RecurrentState(features=pending, first=first, before=before, ends=before), cache
-
     def catch_up(
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
@@ -109,7 +82,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         positions = block_positions(state.first, length + 1)
         embedded = network.embed(target, context.at(positions + 1))
         block = state.features[:, : length + 1]
-        cache, outputs = _read(network, cache, state.before, block, embedded, positions, depth)
+        cache, outputs = _read(network, cache, _after(state), block, embedded, positions, depth)
         # none in a row of one token: it has nothing to draft from
         pending = _pending(state, context)
         last = jnp.maximum(pending - 1, 0)
@@ -166,11 +139,66 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         taps=taps,
         draws=True,
         empty_cache=empty,
-        prefill=prefill,
+        start=partial(_start, max_draft_length, max(1, len(taps)), depth),
+        read=partial(_read_along, depth),
         catch_up=catch_up,
         propose=propose,
         commit=commit,
     )
+
+
+def _start(
+    max_draft_length: int,
+    features: int,
+    depth: int,
+    network: Network,
+    target: Decoder,
+    prompts: Prompts,
+) -> RecurrentState:
+    rows, dtype = len(prompts.tokens), target.norm[...].dtype
+    width = features * target.config.embed
+    outputs = jnp.zeros((rows, depth - 1, network.config.embed), dtype)
+    return RecurrentState(
+        features=jnp.zeros((rows, max_draft_length + 1, width), dtype),
+        first=jnp.zeros((rows,), jnp.int32),
+        before=outputs,
+        ends=outputs,
+    )
+
+
+def _read_along(
+    depth: int,
+    network: Network,
+    target: Decoder,
+    state: RecurrentState,
+    cache: KVCache,
+    pieces: Pieces,
+    features: Float[Array, "N T C"],
+) -> tuple[RecurrentState, KVCache]:
+    # A position reads the token after it, so each piece is read from the position before it on.
+    positions = pieces.positions - 1
+    embedded = network.embed(target, pieces.tokens)
+    pending = pieces.shift(features, state.features[:, 0])
+
+    def move(turn: int, outputs: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
+        moved = pieces.shift(outputs, state.before[:, turn - 1])
+        # what stands before a text sees nothing, and its output is NaN
+        return jnp.where((positions > 0)[:, :, None], moved, 0)
+
+    cache, outputs = _read(network, cache, move, pending, embedded, positions, depth)
+    before = state.before
+    for turn, output in enumerate(outputs[:-1]):
+        whole = jnp.where((positions >= 0)[:, :, None], output, 0)
+        before = before.at[:, turn].set(pieces.put_last(before[:, turn], whole))
+    pending = pieces.put_last(state.features[:, 0], features)
+    read = state.replace(
+        features=state.features.at[:, 0].set(pending),
+        # read again by the next round, as its pending block
+        first=pieces.put_last(state.first, pieces.positions),
+        before=before,
+        ends=before,
+    )
+    return read, cache
 
 
 def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
@@ -198,7 +226,7 @@ def _within(
         positions = block_positions(state.first, width)
         embedded = network.embed(target, context.at(positions + 1))
         cache, outputs = _read(
-            network, cache, state.before, state.features, embedded, positions, depth
+            network, cache, _after(state), state.features, embedded, positions, depth
         )
         return (
             _moved_on(state, outputs, jnp.clip(_pending(state, context) - 1, 0, width - 1)),
@@ -241,10 +269,23 @@ def _appended(state: RecurrentState, kept: Kept, went_on: Bool[Array, " B"]) -> 
     )
 
 
+Move = Callable[[int, Float[Array, "B T D"]], Float[Array, "B T D"]]
+"""(turn, outputs of the turn before) -> its outputs at each preceding position."""
+
+
+def _after(state: RecurrentState) -> Move:
+    """Moves outputs one position up, behind those of the position before the pending block."""
+
+    def move(turn: int, outputs: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return jnp.concatenate([state.before[:, turn - 1, None], outputs[:, :-1]], axis=1)
+
+    return move
+
+
 def _read(
     network: Network,
     cache: KVCache,
-    before: Float[Array, "B N1 D"],
+    move: Move,
     features: Float[Array, "B T C"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
@@ -254,19 +295,12 @@ def _read(
     hidden, outputs = network.read(features), []
     for turn in range(depth):
         if turn > 0:
-            hidden = _next_position(before[:, turn - 1], hidden)[:, :-1]
+            hidden = move(turn, hidden)
         # of the last `turn` positions, only the own one is right in its layers
         visible = Visible(turn, positions - turn, positions, depth)
         cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
         outputs.append(hidden)
     return cache, outputs
-
-
-def _next_position(
-    before: Float[Array, "B D"], outputs: Float[Array, "B T D"]
-) -> Float[Array, "B T1 D"]:
-    """Outputs moved one position up: what the next turn reads."""
-    return jnp.concatenate([before[:, None], outputs], axis=1)
 
 
 def _turn(

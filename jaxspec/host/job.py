@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.build import build_step
+from jaxspec.compiled.compiler import ON_GPUS, set_flags
+from jaxspec.compiled.hardware import plugin
 from jaxspec.config.as_json import flat, to_json
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
@@ -251,6 +253,8 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     # A GPU is this program's alone, and it says before it starts what it takes: JAX would leave a
     # quarter of the memory unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if plugin():
+        set_flags(ON_GPUS)
     meshes.prepare_devices(devices, threads)
 
 

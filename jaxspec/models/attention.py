@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -118,8 +119,12 @@ def in_blocks(
         weighted = before.weighted * old[..., None] + after.weighted * new[..., None]
         return Part(largest, before.total * old + after.total * new, weighted)
 
-    done = part(0)
-    if count < whole:
-        needed = jnp.minimum(jnp.max(visible.own) // count + 1, -(-whole // count))
-        done = lax.fori_loop(1, needed, join, done)
-    return done
+    if count == whole:
+        return part(0)
+    # The first block joins an empty part: its own code would be compiled once more.
+    empty = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(part, jnp.int32(0))
+    )
+    empty = empty._replace(largest=jnp.full_like(empty.largest, -jnp.inf))
+    needed = jnp.minimum(jnp.max(visible.own) // count + 1, -(-whole // count))
+    return lax.fori_loop(0, needed, join, empty)

@@ -96,8 +96,9 @@ def write(
     keys: Float[Array, "B T M H"],
     values: Float[Array, "B T M H"],
 ) -> KVCache:
-    """See `Layout`."""
-    return write_at(cache, layer, None, positions, keys, values)
+    """See `Layout`; a table of one column names the row of each text."""
+    rows = jnp.broadcast_to(cache.table, positions.shape) if cache.table.size else None
+    return write_at(cache, layer, rows, positions, keys, values)
 
 
 def read(
@@ -111,6 +112,9 @@ def read(
         axis = 4 if keys.shape[2] == 1 else 2
         keys = lax.dynamic_slice_in_dim(keys, start // own, count // own, axis)
         values = lax.dynamic_slice_in_dim(values, start, count, 2)
+    if cache.table.size:
+        rows = cache.table[:, 0]
+        keys, values = (jnp.take(leaf, rows, axis=0, mode="clip") for leaf in (keys, values))
     return keys, values[:, None], consecutive(start, count)
 
 

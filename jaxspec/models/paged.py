@@ -19,7 +19,6 @@ from jaxspec.models.cache import (
     Seat,
     consecutive,
     map_both,
-    map_layers,
     write_at,
     zeros_like,
 )
@@ -42,6 +41,8 @@ def write(
     pages = jnp.take_along_axis(
         cache.table, positions // size, axis=1, mode="fill", fill_value=cache.pages
     )
+    # a negative index would count from the end of the table
+    pages = jnp.where(positions < 0, cache.pages, pages)
     inside = positions % size
     return write_at(cache, layer, pages, inside, keys, values)
 
@@ -89,31 +90,6 @@ def seat(cache: KVCache, where: Seat, prompts: KVCache) -> KVCache:
         return pool.at[(*before, where.to)].set(found, mode="drop")
 
     return map_both(one, cache)
-
-
-def put_texts(cache: KVCache, pages: Int[Array, "n N"], texts: KVCache) -> KVCache:
-    """Writes whole contiguous rows in one chunk into the pages of each; entries beyond the last
-    page are dropped."""
-    count = pages.shape[1]
-
-    def one(lead: int, pool: Array, source: Array, axis: int) -> Array:
-        size = pool.shape[axis]
-        widths = [(0, 0)] * source.ndim
-        widths[axis] = (0, count * size - source.shape[axis])
-        wide = jnp.pad(source, widths)
-        split = wide.reshape(*wide.shape[:axis], count, size, *wide.shape[axis + 1 :])
-        return pool.at[(slice(None),) * lead + (pages,)].set(
-            jnp.moveaxis(split, axis, lead + 1), mode="drop"
-        )
-
-    return cache.replace(
-        keys=map_layers(
-            lambda lead, pool, source: one(lead, pool, source, lead + 3), cache.keys, texts.keys
-        ),
-        values=map_layers(
-            lambda lead, pool, source: one(lead, pool, source, lead + 2), cache.values, texts.values
-        ),
-    )
 
 
 def take(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
+from jaxspec.mesh import of_any_expert
 from jaxspec.models.cache import KVCache, no_table
 from jaxspec.rollout.pages import Pages
 from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, pytree
@@ -41,16 +42,17 @@ class Caches(Tree):
 
 
 @pytree
-class Prefilled(Tree):
-    """What every row of a group starts from, by prompt; empty (n = 0) where every row has a slot
-    from the start."""
+class PromptState(Tree):
+    """State that every row of a group starts from, by prompt.
 
+    Empty (n = 0) where every row has a slot from the start.
+    """
+
+    row: Int[Array, " n"]
+    """The first row of its group."""
     caches: Caches
     """Empty too where the prompts' keys and values lie in pages."""
     draft: PyTree
-    history: Int[Array, "n H S"]
-    """As of `Prompts`: where a row is recomputed, its draft starts from its prompt once more."""
-    history_lengths: Int[Array, "n H"]
 
 
 @pytree
@@ -59,9 +61,8 @@ class Queue(Tree):
 
     waiting: Bool[Array, " R"]
     order: Int[Array, " R"]
-    """Rows in the order in which they are admitted; an evicted row comes again before those behind
-    it."""
-    prompts: Prefilled
+    """Rows in order of admission; an evicted row comes again before those behind it."""
+    prompts: PromptState
 
 
 StopStrings = Callable[
@@ -90,6 +91,8 @@ class DecodeState(Tree):
     queue: Queue
     pages: Pages
     """Of the slots, then of the prompts. There are none where caches are contiguous."""
+    unread: Int[Array, " A"]
+    """Positions of each holder of pages that `append` has yet to read."""
     admitted: Int[Array, " B"]
     """How many admissions there were before that of each slot's row."""
     acceptance: AcceptanceEstimate
@@ -106,7 +109,7 @@ def slot_count(state: DecodeState) -> int:
 
 def rows_may_wait(state: DecodeState) -> bool:
     """Whether a row may have no slot. Known when a program is traced."""
-    return len(state.queue.prompts.history_lengths) > 0
+    return len(state.queue.prompts.row) > 0
 
 
 def may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
@@ -149,6 +152,11 @@ def active(state: DecodeState) -> Bool[Array, " B"]:
     """Slots with a row that has not ended."""
     running = taken(state.rollout.status, rows_of_slots(state)) == RUNNING
     return running & (state.row < len(state.rollout.status))
+
+
+def anything_unread(state: DecodeState) -> Bool[Array, ""]:
+    """Whether a row cannot take part in a round before its text is read."""
+    return of_any_expert(jnp.any(state.unread > 0))
 
 
 def waiting(state: DecodeState) -> Bool[Array, ""]:

@@ -1,4 +1,5 @@
-"""The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`;
+"""The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`.
+
 `generate` composes them.
 
 All three work on the rows of one shard; `generate`, `begin_sharded` and `advance_sharded` run them
@@ -20,16 +21,17 @@ from jaxspec.mesh import ROWS, of_any_expert, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout import length_chooser, slots
+from jaxspec.rollout.append import append
 from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
+    anything_unread,
     may_run_out,
     rows_of_slots,
     slot_count,
     taken,
 )
-from jaxspec.rollout.prefill import begin
-from jaxspec.rollout.recompute import recomputed
+from jaxspec.rollout.prefill import pass_size, prepare
 from jaxspec.rollout.round import Settings, one_round
 from jaxspec.state import RUNNING, Drafter, Prompts, PyTree, Rollout
 
@@ -44,18 +46,25 @@ def advance(
     state: DecodeState,
     max_rounds: Int[Array, ""] | int,
     settings: Settings,
+    prefilled: bool = True,
 ) -> DecodeState:
-    """Runs up to `max_rounds` rounds, or until every row has ended; slices give the same tokens as
-    one long call."""
+    """Runs up to `max_rounds` rounds, or until every row has ended.
+
+    Slices give the same tokens as one long call. `prefilled` says whether all prompts are read.
+    """
     # Without a limit, `max_rounds` is the largest number: the sum must not pass it.
     limit = state.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - state.round[0])
     # A shard of few rows begins with fewer slots than its tail's first loop has.
     tail = tuple(size for size in settings.tail if size < slot_count(state))
     evicts = may_run_out(state, settings.max_new_tokens)
 
+    def fill(state: DecodeState) -> DecodeState:
+        block = (draft.length if draft else 0) + 1
+        with jax.named_scope("refill"):
+            return slots.refill(state, settings.group_size, block, evicts)
+
     def one(state: DecodeState, length: int) -> DecodeState:
-        state = seated(target, drafter, draft, state, settings, evicts)
-        return one_round(target, drafter, draft, state, settings, length)
+        return fill(one_round(target, drafter, draft, state, settings, length))
 
     def rounds(state: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
@@ -69,27 +78,35 @@ def advance(
             settings.lengths,
         )
 
-    return _run(rounds, state, limit, tail, settings.group_size)
+    def read_and_run(state: DecodeState) -> DecodeState:
+        if evicts or not prefilled:
+            state = _append(target, drafter, draft, state, settings)
+        return _run(rounds, fill(state), limit, tail, settings.group_size)
+
+    if not evicts:
+        return read_and_run(state)
+    # Rounds end where an evicted row gets a slot again. So text is read in one place, whoever
+    # needs it, and each body of rounds is compiled without.
+    return lax.while_loop(lambda state: _unfinished(state, 0, limit), read_and_run, state)
 
 
-def seated(
-    target: Decoder,
-    drafter: Drafter,
-    draft: Draft | None,
-    state: DecodeState,
-    settings: Settings,
-    evicts: bool,
+def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[Array, ""]:
+    """Whether more than `enough` rows are left, and rounds to run them."""
+    left = jnp.sum(state.rollout.status == RUNNING)
+    return of_any_expert(left > enough) & (state.round[0] < limit)
+
+
+def _append(
+    target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
 ) -> DecodeState:
-    """What a round starts from: as many rows in slots as fit, with all that they need.
-
-    `evicts` says whether a row can lose its pages; recompute is compiled only where one can.
-    """
-    block = (draft.length if draft else 0) + 1
-    with jax.named_scope("refill"):
-        filled = slots.refill(state, settings.group_size, block, evicts)
-        if not evicts:
-            return filled
-        return recomputed(target, drafter, draft, state, filled, settings.group_size)
+    """Reads all text that no round has read; contiguous prompts are read from the start."""
+    if not settings.page_size:
+        return state
+    with jax.named_scope("prefill"):
+        prompts = len(state.rollout.status) // settings.group_size
+        longest = state.rollout.tokens.shape[1]
+        size = pass_size(prompts, longest - settings.max_new_tokens, longest, settings)
+        return append(target, drafter, draft, state, size)
 
 
 def _run(
@@ -100,17 +117,15 @@ def _run(
     group_size: int,
     loop: int = 0,
 ) -> DecodeState:
-    """Rounds of all slots until the rows that are left fit the next smaller number, then rounds of
-    that many.
+    """Runs rounds of all slots until the rows that are left fit fewer slots, then rounds of these.
 
-    Rows are left whether they sit in a slot or wait, evicted, for pages: a slice that begins with
-    one waiting goes on in the same loop.
+    Rows are left whether they have a slot or wait, evicted, for pages: a slice that begins with
+    one waiting goes on in the same loop. All rounds end where a row must be read first.
     """
     enough = tail[0] if tail else 0
 
     def unfinished(state: DecodeState) -> Bool[Array, ""]:
-        left = jnp.sum(state.rollout.status == RUNNING)
-        return of_any_expert(left > enough) & (state.round[0] < limit)
+        return _unfinished(state, enough, limit) & ~anything_unread(state)
 
     state = rounds(state, unfinished, loop)
     if not tail:
@@ -165,7 +180,7 @@ def _choice(
     longest = of_any_expert(jnp.max(jnp.where(active(state), lengths, 0)))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
-        jnp.searchsorted(jnp.asarray(ends, jnp.int32), longest),
+        jnp.sum(jnp.asarray(ends, jnp.int32) < longest, dtype=jnp.int32),
         drafter.chooser.round_cost.shape[2] - 1,
     )
     # Costs are measured for so many loops of the tail; what comes after is as the last of them.
@@ -175,6 +190,20 @@ def _choice(
     return length_chooser.choose(
         jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, settings.lengths
     )
+
+
+def begin(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    prompts: Prompts,
+    first_prompt: Int[Array, ""],
+    key: Key[Array, ""],
+    settings: Settings,
+) -> DecodeState:
+    """Builds the state before the first round, with all prompts read; see `prepare`."""
+    state = prepare(target, drafter, draft, prompts, first_prompt, key, settings)
+    return _append(target, drafter, draft, state, settings)
 
 
 def collect(state: DecodeState) -> Rollout:
@@ -204,8 +233,9 @@ def generate(
         numbers: Int[Array, " n"],
         key: Key[Array, ""],
     ) -> Rollout:
-        state = begin(target, drafter, draft, prompts, numbers[0], key, settings)
-        return collect(advance(target, drafter, draft, state, jnp.iinfo(jnp.int32).max, settings))
+        state = prepare(target, drafter, draft, prompts, numbers[0], key, settings)
+        no_limit = jnp.iinfo(jnp.int32).max
+        return collect(advance(target, drafter, draft, state, no_limit, settings, prefilled=False))
 
     inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
     return on_each_shard(mesh, shard, inputs, P(ROWS))(target, drafter, prompts, numbers, key)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 from jaxspec.drafts import schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.inputs.streams import stream_key
-from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, row_shards, shardings
+from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import Adapted, merged
@@ -47,6 +47,9 @@ COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION
 """XLA's names of what can go into a CUDA graph: all that it puts there by itself, and loops."""
 SMALLEST_TAIL = 4
 """Slots below which a smaller loop saves nothing that compiling it is worth."""
+TAILS, TAIL_ON_CARDS = (4, 16), (8,)
+"""Parts of the slots that the loops of the last rows have. On accelerators a round costs nearly
+the same with fewer rows, and each loop takes seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,11 @@ class Generator:
             group = group_size or changed.group_size
             slots = min(self.slots, prompts * group // row_shards(self.mesh))
             tail = (
-                tuple(size for size in (slots // 4, slots // 16) if size >= SMALLEST_TAIL)
+                tuple(
+                    slots // part
+                    for part in (TAIL_ON_CARDS if accelerated(self.mesh) else TAILS)
+                    if slots // part >= SMALLEST_TAIL
+                )
                 if self.tail
                 else ()
             )

@@ -1,23 +1,23 @@
-"""How a call begins: every prompt is read once, for all rows of its group (prefill), and rows get
-slots or wait."""
+"""The state that a call starts from: its rows, their slots or places in the queue, and prompts to
+read once for all rows of a group."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int, Key
 
 from jaxspec import sampling
 from jaxspec.drafts.base import Draft
 from jaxspec.models.contiguous import empty_rows, rows_of
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.paged import empty_pages, put_texts
+from jaxspec.models.paged import empty_pages
 from jaxspec.rollout import acceptance
-from jaxspec.rollout.decode_state import Caches, DecodeState, Prefilled, Queue
+from jaxspec.rollout.append import PassSize, Texts, read_texts
+from jaxspec.rollout.decode_state import Caches, DecodeState, PromptState, Queue
 from jaxspec.rollout.pages import Pages, grow, no_pages, smallest_pool, whole_pool
-from jaxspec.rollout.round import Settings, by_matching, features
+from jaxspec.rollout.round import Settings, by_matching
 from jaxspec.state import (
     IDLE,
     RUNNING,
@@ -28,11 +28,25 @@ from jaxspec.state import (
     Rollout,
 )
 
-PREFILL_TOKENS = 2**14
-"""Prompt tokens that are read together."""
+PASS_TOKENS = 2**14
+"""Most tokens of a pass over known text in whole prompts."""
+PIECES = 32
+"""Pieces of a pass, where text is read in pieces.
+
+With 128 positions each, their products keep an accelerator busy, and their attention scores are
+few enough to be there at once, without a loop of its own in each layer.
+"""
 
 
-def begin(
+def pass_size(prompts: int, width: int, longest: int, settings: Settings) -> PassSize:
+    """Returns the size of a pass over known text: that of prompts, or of a row of `longest`."""
+    positions = settings.piece or width
+    most = max(prompts * -(-width // positions), -(-longest // positions))
+    pieces = PIECES if settings.piece else max(1, PASS_TOKENS // positions)
+    return PassSize(min(pieces, most), positions)
+
+
+def prepare(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
@@ -41,7 +55,9 @@ def begin(
     key: Key[Array, ""],
     settings: Settings,
 ) -> DecodeState:
-    """Prefills each prompt once, for all rows of its group.
+    """Builds the state before the first round.
+
+    Prompts are read where caches are contiguous. Those in pages are left to `append`.
 
     Args:
       target: the policy in the rollout layout.
@@ -56,8 +72,6 @@ def begin(
     group, length = settings.group_size, draft.length if draft else 0
     size = width + settings.max_new_tokens
     longest = size + length  # headroom: a block may reach K positions beyond the last token kept
-    with jax.named_scope("prefill"):
-        prefilled = _prefill(target, drafter, draft, prompts)
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
         group, dtype=jnp.int32
     )
@@ -81,10 +95,14 @@ def begin(
     )
     seats = min(settings.slots or count * group, count * group)
     waits = seats < count * group or settings.page_size > 0
+    empty = _empty(target, drafter, draft, prompts, group)
+    if not settings.page_size:
+        with jax.named_scope("prefill"):
+            empty = _read(target, drafter, draft, prompts, empty, settings)
     start = (
-        _all_waiting(prefilled, prompts, seats, longest, settings)
+        _all_waiting(empty, prompts, seats, longest, settings)
         if waits
-        else _all_seated(prefilled, group, longest, settings.chunk)
+        else _all_seated(empty, group, longest, settings.chunk)
     )
     return DecodeState(
         rollout=rollout,
@@ -99,6 +117,9 @@ def begin(
             prompts=start.prompts,
         ),
         pages=start.pages,
+        unread=jnp.pad(
+            _unread(prompts) if settings.page_size else 0 * prompts.lengths, (len(start.row), 0)
+        ),
         admitted=jnp.zeros_like(start.row),
         acceptance=_estimate(drafter, length, settings),
         # the text of a prompt does not count
@@ -112,36 +133,38 @@ class _Start(NamedTuple):
     row: Int[Array, " B"]
     caches: Caches
     draft: PyTree
-    prompts: Prefilled
+    prompts: PromptState
     pages: Pages
 
 
-def _all_seated(prefilled: Prefilled, group: int, longest: int, chunk: int) -> _Start:
+def _all_seated(read: PromptState, group: int, longest: int, chunk: int) -> _Start:
     """A slot for every row, so that none ever waits."""
-    prompts = len(prefilled.history_lengths)
+    prompts = read.caches.target.pages
     rows = prompts * group
     return _Start(
         row=jnp.arange(rows, dtype=jnp.int32),
-        caches=prefilled.caches.map(lambda cache: rows_of(cache, group, longest, chunk)),
-        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prefilled.draft),
-        prompts=jax.tree.map(lambda leaf: leaf[:0], prefilled.replace(caches=None)).replace(
-            caches=_without_rows(prefilled.caches)
+        caches=read.caches.map(lambda cache: rows_of(cache, group, longest, chunk)),
+        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), read.draft),
+        prompts=PromptState(
+            row=read.row[:0],
+            caches=_without_rows(read.caches),
+            draft=jax.tree.map(lambda leaf: leaf[:0], read.draft),
         ),
         pages=no_pages(0, rows + prompts, 0),
     )
 
 
 def _all_waiting(
-    prefilled: Prefilled, prompts: Prompts, seats: int, longest: int, settings: Settings
+    read: PromptState, prompts: Prompts, seats: int, longest: int, settings: Settings
 ) -> _Start:
     """Empty slots, for which all rows wait."""
     count, width = prompts.tokens.shape
-    read, size = prefilled.caches, settings.page_size
+    size = settings.page_size
     if not size:
-        caches = read.map(lambda cache: empty_rows(cache, seats, longest, settings.chunk))
+        caches = read.caches.map(lambda cache: empty_rows(cache, seats, longest, settings.chunk))
         pages = no_pages(0, seats + count, 0)
     else:
-        of_row, of_prompt = -(-longest // size), -(-width // size)
+        of_row = -(-longest // size)
         number = settings.pages or whole_pool(count, width, longest - width, 0, size, seats)
         least = smallest_pool(count, width, longest - width, 0, size)
         if number < least:
@@ -151,16 +174,15 @@ def _all_waiting(
             )
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
         pages = grow(no_pages(number, seats + count, of_row), jnp.pad(wanted, (seats, 0)))
-        table = pages.table[seats:, :of_prompt]
-        caches = read.map(lambda cache: put_texts(empty_pages(cache, number, size), table, cache))
-        prefilled = prefilled.replace(caches=_without_rows(read))
+        caches = read.caches.map(lambda cache: empty_pages(cache, number, size))
+        read = read.replace(caches=_without_rows(read.caches))
     return _Start(
         row=jnp.full((seats,), count * settings.group_size, jnp.int32),
         caches=caches,
         draft=jax.tree.map(
-            lambda leaf: jnp.zeros((seats, *leaf.shape[1:]), leaf.dtype), prefilled.draft
+            lambda leaf: jnp.zeros((seats, *leaf.shape[1:]), leaf.dtype), read.draft
         ),
-        prompts=prefilled,
+        prompts=read,
         pages=pages,
     )
 
@@ -181,48 +203,39 @@ def _estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEs
     return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
 
 
-def _prefill(target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts) -> Prefilled:
-    """What target and draft keep of every prompt; some prompts at a time, so that memory does not
-    grow with their number."""
+def _unread(prompts: Prompts) -> Int[Array, " n"]:
+    """Positions of each prompt that are to be read; the first round reads its last token."""
+    return jnp.where(prompts.live, jnp.maximum(prompts.lengths - 1, 0), 0)
+
+
+def _empty(
+    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, group: int
+) -> PromptState:
+    """State of prompts of which nothing is read."""
+    shape = prompts.tokens.shape
+    row = jnp.arange(shape[0], dtype=jnp.int32) * group
+    caches = Caches(target=target.empty_cache(*shape), draft=None)
+    if draft is None:
+        return PromptState(row=row, caches=caches, draft=None)
+    return PromptState(
+        row=row,
+        caches=caches.replace(draft=draft.empty_cache(drafter.network, *shape)),
+        draft=draft.start(drafter.network, target, prompts),
+    )
+
+
+def _read(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    prompts: Prompts,
+    empty: PromptState,
+    settings: Settings,
+) -> PromptState:
+    """Reads all prompts into contiguous caches."""
     count, width = prompts.tokens.shape
-
-    def read(prompts: Prompts) -> Prefilled:
-        rows = len(prompts.tokens)
-        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        forward = target(
-            prompts.tokens,
-            positions,
-            target.empty_cache(rows, width),
-            taps=draft.taps if draft else (),
-        )
-        assert forward.cache is not None, "a cache that goes in comes back"
-        draft_state, cache = None, None
-        if draft is not None:
-            empty = draft.empty_cache(drafter.network, rows, width)
-            draft_state, cache = draft.prefill(
-                drafter.network, target, prompts, features(forward), empty
-            )
-        return Prefilled(
-            caches=Caches(target=forward.cache, draft=cache),
-            draft=draft_state,
-            history=prompts.history,
-            history_lengths=prompts.history_lengths,
-        )
-
-    some = max(1, PREFILL_TOKENS // width)
-    if count <= some:
-        return read(prompts)
-
-    def numbered(rows: Int[Array, " n"]) -> Prefilled:
-        return read(jax.tree.map(lambda leaf: leaf[rows] if leaf.ndim else leaf, prompts))
-
-    def join(leaf: Array) -> Array:
-        axis = int(leaf.ndim == 6)  # layers that are stacked come before prompts
-        joined = jnp.moveaxis(leaf, 0, axis)
-        shape = *joined.shape[:axis], turns * some, *joined.shape[axis + 2 :]
-        return lax.slice_in_dim(joined.reshape(shape), 0, count, axis=axis)
-
-    turns = -(-count // some)
-    numbers = jnp.minimum(jnp.arange(turns * some, dtype=jnp.int32), count - 1)
-    joined = jax.tree.map(join, lax.map(numbered, numbers.reshape(turns, some)))
-    return joined.replace(caches=joined.caches.without_table())
+    rows = jnp.arange(count, dtype=jnp.int32)
+    texts = Texts(prompts.tokens, rows, prompts.lengths, _unread(prompts), rows[:, None])
+    size = pass_size(count, width, 0, settings)
+    caches, state = read_texts(target, drafter, draft, texts, empty.caches, empty.draft, size)
+    return empty.replace(caches=caches, draft=state)

@@ -114,6 +114,8 @@ def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
         ),
         queue=queue.replace(waiting=queue.waiting.at[row].set(False)),
         pages=pages,
+        # An evicted row starts from its prompt once more, and then reads its own tokens.
+        unread=state.unread.at[slot].set(rollout.lengths[row] - length),
         admitted=state.admitted.at[slot].set(jnp.max(state.admitted) + 1),
     )
 
@@ -165,6 +167,7 @@ def _evict(state: DecodeState) -> DecodeState:
         row=row.at[youngest].set(len(state.rollout.status)),
         queue=queue.replace(waiting=queue.waiting.at[row[youngest]].set(True)),
         pages=release(pages, jnp.arange(len(pages.held), dtype=jnp.int32) == youngest),
+        unread=state.unread.at[youngest].set(0),
     )
 
 
@@ -182,6 +185,7 @@ def gather(state: DecodeState, count: int, group_size: int) -> tuple[DecodeState
         caches=state.caches.map(lambda cache: cache.layout.take(cache, order)),
         draft=jax.tree.map(lambda leaf: leaf[order], state.draft),
         pages=pages.replace(table=pages.table[holders], held=pages.held[holders]),
+        unread=state.unread[holders],
         admitted=state.admitted[order],
     )
     return fewer, order
@@ -208,6 +212,7 @@ def scatter(
             table=before.table.at[holders].set(after.table),
             held=before.held.at[holders].set(after.held),
         ),
+        unread=state.unread.at[holders].set(fewer.unread),
         admitted=put(state.admitted, fewer.admitted),
     )
 

@@ -26,7 +26,7 @@ from jaxspec.inputs.spec import FamilySpec, HeadSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import begin
 from jaxspec.rollout.round import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts

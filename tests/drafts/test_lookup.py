@@ -14,8 +14,9 @@ from jaxspec.drafts.base import Context, Draft, Kept, Proposal
 from jaxspec.drafts.lookup import HistoryState, PreferringState, history, ngram, preferring
 from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
+from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
-from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, read_whole, tiny_model, tiny_network, tiny_prompts
 from tests.twins import numpy_decoder
 
 TARGET = jax.eval_shape(lambda: Decoder(tiny_model(dtype="float32"), jax.random.key(0)))
@@ -186,9 +187,7 @@ def test_history_finds_the_best_place_of_all_texts(
             history_lengths=jnp.stack([lengths for _, lengths in padded]),
         )
         draft = history(length, size, min_match, max_match)
-        state = repeated(
-            draft.prefill(None, TARGET, prompts, jnp.zeros((groups, 5, 0)), None)[0], size
-        )
+        state = repeated(draft.start(None, TARGET, prompts), size)
         wanted = [
             remembered(
                 texts[row - row % size :][:size],
@@ -294,13 +293,8 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
     prompts = tiny_prompts(4).replace(
         tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32)
     )
-    state, cache = both.prefill(
-        network,
-        network,
-        prompts,
-        jnp.zeros((4, 5, 0)),
-        both.empty_cache(network, 4, width + length),
-    )
+    state, cache = read_whole(both, network, network, prompts, jnp.zeros((4, 5, 0)))
+    cache = contiguous.rows_of(cache, 1, width + length)
     found: list[tuple[bool, ...]] = []
     for _ in range(6):
         tokens = np.where(np.arange(width) < lengths[:, None], text, 0).astype(np.int32)
@@ -355,10 +349,9 @@ def test_preferring_hands_everything_on_to_both() -> None:
     network = tiny_network(eagle3, tiny_model(dtype="float32"), 1)
     prompts = tiny_prompts(2)
     taps = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 48)), jnp.float32)
-    caches = [draft.empty_cache(network, 2, 12) for draft in (both, learned)]
     (state, cache), (wanted, wanted_cache) = (
-        jax.jit(draft.prefill)(network, target, prompts, taps, cache)
-        for draft, cache in zip((both, learned), caches, strict=True)
+        jax.jit(partial(read_whole, draft))(network, target, prompts, taps)
+        for draft in (both, learned)
     )
     jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
     assert cache is not None

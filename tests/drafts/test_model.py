@@ -14,7 +14,7 @@ from jaxspec.drafts.model import ModelState, external
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from tests.conftest import tiny_model, tiny_network, tiny_prompts
+from tests.conftest import read_whole, tiny_model, tiny_network, tiny_prompts
 from tests.twins import numpy_decoder
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -38,9 +38,8 @@ class Held(NamedTuple):
 @functools.partial(jax.jit, static_argnames="times")
 def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int = 1) -> Held:
     prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
-    empty = DRAFT.empty_cache(network, *tokens.shape)
-    state, cache = DRAFT.prefill(network, network, prompts, jnp.zeros((*tokens.shape, 0)), empty)
-    assert cache is not None
+    features = jnp.zeros((*tokens.shape, 0))
+    state, cache = read_whole(DRAFT, network, network, prompts, features)
     return Held(
         jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
         contiguous.rows_of(cache, times, SLOTS),

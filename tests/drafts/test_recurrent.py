@@ -16,7 +16,7 @@ from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, read_whole, tiny_model, tiny_network, tiny_prompts
 from tests.twins import (
     numpy_decoder,
     numpy_eagle_read,
@@ -85,10 +85,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         times: int = 1,
     ) -> Held:
         prompts = tiny_prompts(tokens.shape[0]).replace(tokens=tokens, lengths=lengths)
-        state, cache = draft.prefill(
-            network, target, prompts, features, draft.empty_cache(network, *tokens.shape)
-        )
-        assert cache is not None
+        state, cache = read_whole(draft, network, target, prompts, features)
         return Held(
             jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
             contiguous.rows_of(cache, times, SLOTS),

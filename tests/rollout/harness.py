@@ -237,11 +237,6 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     v."""
     logits = jnp.asarray(table)
 
-    def prefill(
-        network: Any, target: Decoder, prompts: Prompts, features: jax.Array, cache: None
-    ) -> tuple[tuple[()], None]:
-        return (), None
-
     def propose(
         network: Any,
         target: Decoder,
@@ -275,7 +270,8 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         taps=(),
         draws=True,
         empty_cache=lambda network, rows, slots: None,
-        prefill=prefill,
+        start=lambda network, target, prompts: (),
+        read=lambda network, target, state, cache, pieces, features: (state, cache),
         catch_up=catch_up,
         propose=propose,
         commit=commit,

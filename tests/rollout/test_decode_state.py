@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.rollout.decode_state import DecodeState, may_run_out, rows_may_wait
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import begin
 from jaxspec.rollout.round import Settings
 from tests.rollout.harness import (
     GROUP,

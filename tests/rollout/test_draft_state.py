@@ -10,15 +10,15 @@ import pytest
 
 from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import PreferringState
+from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
-from jaxspec.rollout.generate import advance, seated
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, seated
 from jaxspec.rollout.round import Settings, features
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
-from tests.conftest import tiny_prompts
+from tests.conftest import read_whole, tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     SPREAD,
@@ -114,8 +114,8 @@ def said(
         taps=learned.taps,
     )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
-    empty = learned.empty_cache(network, len(texts), texts.shape[1] + DEPTHS + 1)
-    draft_state, cache = learned.prefill(network, target, whole, features(forward), empty)
+    draft_state, cache = read_whole(learned, network, target, whole, features(forward))
+    cache = contiguous.rows_of(cache, 1, texts.shape[1] + DEPTHS + 1)
     theirs = learned.propose(
         network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
     )[2].logits

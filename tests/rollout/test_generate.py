@@ -14,8 +14,7 @@ import pytest
 from jaxspec.drafts.recurrent import RecurrentState, recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.rollout.generate import advance, collect
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing

@@ -17,8 +17,7 @@ from jaxspec.drafts.base import Draft
 from jaxspec.drafts.model import external
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs
-from jaxspec.rollout.generate import advance, collect
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing

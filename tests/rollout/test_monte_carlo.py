@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout import length_chooser
-from jaxspec.rollout.generate import advance, collect
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing

@@ -21,7 +21,7 @@ from jaxspec.config.settings import (
 from jaxspec.host.runner import abstract, ahead
 from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import begin
 from jaxspec.rollout.round import Settings
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 from tests.rollout.harness import GROUP, SPREAD, draft_of, drafter, network_of, plain

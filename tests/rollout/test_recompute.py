@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.rollout import recompute
+from jaxspec.rollout import append, prefill
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.verify import block_rule
 from tests.rollout.harness import (
+    GROUP,
     SPREAD,
     WIDTH,
     assert_same_rows,
@@ -22,7 +23,8 @@ from tests.rollout.harness import (
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-NEW, PAGE, BLOCK = 300, 4, 64
+NEW, PAGE, PIECE = 300, 4, 64
+SHORT = 8
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle3"])
@@ -31,14 +33,14 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
 ) -> None:
     """Two rows of 300 tokens in a pool for one and a half: one of them waits for the other, and
     takes part in as many rounds as a row that has all the pages it needs."""
-    passes, features = [], recompute.features
+    passes, take_pieces = [], append._take_pieces
 
-    def counted(forward: Any) -> jax.Array:
+    def counted(*arguments: Any) -> Any:
         jax.debug.callback(lambda: passes.append(1))
-        return features(forward)
+        return take_pieces(*arguments)
 
-    monkeypatch.setattr(recompute, "features", counted)
-    monkeypatch.setattr(recompute, "BLOCK", BLOCK)
+    monkeypatch.setattr(append, "_take_pieces", counted)
+    monkeypatch.setattr(prefill, "PASS_TOKENS", PIECE)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
     longest = WIDTH + NEW + (draft.length if draft else 0)
     of_row = -(-longest // PAGE)
@@ -46,7 +48,9 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     processing = SPREAD._replace(stop_ids=())
     settings = Settings(2, NEW, processing, block_rule, slots=2)
     whole = compiled(draft, settings)((plain()[0], network), prompts)
-    assert not passes
+    jax.effects_barrier()
+    assert len(passes) == 1, "the prompt"
+    passes.clear()
     pages = -(-WIDTH // PAGE) + of_row * 3 // 2
     small = settings._replace(page_size=PAGE, pages=pages)
     found = compiled(draft, small)((plain()[0], network), prompts)
@@ -58,4 +62,36 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     waiting = counts.ended - counts.began - counts.rounds
     assert waiting.min() == 0
     assert 0 < waiting.max() < counts.rounds.max(), "one row waits until the other has ended"
-    assert NEW / 2 / BLOCK < len(passes) <= -(-(WIDTH + NEW) // BLOCK)
+    reads = len(passes) - 1  # the first one reads the prompt
+    assert NEW / 2 / PIECE < reads <= -(-NEW // (PIECE // WIDTH * WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "piece", "pieces"),
+    [
+        ("eagle3", 2, 3),
+        pytest.param("none", 3, 2, marks=pytest.mark.slow),
+        pytest.param("mtp 2", 1, 3, marks=pytest.mark.slow),
+        pytest.param("mtp 2", 2, 8, marks=pytest.mark.slow),
+        pytest.param("model", 2, 2, marks=pytest.mark.slow),
+        pytest.param("eagle3+history", 3, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_text_that_is_read_in_pieces_leaves_the_same(
+    kind: str, piece: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and evicted rows in pieces that share passes: same tokens, and as many accepted."""
+    monkeypatch.setattr(prefill, "PIECES", pieces)
+    draft, network = draft_of(kind, 3), network_of(kind, 0.8)
+    length = draft.length if draft else 0
+    settings = Settings(GROUP, SHORT, SPREAD, block_rule, slots=8)
+    weights, prompts = (plain()[0], network), coupled_prompts()
+    whole = compiled(draft, settings)(weights, prompts)
+    pages = len(prompts.tokens) * -(-WIDTH // 2) + -(-(WIDTH + SHORT + length) // 2)
+    small = settings._replace(page_size=2, pages=pages + 3, piece=piece)
+    found = compiled(draft, small)(weights, prompts)
+    assert_same_rows(found, whole)
+    np.testing.assert_array_equal(found.statistics.rounds, whole.statistics.rounds)
+    np.testing.assert_array_equal(found.statistics.accepted, whole.statistics.accepted)
+    spent = found.statistics.ended - found.statistics.began
+    assert (found.statistics.rounds < spent).any(), "a row was evicted, or the case tests nothing"

@@ -11,8 +11,7 @@ import pytest
 
 from jaxspec.kernels import key_chunks
 from jaxspec.rollout.decode_state import DecodeState, rows_may_wait
-from jaxspec.rollout.generate import advance, collect
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.generate import advance, collect
-from jaxspec.rollout.prefill import begin
+from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.round import Settings
 from jaxspec.state import EOS, LENGTH, RUNNING, Rollout
 from jaxspec.tokens.stop_strings import stop_table
