@@ -242,11 +242,11 @@ accelerator as many as keep it busy; on a CPU so few that activations stay in a 
 
 def tokens_of(config: ResolvedConfig, mesh: Mesh) -> int:
     """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
-    has."""
+    has. On accelerators rounded up to whole tiles."""
     longest = config.row_length - 1
     rows = config.batch.prompts * config.batch.group_size // meshes.row_shards(mesh)
     wanted = MICRO_BATCH if meshes.accelerated(mesh) else MICRO_BATCH_CPU
-    return longest * min(max(1, round(wanted / longest)), max(rows, 1))
+    return meshes.whole_tiles(mesh, longest * min(max(1, round(wanted / longest)), max(rows, 1)))
 
 
 PIECE = 128

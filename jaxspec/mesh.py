@@ -148,6 +148,16 @@ def accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
+TILE = 128
+"""Positions of a tile of products and of attention on accelerators. XLA pads the operands of other
+products by copies."""
+
+
+def whole_tiles(mesh: Mesh, positions: int) -> int:
+    """Positions rounded up to whole tiles of its devices; on CPUs as they are."""
+    return -(-positions // TILE) * TILE if accelerated(mesh) else positions
+
+
 def lone_cpu(mesh: Mesh) -> bool:
     """Whether every data shard is one device, a CPU: there, weights and caches are laid out for
     XLA's kernels."""

@@ -188,9 +188,8 @@ def _keep(file: Path, tree: PyTree) -> None:
 def _micro(job: Job) -> int:
     """Positions of a micro-batch of `offline.rows`: as in the run, but no more than there are."""
     learner, length = job.step.learner, job.step.generator.row_length - 1
-    return max(
-        length, min(job.config.offline.rows // meshes.row_shards(job.mesh) * length, learner.tokens)
-    )
+    there = job.config.offline.rows // meshes.row_shards(job.mesh) * length
+    return max(length, min(meshes.whole_tiles(job.mesh, there), learner.tokens))
 
 
 def expected_length(metrics: Metrics) -> float:

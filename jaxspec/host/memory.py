@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxspec.build import Automatic
 from jaxspec.host.runner import Runner, abstract, generation_alone
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.mesh import accelerated, row_shards
+from jaxspec.mesh import accelerated, row_shards, whole_tiles
 from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in, whole_pool
 from jaxspec.state import PyTree
 from jaxspec.step import HOST, Sizes, Step
@@ -255,7 +255,8 @@ def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int
 def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> Sizes:
     """Smaller sizes of a step that does not fit; the same where none may give way, or none is left
     that would help."""
-    half = max(step.generator.row_length - 1, step.learner.tokens // 2)
+    half = whole_tiles(step.mesh, max(step.generator.row_length - 1, step.learner.tokens // 2))
+    half = min(half, step.learner.tokens)
     fewer = step.sizes._replace(tokens=half) if may.tokens else step.sizes
     if not (may.slots or may.pages):
         return fewer

@@ -44,12 +44,10 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     sft, mesh = config.sft, job.mesh
     rng = stream_rng(config.seed, Stream.DOCUMENTS)
     length = config.row_length
+    there = meshes.whole_tiles(mesh, sft.rows // meshes.row_shards(mesh) * (length - 1))
     learner = job.step.learner.for_texts(
         negative_log_likelihood,
-        tokens=max(
-            length - 1,
-            min(sft.rows // meshes.row_shards(mesh) * (length - 1), job.step.learner.tokens),
-        ),
+        tokens=max(length - 1, min(there, job.step.learner.tokens)),
         processing=Processing(),
         objective=None,
         taps=(),

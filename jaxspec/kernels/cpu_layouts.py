@@ -2,9 +2,11 @@
 numbers of `plain`, its twin."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -39,52 +41,63 @@ class Split(nnx.Param):
 # ---- products
 
 
-def times(x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int) -> Float[Array, "B T *O"]:
-    """The product of the last `inputs` axes of x with a weight [*in, *out], however it lies."""
-    kernel, count = weight[...], x.shape[0] * x.shape[1]
+def times(
+    x: Float[Array, "B T *I"], weight: nnx.Variable, inputs: int, wide: bool = False
+) -> Float[Array, "B T *O"]:
+    """The product of the last `inputs` axes of x with a weight [*in, *out], however it lies; `wide`
+    keeps it in at least float32."""
+    kernel, count, dtype = weight[...], x.shape[0] * x.shape[1], _result(x, wide)
+    matmul = partial(jnp.matmul, preferred_element_type=dtype)
     if isinstance(weight, Blocked):
         rows = x.reshape(count, -1)
         if count < FEW:
-            made = jnp.einsum(
-                "cbi,ciw->cbw", jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel
-            )
+            repeated = jnp.broadcast_to(rows, (len(kernel), *rows.shape))
+            made = jnp.einsum("cbi,ciw->cbw", repeated, kernel, preferred_element_type=dtype)
         else:
-            made = jax.lax.map(lambda block: rows @ block, kernel)
+            made = jax.lax.map(lambda block: matmul(rows, block), kernel)
         made = made.transpose(1, 0, 2).reshape(count, -1)[:, : math.prod(weight.outputs)]
         return made.reshape(*x.shape[:2], *weight.outputs)
     if isinstance(weight, Split):
         outputs = kernel.shape[2:]
         if count == 1:
-            made = jnp.einsum(
-                "ci,cio->co", x.reshape(len(kernel), -1), kernel.reshape(*kernel.shape[:2], -1)
-            ).sum(axis=0, dtype=x.dtype)
+            parts = x.reshape(len(kernel), -1), kernel.reshape(*kernel.shape[:2], -1)
+            made = jnp.einsum("ci,cio->co", *parts, preferred_element_type=dtype)
+            made = made.sum(axis=0, dtype=dtype)
         else:
-            made = x.reshape(count, -1) @ kernel.reshape(-1, math.prod(outputs))
+            made = matmul(x.reshape(count, -1), kernel.reshape(-1, math.prod(outputs)))
         return made.reshape(*x.shape[:2], *outputs)
     if not isinstance(weight, Transposed):
-        return plain(x, kernel.astype(x.dtype), inputs)
+        return plain(x, kernel.astype(x.dtype), inputs, wide)
     rows, flat = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
     if count >= MANY:
-        return (rows @ flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
+        return matmul(rows, flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
     # Barriers: XLA would fold the transposes into the product, which undoes it.
-    made = jax.lax.optimization_barrier(flat @ jax.lax.optimization_barrier(rows.T))
+    made = jax.lax.optimization_barrier(matmul(flat, jax.lax.optimization_barrier(rows.T)))
     return made.T.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 
+def _result(x: Array, wide: bool) -> np.dtype:
+    """Type of a product of `x`."""
+    return np.promote_types(x.dtype, np.float32) if wide else x.dtype
+
+
 def _tensordot(
-    x: Float[Array, "B T *I"], kernel: Float[Array, "*K"], inputs: int
+    x: Float[Array, "B T *I"], kernel: Float[Array, "*K"], inputs: int, wide: bool
 ) -> Float[Array, "B T *O"]:
-    return jnp.tensordot(x, kernel, axes=inputs)
+    return jnp.tensordot(x, kernel, axes=inputs, preferred_element_type=_result(x, wide))
 
 
-def _tensordot_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    return jnp.tensordot(x, kernel, axes=inputs), (x, kernel)
+def _tensordot_forward(
+    x: Array, kernel: Array, inputs: int, wide: bool
+) -> tuple[Array, tuple[Array, Array]]:
+    return _tensordot(x, kernel, inputs, wide), (x, kernel)
 
 
 def _tensordot_backward(
-    inputs: int, residuals: tuple[Array, Array], gradient: Array
+    inputs: int, wide: bool, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     x, kernel = residuals
+    gradient = gradient.astype(x.dtype)  # the products of the backward pass are of the model's type
     rows, outputs = tuple(range(x.ndim - inputs)), tuple(range(inputs, kernel.ndim))
     of_x = jnp.tensordot(gradient, kernel, axes=(tuple(range(len(rows), gradient.ndim)), outputs))
     return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))
@@ -92,10 +105,22 @@ def _tensordot_backward(
 
 # The gradient for the kernel is written as [*in, *out]: of what jax.grad makes of it, a transposed
 # product transposed, XLA for CPU copies the larger factor column by column.
-plain = jax.custom_vjp(_tensordot, nondiff_argnums=(2,))
+plain = jax.custom_vjp(_tensordot, nondiff_argnums=(2, 3))
 """The product of the last axes of x [B T *I] with a weight as it is, [*in, *out]: the twin of all
 layouts."""
 plain.defvjp(_tensordot_forward, _tensordot_backward)
+
+
+def wide_product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+    """A product that is added up and kept in at least float32."""
+    kernel = kernel.astype(x.dtype)
+    # JAX's own gradient would multiply float32 with the narrow type.
+    return jnp.einsum("BTI,IO->BTO", x, kernel) if is_wide(x) else plain(x, kernel, 1, True)
+
+
+def is_wide(x: Array) -> bool:
+    """Whether its type is at least float32."""
+    return x.dtype == np.promote_types(x.dtype, np.float32)
 
 
 # ---- layouts

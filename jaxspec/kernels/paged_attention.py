@@ -19,6 +19,9 @@ from jaxspec.mesh import TENSOR, kind_in_scope, on_each_member
 
 QUERIES = 64
 """Rows of a product of a warp group: so many queries may share a head of keys and values."""
+ROWS = 8
+"""Rows of queries and of results are copied in so many: a tile of swizzled shared memory has as
+many, and their largest scores and sums are 32 bytes, where a copy takes 16 at least."""
 LANES = 64
 """Two-byte numbers of 128 bytes, in which shared memory is swizzled."""
 LARGEST = 128 * 128
@@ -65,14 +68,13 @@ def paged_parts(
     """
     rows, length, heads, shared, size = query.shape
     page, count = keys.shape[-1], length * shared
-    padding = QUERIES - count
     tile = jnp.pad(
         query.transpose(0, 2, 1, 3, 4).reshape(rows, heads, count, size),
-        ((0, 0), (0, 0), (0, padding), (0, 0)),
+        ((0, 0), (0, 0), (0, -count % ROWS), (0, 0)),
     )
     # Queries beyond those that there are see nothing.
     limits = jnp.repeat(jnp.stack([visible.last, visible.own], axis=1), shared, axis=2)
-    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, padding)), constant_values=-1)
+    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, QUERIES - count)), constant_values=-1)
     needed = jnp.max(limits, axis=(1, 2)) // page + 1
     pages = jnp.clip(table, 0, keys.shape[1] - 1)  # what a row does not need may be no page
 
@@ -81,20 +83,31 @@ def paged_parts(
 
     # the compiler does not split a kernel by itself
     by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
-    largest, total, weighted = on_each_member(run, by_head, P(None, TENSOR))(
+    found = on_each_member(run, by_head, P(None, TENSOR))(
         tile, keys, values, layer[None], pages, limits, needed
     )
+    largest, total, weighted = (
+        leaf[:, :, :count].reshape(rows, heads, length, shared, *leaf.shape[3:])
+        for leaf in _joined(*found)
+    )
+    return largest, total, weighted
+
+
+def _joined(
+    largest: Float[Array, "B M parts Q"],
+    total: Float[Array, "B M parts Q"],
+    weighted: Float[Array, "B M parts Q H"],
+) -> tuple[Float[Array, "B M Q"], Float[Array, "B M Q"], Float[Array, "B M Q H"]]:
+    """The parts of each row together."""
+    if largest.shape[2] == 1:
+        return largest[:, :, 0], total[:, :, 0], weighted[:, :, 0]
     over = jnp.max(largest, axis=2, keepdims=True)
     scale = jnp.exp(largest - jnp.where(over == -jnp.inf, 0, over))
-    joined = (
+    return (
         over[:, :, 0],
         jnp.sum(total * scale, axis=2),
         jnp.sum(weighted * scale[..., None], axis=2),
     )
-    largest, total, weighted = (
-        leaf[:, :, :count].reshape(rows, heads, length, shared, *leaf.shape[3:]) for leaf in joined
-    )
-    return largest, total, weighted
 
 
 def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
@@ -103,7 +116,7 @@ def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
     values: Float[Array, "L P M s H"],
     layer: Int[Array, " 1"],
     pages: Int[Array, "B N"],
-    limits: Int[Array, "B two Q"],
+    limits: Int[Array, "B two all"],
     needed: Int[Array, " B"],
     visible: Visible,
 ) -> list[Array]:
@@ -113,7 +126,7 @@ def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows, heads, _, size = query.shape
+    rows, heads, count, size = query.shape
     page, wide = keys.shape[-1], jnp.float32
     parts = max(1, min(pages.shape[1], -(-BLOCKS // (rows * heads))))
     ahead = 2 if size * page * 2 > LARGEST else 4
@@ -127,7 +140,10 @@ def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
         limits_here, outs, (ready, keys_ready, values_ready) = refs[:2], refs[2:5], refs[5:]
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
         turns = (jnp.maximum(needed_ref[row] - part, 0) + parts - 1) // parts
-        plgpu.copy_gmem_to_smem(query_ref.at[row, head], queries, ready)
+        # Only real queries are copied in and out: what else the tile holds is masked, and every
+        # row of a product depends on its own query alone.
+        real = pl.ds(0, count)
+        plgpu.copy_gmem_to_smem(query_ref.at[row, head], queries.at[real], ready)
         for number, limit in enumerate(limits_here):
             plgpu.copy_gmem_to_smem(limits_ref.at[row, number], limit, ready)
 
@@ -194,7 +210,7 @@ def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
             out[...] = found
         plgpu.commit_smem()
         for out, result in zip(outs, results, strict=True):
-            plgpu.copy_smem_to_gmem(out, result.at[row, head, part])
+            plgpu.copy_smem_to_gmem(out.at[real], result.at[row, head, part])
         plgpu.wait_smem_to_gmem(0)
 
     def swizzled(*shape: int) -> Any:
@@ -205,7 +221,7 @@ def _kernel(  # noqa: C901, PLR0915 - a kernel is one piece
         body,
         out_type=[
             jax.ShapeDtypeStruct((rows, heads, parts, *shape), wide)
-            for shape in ((QUERIES,), (QUERIES,), (QUERIES, size))
+            for shape in ((count,), (count,), (count, size))
         ],
         scratch_types=[
             swizzled(QUERIES, size),

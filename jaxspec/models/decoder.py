@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
@@ -17,7 +16,7 @@ from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, of_layers
 from jaxspec.models.contiguous import empty_cache
-from jaxspec.models.layers import dense, product, rms_norm, swiglu
+from jaxspec.models.layers import CastHead, dense, logits_of, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
 
@@ -267,12 +266,26 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""
         if self.head is None:
-            logits = jnp.einsum("BTD,VD->BTV", hidden, self.embedding[...].astype(hidden.dtype))
+            logits = logits_of(hidden, self.embedding, by_rows=True)
         else:
-            logits = product(hidden, self.head)
+            logits = logits_of(hidden, self.head)
         if logits.shape[-1] > self.config.vocab:  # by rows that make it split evenly
             logits = logits[:, :, : self.config.vocab]
-        return logits.astype(np.promote_types(logits.dtype, np.float32))
+        return logits
+
+
+def with_cast_head(network: Any, dtype: str) -> Any:
+    """A network whose head is cast to the type of products once, for many calls of `logits`.
+
+    A network without a head of its own, or with one of that type, comes back as it is.
+    """
+    tied = isinstance(network, Decoder) and network.head is None
+    master = network.embedding if tied else getattr(network, "head", None)
+    if master is None or master.dtype == jnp.dtype(dtype):
+        return network
+    network = jax.tree.map(lambda leaf: leaf, network)
+    network.head = CastHead(master, dtype, by_rows=tied)
+    return network
 
 
 def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -12,8 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
+from jaxspec.kernels.cpu_layouts import wide_product
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
-from jaxspec.models.layers import Heads, dense, rms_norm
+from jaxspec.models.layers import CastHead, Heads, dense, logits_of, rms_norm
 from jaxspec.models.rope import rotary_table
 
 
@@ -185,12 +186,13 @@ class Eagle3(nnx.Module):
     def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Logits over the draft's own vocabulary in at least float32, of what the last layer gives;
         `target` lends nothing here."""
-        logits = jnp.einsum(
-            "BTD,DW->BTW",
-            hidden if self.form.norm_output else self._final(hidden),
-            self.head[...].astype(hidden.dtype),
+        normed = hidden if self.form.norm_output else self._final(hidden)
+        logits = (
+            logits_of(normed, self.head)
+            if isinstance(self.head, CastHead)
+            else wide_product(normed, self.head[...])
         )
-        return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
+        return logits * self.form.logit_scale
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits over the target's vocabulary, -inf outside the draft's."""

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxspec.kernels.cpu_layouts import times
+from jaxspec.kernels.cpu_layouts import is_wide, plain, times
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -52,6 +52,18 @@ class LowRank(nnx.Module):
         self.base, self.a, self.b, self.scale = base, a, b, scale
 
 
+class CastHead(nnx.Module):
+    """A head in the type of products, whose gradient goes to the `master` that it was cast from.
+
+    Chunks of positions read the cast and add up their gradients in the master's type.
+    """
+
+    def __init__(self, master: nnx.Variable, dtype: str, by_rows: bool = False):
+        """Casts once; `by_rows` says that the master is an embedding [V, D], not a head [D, V]."""
+        self.master, self.by_rows = master, by_rows
+        self.cast = nnx.Variable(jax.lax.stop_gradient(master[...]).astype(dtype))
+
+
 Weight = nnx.Variable | LowRank
 """What `product` takes, however it lies."""
 
@@ -62,6 +74,51 @@ def product(x: Float[Array, "B T *I"], weight: Weight, inputs: int = 1) -> Float
         adapted = product(product(x, weight.a, inputs), weight.b)
         return product(x, weight.base, inputs) + adapted * np.asarray(weight.scale, adapted.dtype)
     return times(x, weight, inputs)
+
+
+def logits_of(
+    hidden: Float[Array, "B T D"], head: nnx.Variable | CastHead, by_rows: bool = False
+) -> Float[Array, "B T V"]:
+    """Products with a head, added up and kept in at least float32; `by_rows`: it is an embedding
+    [V, D]."""
+    if isinstance(head, CastHead):
+        master = head.master[...]
+        return _cast_logits(hidden, head.cast[...], master, head.by_rows, master.dtype.name)
+    if not by_rows:
+        return times(hidden, head, 1, wide=True)
+    kernel = head[...].astype(hidden.dtype)
+    if is_wide(hidden):
+        return jnp.einsum("BTD,VD->BTV", hidden, kernel)
+    return plain(hidden, kernel.T, 1, True)
+
+
+def _cast_product(
+    hidden: Array, kernel: Array, master: Array, by_rows: bool, dtype: str
+) -> Float[Array, "B T V"]:
+    return plain(hidden, kernel.T if by_rows else kernel, 1, True)
+
+
+def _cast_forward(
+    hidden: Array, kernel: Array, master: Array, by_rows: bool, dtype: str
+) -> tuple[Array, tuple[Array, Array]]:
+    return _cast_product(hidden, kernel, master, by_rows, dtype), (hidden, kernel)
+
+
+def _cast_backward(
+    by_rows: bool, dtype: str, residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Array, None, Array]:
+    hidden, kernel = residuals
+    gradient = gradient.astype(hidden.dtype)
+    axes = "VD" if by_rows else "DV"
+    of_hidden = jnp.einsum(f"BTV,{axes}->BTD", gradient, kernel)
+    # The type of the sum, so that one kernel multiplies and adds to what chunks before gave.
+    of_master = jnp.einsum(f"BTD,BTV->{axes}", hidden, gradient, preferred_element_type=dtype)
+    return of_hidden, None, of_master
+
+
+_cast_logits = jax.custom_vjp(_cast_product, nondiff_argnums=(3, 4))
+"""Logits by a cast head, of whose master they need the gradient alone."""
+_cast_logits.defvjp(_cast_forward, _cast_backward)
 
 
 def cast(network: Any, dtype: Any) -> Any:

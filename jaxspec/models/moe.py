@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.kernels.cpu_layouts import wide_product
 from jaxspec.kernels.exchange import arriving, exchanged
 from jaxspec.kernels.grouped import Weights, swiglu_of_experts
 from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
@@ -35,18 +35,15 @@ def mixture(
     """Sum of the SwiGLU layers of each token's `per_token` likeliest experts, weighted by their
     probabilities; no token is dropped.
 
-    `normalize` makes the weights of a token sum to 1. The router's softmax is taken in at least
-    float32 (Qwen3, arXiv 2505.09388).
+    `normalize` makes the weights of a token sum to 1. The router's scores are kept, and their
+    softmax taken, in at least float32 (Qwen3, arXiv 2505.09388).
 
     Where `experts` are fewer than the router's, every member of the mesh axis `expert` is a
     holder of so many of them, and tokens go to those that hold theirs, and back.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    scores = jnp.einsum("TD,DE->TE", tokens, router)
-    weights, chosen = lax.top_k(
-        jax.nn.softmax(scores.astype(np.promote_types(scores.dtype, np.float32)), axis=-1),
-        per_token,
-    )
+    scores = wide_product(tokens[None], router)[0]
+    weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), per_token)
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     holders = router.shape[1] // len(experts[0])

@@ -14,9 +14,15 @@ from jaxspec.state import Rollout
 CHUNK_ELEMENTS = 2**25
 """Logits alive at once: positions are taken in chunks so that rows x chunk x vocabulary stays below
 this."""
-ON_GPUS = 8
-"""Times as many on GPUs: every chunk reads the whole head again, which 55 positions of a vocabulary
-of 151,936 are too few for."""
+CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU = 2048, 2**29
+"""Positions of a chunk on GPUs, and logits alive at once: 2 GiB in float32.
+
+For each weight of the head a chunk of n positions reads and writes about 12 bytes, 8 of them for
+the sum of its gradient, and makes 8n operations. An H100 makes 295 operations a byte, so that from
+some 450 positions on the products take longer, and from 1,200 on also the gradient's alone (2n
+operations on 8 bytes). Beyond 2,048 positions a chunk would only take more memory."""
+TILE = 16
+"""Chunks on GPUs are a multiple of so many positions: XLA pads other products by copies."""
 
 
 def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays: Array) -> Any:
@@ -25,8 +31,8 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
 
     One chunk, without a loop, when everything fits.
     """
-    length, most = arrays[0].shape[1], CHUNK_ELEMENTS * (ON_GPUS if gpus_in_scope() else 1)
-    chunk = max(1, min(length, most // max(elements_per_position, 1)))
+    length = arrays[0].shape[1]
+    chunk = _chunk_length(length, max(elements_per_position, 1))
     if chunk == length:
         return function(*arrays)
     count = -(-length // chunk)
@@ -43,6 +49,15 @@ def in_chunks(function: Callable[..., Any], elements_per_position: int, *arrays:
         lambda parts: jax.checkpoint(function)(*parts), tuple(split(array) for array in arrays)
     )
     return jax.tree.map(join, mapped)
+
+
+def _chunk_length(length: int, elements_per_position: int) -> int:
+    """Positions of a chunk; on GPUs chunks are about equal, so that the last one is not padded."""
+    if not gpus_in_scope():
+        return max(1, min(length, CHUNK_ELEMENTS // elements_per_position))
+    most = max(1, min(CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU // elements_per_position))
+    even = -(-length // -(-length // most))
+    return min(length, -(-even // TILE) * TILE)
 
 
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
@@ -63,4 +78,28 @@ def label_logprobs(
     outside top-k or top-p here, though it was sampled, counts as inside.
     """
     logprobs = processed_logprobs(logits, processing, produced, keep=labels)
-    return jnp.take_along_axis(logprobs, labels[:, :, None], axis=2)[:, :, 0], entropy(logprobs)
+    return _at_labels(logprobs, labels), entropy(logprobs)
+
+
+@jax.custom_vjp
+def _at_labels(logprobs: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    return jnp.take_along_axis(logprobs, labels[:, :, None], axis=2)[:, :, 0]
+
+
+def _to_labels(
+    labels_and_vocab: tuple[Int[Array, "B T"], Int[Array, " V"]], gradient: Float[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], None]:
+    """The gradient by comparison, which joins the kernels around; a scatter would write zeros for
+    the whole vocabulary and read them again."""
+    labels, ids = labels_and_vocab
+    zero = jnp.zeros((), gradient.dtype)
+    return jnp.where(ids == labels[:, :, None], gradient[:, :, None], zero), None
+
+
+_at_labels.defvjp(
+    lambda logprobs, labels: (
+        _at_labels(logprobs, labels),
+        (labels, jnp.arange(logprobs.shape[-1], dtype=labels.dtype)),
+    ),
+    _to_labels,
+)

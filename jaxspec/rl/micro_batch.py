@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import ROWS
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder, Forward, with_cast_head
 from jaxspec.models.lora import Adapted, applied
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
@@ -197,6 +197,9 @@ class Losses:
             if self.ordered:
                 (hidden,), last = sequence((hidden,), last)
                 forward = forward._replace(hidden=last)
+        # Once, not in every chunk: a chunk would cast the whole head forward and backward.
+        dtype = target.config.dtype
+        target, network = with_cast_head(target, dtype), with_cast_head(network, dtype)
 
         def chunk(
             hidden_target: Any, hidden: Any, labels: Any, produced: Any
@@ -282,6 +285,7 @@ class Losses:
         """Log-probabilities of a pack's labels, by a forward pass alone."""
         target = applied(policy)
         forward = target(pack.tokens, pack.positions, first=pack.first, enter=shards.layer_whole)
+        target = with_cast_head(target, target.config.dtype)
 
         def chunk(hidden: Any, labels: Any, produced: Any) -> Float[Array, "B T"]:
             return label_logprobs(target.logits(hidden), labels, produced, self.processing)[0]

@@ -45,7 +45,7 @@ def grow(pages: Pages, wanted: Int[Array, " A"]) -> Pages:
     # the r-th free page goes to the r-th page index that lacks one
     rank = jnp.cumsum(unused, dtype=jnp.int32) - 1
     given = unused & (rank < ends[-1])
-    holder = jnp.searchsorted(ends, rank, side="right").astype(jnp.int32)
+    holder = jnp.searchsorted(ends, rank, side="right", method="compare_all").astype(jnp.int32)
     page_index = jnp.take(pages.held + need - ends, holder, mode="clip") + rank
     numbers = jnp.arange(len(unused), dtype=jnp.int32)
     return Pages(

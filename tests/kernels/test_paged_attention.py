@@ -1,6 +1,7 @@
 """The kernel against its plain twin, interpreted on a CPU; and what becomes of it when programs are
 lowered for GPUs that are not there."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -115,6 +116,14 @@ def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> 
         assert_like_its_twin(case, jax.jit)
 
 
+def test_a_row_whose_pages_are_in_one_part_is_not_joined(
+    interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "BLOCKS", 1)
+    with interpreted():
+        assert_like_its_twin(CASES[1], jax.jit)
+
+
 def assert_like_its_twin(case: Case, compiled: Callable[[Callable], Callable]) -> None:
     cache, query = cache_of(case), query_of(case)
     layer = 1 if isinstance(cache.keys, tuple) else jnp.int32(1)
@@ -220,6 +229,18 @@ def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_it_is_lowered_for_hopper(case: Case, tensor: int) -> None:
     assert "mosaic_gpu" in lowered(case, "NVIDIA H100 80GB HBM3", tensor)
+
+
+@pytest.mark.parametrize(
+    ("block", "shared", "rows"), [(1, 4, 8), (4, 2, 8), (4, 4, 16), (8, 8, 64)]
+)
+def test_it_writes_real_queries_in_tiles_of_eight(block: int, shared: int, rows: int) -> None:
+    """A product has 64 rows, of which plain decoding of a model like Qwen3-8B has four queries."""
+    case = CASES[0]._replace(block=block, shared=shared)
+    text = lowered(case, "NVIDIA H100 80GB HBM3")
+    (call,) = [line for line in text.splitlines() if "mosaic_gpu" in line and "->" in line]
+    written = re.findall(r"tensor<3x2x\d+x(\d+)(?:x128)?xf32>", call.split("->")[-1])
+    assert written == [str(rows)] * 3
 
 
 @pytest.mark.parametrize(
