@@ -25,19 +25,19 @@ class Network(NamedTuple):
     """Sizes of one pass through a decoder, whole: over all devices that share it."""
 
     layers: int
-    weights: float
+    weights: int
     """Bytes of its layers, without experts."""
-    experts: float
+    experts: int
     """Bytes of all experts."""
     expert_share: float
     """Share of the experts that a token is sent to. 0: there are none."""
-    head: float
+    head: int
     """Bytes of the output head."""
     vocab: int
     """Logits of a position."""
-    cache: float
+    cache: int
     """Bytes of keys and values of a position."""
-    attention: float
+    attention: int
     """Operations of a query on one key and its value, over all layers."""
     embed: int
     width: int
@@ -65,7 +65,7 @@ def round_seconds(
     draft: Network,
     length: int,
     rows: int,
-    context: float,
+    context: int,
     reads: int,
 ) -> float:
     """Seconds of a round.
@@ -91,7 +91,7 @@ def round_seconds(
 
 
 def _pass(
-    devices: Devices, network: Network, positions: int, heads: int, rows: int, context: float
+    devices: Devices, network: Network, positions: int, heads: int, rows: int, context: int
 ) -> float:
     """Seconds of a pass over `positions` tokens of `rows` rows, `heads` of which get logits."""
     card, split = devices.card, devices.tensor

@@ -232,7 +232,7 @@ def predicted_cost(
     return np.asarray(table, np.float32)
 
 
-def _pass_of(network: Any, target_head: float = 0.0) -> Network:
+def _pass_of(network: Any, target_head: int = 0) -> Network:
     """Sizes of a pass through a decoder or a draft, by the shapes of its weights."""
     config, depth = network.config, getattr(network, "depth", 1)
     size = {"layers": 0, "experts": 0, "head": 0, "embedding": 0}
@@ -251,8 +251,8 @@ def _pass_of(network: Any, target_head: float = 0.0) -> Network:
     head = size["embedding"] if tied else size["head"] or target_head
     return Network(
         layers=layers,
-        weights=size["layers"] / depth,
-        experts=size["experts"] / depth,
+        weights=size["layers"] // depth,
+        experts=size["experts"] // depth,
         expert_share=family.experts_per_token / family.experts if size["experts"] else 0.0,
         head=head,
         vocab=config.vocab,
