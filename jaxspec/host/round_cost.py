@@ -275,7 +275,7 @@ class RoundTimer:
         self._costs: TimedCosts | None = None
         """Of the rollout that is being timed."""
         self._rests = False
-        """Whether the next slice is chosen by the costs, whatever else is to be timed."""
+        """Whether the last slice was timed: only costs that are not known are timed right after."""
 
     def begin(self, advance: Advance, ready: Ready, prompts: Prompts) -> OneSlice:
         """Returns how a rollout is advanced by a slice."""
@@ -306,7 +306,7 @@ class RoundTimer:
     ) -> DecodeState:
         cell = self._cell(running)
         place = None if cell is None else costs.due(*cell, again=not self._rests)
-        self._rests = not self._rests
+        self._rests = place is not None
         if cell is None or place is None:
             rounds = np.int32(min(self._slice_rounds, LOOK_EVERY))
             return advance(_choosing_by(ready, costs.table), running, rounds)
