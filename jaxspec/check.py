@@ -211,7 +211,7 @@ def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) ->
     def runner_of(step: Step) -> Runner:
         listener.say(f"compiling the step for {job.mesh.size} x {target.told}; this takes minutes")
         began = time.perf_counter()
-        runner = whole_step(step, prompts)
+        runner = whole_step(step, prompts, listener.say)
         seconds.append(time.perf_counter() - began)
         listener.say(f"compiled in {seconds[-1]:.0f} s")
         return runner

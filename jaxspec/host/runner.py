@@ -19,6 +19,8 @@ from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Ready, Rollout, TrainState
 from jaxspec.step import Step
+from jaxspec.storage.cache import cache_folder
+from jaxspec.system.compiling import Tell, compile_progress
 
 Seconds = dict[str, float]
 
@@ -108,11 +110,14 @@ def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
+def ahead(
+    function: Callable, *arguments: PyTree, tell: Tell | None = None, **options: Any
+) -> tuple[Callable, PyTree]:
     """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for."""
+    shardings, to compile the next one for. What takes long is told, by `tell` if it is given."""
     lowered = jax.jit(function, **options).lower(*arguments)
-    program = lowered.compile()
+    with compile_progress(function, arguments, cache_folder() / "compile_seconds", tell):
+        program = lowered.compile()
     return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
 
 
@@ -123,8 +128,8 @@ def ahead_with(
     return ahead(function, *arguments, compiler_options=generator.compiler_options, **options)
 
 
-def whole_step(step: Step, prompts: int) -> Runner:
-    """Compiles the step as one program, before anything runs."""
+def whole_step(step: Step, prompts: int, tell: Tell | None = None) -> Runner:
+    """Compiles the step as one program, before anything runs; `tell` is as in `ahead`."""
     state, finished, wanted = abstract(step, prompts)
     layout = (
         step.state_shardings(),
@@ -139,6 +144,7 @@ def whole_step(step: Step, prompts: int) -> Runner:
             step.generator,
             step.train_step,
             *(state, finished, wanted),
+            tell=tell,
             donate_argnums=(0, 1),
             out_shardings=layout,
         )
