@@ -36,7 +36,7 @@ from jaxspec.data.scoring import scorer_of
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host import memory
 from jaxspec.host.job import Job, at_once, make_job, start_jax
-from jaxspec.host.runner import Runner, abstract, whole_step
+from jaxspec.host.runner import Runner, abstract, times_real_rounds, whole_step
 from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
@@ -154,6 +154,8 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
     files = {item for item in unseen if item.startswith("data.")}
     sets = None if files or config.mixture else load_sets(whole, job.tokenizer)
     scorer_of(whole, sets)
+    if times_real_rounds(job.step.generator):
+        unseen.append("the phases, which draft_length auto has compiled one by one, by themselves")
     with listening() as listener, for_devices(mesh):
         if len(used.devices) < len(target.devices):
             more = "more data shards would not divide every batch (batch.prompts, rows)"
@@ -209,7 +211,7 @@ def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) ->
     def runner_of(step: Step) -> Runner:
         listener.say(f"compiling the step for {job.mesh.size} x {target.told}; this takes minutes")
         began = time.perf_counter()
-        runner = whole_step(step, prompts)
+        runner = whole_step(step, prompts, listener.say)
         seconds.append(time.perf_counter() - began)
         listener.say(f"compiled in {seconds[-1]:.0f} s")
         return runner

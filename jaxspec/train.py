@@ -33,8 +33,16 @@ from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
 from jaxspec.host.job import Job
 from jaxspec.host.job import run as run_program
+from jaxspec.host.round_cost import timing_step
 from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
-from jaxspec.host.runner import Runner, compare, staged_step, whole_step
+from jaxspec.host.runner import (
+    Runner,
+    compare,
+    slices_of,
+    staged_step,
+    times_real_rounds,
+    whole_step,
+)
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes.process_0 import agreed_by_process_0
 from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
@@ -153,13 +161,18 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
       ConfigError: it does not fit.
     """
     config, prompts = job.config, job.config.batch.prompts
-    how = "phase by phase" if config.staged else "as one program"
+    in_phases = config.staged or times_real_rounds(job.step.generator)
+    how = "phase by phase" if in_phases else "as one program"
     job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
     began = time.perf_counter()
 
     def runner_of(step: Step) -> Runner:
-        if config.staged:  # in slices, so that a signal need not wait for the end of generation
-            return staged_step(step, prompts, config.rollout.slice_rounds)
+        # in slices, so that a signal need not wait for the end of generation
+        slice_rounds = config.rollout.slice_rounds if config.staged else 0
+        if times_real_rounds(step.generator):
+            return timing_step(step, prompts, slice_rounds)
+        if slice_rounds:
+            return staged_step(step, prompts, slices_of(slice_rounds))
         return whole_step(step, prompts)
 
     fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh))

@@ -141,9 +141,9 @@ def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray)
     )
 
 
-def nothing_finished(step: Step) -> Finished:
+def nothing_finished(step: Step, rows: int = ROWS) -> Finished:
     """What a first call learns from."""
-    nothing = step.nothing_finished(ROWS)
+    nothing = step.nothing_finished(rows)
     placed: Finished = place(step, nothing.replace(plan=None))
     return placed.replace(plan=jax.device_put(nothing.plan, plan_layout(step.mesh)))
 

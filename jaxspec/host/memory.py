@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.build import Automatic
-from jaxspec.host.runner import Runner, abstract, generation_alone
+from jaxspec.host.runner import Runner, abstract, generation_alone, times_real_rounds
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import accelerated, row_shards, whole_tiles
 from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in, whole_pool
@@ -59,9 +59,9 @@ class _Bytes(NamedTuple):
 
 
 def _bytes_of(step: Step, prompts: int) -> _Bytes:
-    state, _, asked = abstract(step, prompts)
+    (state, _, asked), generator = abstract(step, prompts), step.generator
     ready = jax.eval_shape(step.sync, state)
-    running = jax.eval_shape(step.generator.begin, ready, asked)
+    running = jax.eval_shape(generator.begin, ready, asked)
     read = running.queue.prompts.caches
     learner = state.learner
     offload = "" if step.offloaded else "--optimizer.offload, "
@@ -86,10 +86,10 @@ def _bytes_of(step: Step, prompts: int) -> _Bytes:
     ]
     return _Bytes(
         kept=kept,
-        weights=step.generator.weight_bytes(ready),
+        weights=generator.weight_bytes(ready),
         pool=_size((running.caches, read)) // step.mesh.size,
-        # what rounds of each length cost is measured on a pool that stays as it is
-        pools=2 if step.generator.settings.lengths else 1,
+        # a pilot times rounds of each length on a pool that stays as it is
+        pools=2 if generator.settings.lengths and not times_real_rounds(generator) else 1,
     )
 
 

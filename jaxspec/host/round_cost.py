@@ -1,9 +1,11 @@
-"""What rounds of each draft length cost on this machine, and how much of the draft is accepted, for
-runs that choose lengths by it."""
+"""Costs of rounds of each draft length on this machine, for runs that choose lengths by them.
+
+On a CPU a pilot times them before the first batch. On an accelerator compiling a pilot would take
+minutes. There public figures predict them, and the first rounds of the run are timed.
+"""
 
 import functools
 import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,38 +14,80 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
+from jaxspec.compiled.roofline import UNKNOWN, Devices, card_of_kind
 from jaxspec.host.job import sources
-from jaxspec.host.runner import ahead_with, placed, put
-from jaxspec.inputs.json_keys import parse_json
+from jaxspec.host.runner import (
+    Advance,
+    Between,
+    OneSlice,
+    Runner,
+    StepResult,
+    ahead_with,
+    placed,
+    put,
+    staged_step,
+    times_real_rounds,
+)
 from jaxspec.inputs.streams import Stream
-from jaxspec.mesh import machine, replicated, row_shards
+from jaxspec.mesh import EXPERT, TENSOR, machine, replicated, row_shards
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import EOS, AcceptanceEstimate, LengthChooser, Prompts, Ready, TrainState
+from jaxspec.rollout.length_chooser import TimedCosts
+from jaxspec.state import (
+    EOS,
+    AcceptanceEstimate,
+    Finished,
+    LengthChooser,
+    Prompts,
+    Ready,
+    TrainState,
+)
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder, content_key
-from jaxspec.system.files import SaveError, replacing
+from jaxspec.storage.cache import cache_folder
+from jaxspec.storage.tables import load_table, save_table
 from jaxspec.system.terminal import say
 
 ROUNDS = 16
 """Rounds that are timed together, at most."""
 REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
 """Calls of each number of rounds: at least and at most so many, and as long as they take."""
+REAL_ROUNDS = 4
+"""Rounds of real work that are timed for a length, after two others: 28 for four lengths."""
+LOOK_EVERY = 64
+"""Rounds after which the first rollout looks whether its rounds have costs that were not timed."""
+UNBOUNDED = np.iinfo(np.int32).max
+"""Rounds of a slice that goes on to the end."""
 
 
 def with_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
-    """The state with what draft lengths are chosen by, measured now; as it is where all rounds
-    draft alike."""
+    """Adds the costs that draft lengths are chosen by, unless all rounds draft alike."""
     if state.generator.chooser is None:
         return state
-    chooser = measured_chooser(step.generator, jax.jit(step.sync)(state), prompts)
+    predicts = times_real_rounds(step.generator)  # for which shapes are enough
+    ready = jax.eval_shape(step.sync, state) if predicts else jax.jit(step.sync)(state)
+    chooser = measured_chooser(step.generator, ready, prompts)
     chooser = put(chooser, jax.tree.map(placed, chooser, step.state_shardings().generator.chooser))
     return state.replace(generator=state.generator.replace(chooser=chooser))
 
 
 def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> LengthChooser:
+    """Returns the costs of this machine and the draft's acceptance, as far as they are known.
+
+    On a CPU both are measured now, unless an earlier run has kept the costs. On an accelerator
+    costs that were not kept are predicted, and nothing is known of acceptance.
+    """
+    if times_real_rounds(generator):
+        return predicted_chooser(generator, ready)
+    return _piloted_chooser(generator, ready, prompts)
+
+
+# ---- by a pilot
+
+
+def _piloted_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> LengthChooser:
     """The cost table of this machine, measured once for each model and shape, and the acceptance of
     the draft on some prompts.
 
@@ -58,12 +102,12 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
         stream=put(np.int32(Stream.PILOT), placed(prompts.stream, replicated(generator.mesh)))
     )
     settings, mesh = generator.settings, generator.mesh
-    generator = generator.with_(processing=settings.processing._replace(stop_ids=()), stop=None)
+    generator = _without_ends(generator)
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
     empty = length_chooser.unmeasured(settings.lengths, longest)
 
     def forced(place: int) -> Ready:
-        cost = jnp.full_like(empty.round_cost, 1e6).at[place].set(1e-6)
+        cost = jnp.asarray(length_chooser.forced_cost(empty.round_cost.shape, place))
         chooser = jax.device_put(
             LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated(mesh)
         )
@@ -84,8 +128,8 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
     offered_in_turn, accepted = (
         np.asarray(total(leaf)) for leaf in (made.offered_in_turn, made.accepted)
     )
-    file = cache_folder() / "costs" / f"{_key(generator, prompts.tokens.shape[1])}.json"
-    cost = _from_process_0(_saved(file, empty.round_cost.shape))
+    file = _file(generator, prompts.tokens.shape[1])
+    cost = _kept(file, empty.round_cost.shape)
     if not cost.any():
         shards, room = row_shards(mesh), (few + 1) * (settings.lengths[-1] + 1)
         for loop, live in enumerate((settings.slots, *settings.tail)):
@@ -99,78 +143,13 @@ def measured_chooser(generator: Generator, ready: Ready, prompts: Prompts) -> Le
                     )
         cost = _from_process_0(cost)
         if jax.process_index() == 0:
-            _save(file, cost)
+            save_table(file, cost, "the next run times its rounds anew")
     estimate = AcceptanceEstimate(
         offered_in_turn=jnp.asarray(offered_in_turn),
         accepted=jnp.asarray(accepted),
         seconds_to_lose=jnp.zeros((), jnp.float32),
     )
     return LengthChooser(acceptance=estimate, round_cost=jnp.asarray(cost))
-
-
-def _save(file: Path, cost: np.ndarray) -> None:
-    """Writes the table for the next run; where that cannot be done, a run goes on without."""
-    try:
-        with replacing(file, "the next run times its rounds anew", shared=True) as fresh:
-            fresh.write_text(
-                json.dumps({"cost": cost.tolist(), "digest": content_key(cost.tolist())}),
-                encoding="utf-8",
-            )
-    except SaveError as reason:
-        say(f"warning: {reason}")
-
-
-def _saved(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The table in a file, or zeros where there is none of this shape, or one that does not hold
-    any more what was written."""
-    table, damage = [], ""
-    try:
-        saved = parse_json(file.read_text(encoding="utf-8"))
-        table = saved["cost"]
-        damage = "" if saved["digest"] == content_key(saved["cost"]) else "is damaged"
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as reason:
-        damage = f"cannot be read ({reason.strerror})"
-    except (ValueError, KeyError, TypeError):
-        damage = "is damaged"
-    if damage and jax.process_index() == 0:
-        say(f"warning: {file} {damage}: rounds are timed anew")
-    return (
-        np.asarray(table, np.float32)
-        if not damage and np.shape(table) == shape
-        else np.zeros(shape, np.float32)
-    )
-
-
-def _from_process_0(table: np.ndarray) -> np.ndarray:
-    return (
-        np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
-    )
-
-
-def _key(generator: Generator, prompt: int) -> str:
-    """What a cost table depends on."""
-    shape = generator.settings._replace(rule=getattr(generator.settings.rule, "__name__", None))
-    code = sources(
-        "host/round_cost.py",
-        "models/*.py",
-        "kernels/*.py",
-        "drafts/*.py",
-        "rollout/*.py",
-        "sampling.py",
-    )
-    parts = (
-        jax.__version__,
-        machine(generator.mesh),
-        shape,
-        prompt,
-        generator.weight_layouts,
-        generator.compiler_options,
-        generator.about,
-        code,
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _with(state: DecodeState, live: int, shards: int, start: int) -> DecodeState:
@@ -206,5 +185,213 @@ def _seconds(run: Any, rounds: int) -> float:
         for _ in range(max(REPEATS, min(MOST_REPEATS, int(SECONDS / once))))
     ]
     short, long = (min(times) for times in zip(*pairs, strict=True))
-    # a round is then less than what calls differ by
-    return (long - short) / rounds if long > short else long / (1 + rounds)
+    return length_chooser.seconds_of_round(short, long, rounds)
+
+
+# ---- by public figures
+
+
+def predicted_chooser(generator: Generator, ready: Ready) -> LengthChooser:
+    """Returns the costs that an earlier run has timed, or those that public figures predict.
+
+    Of `ready` only the shapes count.
+    """
+    empty = length_chooser.unmeasured(generator.settings.lengths, generator.row_length)
+    cost = _kept(_file(generator, generator.prompt_length), empty.round_cost.shape)
+    if not cost.any():
+        settings = generator.settings
+        cost = length_chooser.predicted_cost(
+            _devices(generator.mesh),
+            ready.target,
+            ready.drafter.network,
+            settings.lengths,
+            (settings.slots, *settings.tail),
+            generator.row_length,
+        )
+    return empty.replace(round_cost=jnp.asarray(cost))
+
+
+def _devices(mesh: Mesh) -> Devices:
+    """The devices of a shard in public figures, with a remark if there are none of them."""
+    kind = mesh.devices.flat[0].device_kind
+    card = card_of_kind(kind)
+    if card is None and jax.process_index() == 0:
+        say(
+            f"no public figures of {kind} are known: until its rounds are timed, draft lengths are"
+            f" chosen by those of {UNKNOWN}"
+        )
+    return Devices(card or UNKNOWN, mesh.shape[TENSOR], mesh.shape[EXPERT])
+
+
+# ---- by the first rounds of a run
+
+
+def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
+    """Compiles a step whose first rollout times rounds of each draft length.
+
+    Later rollouts are one slice each, unless `slice_rounds` says of how many rounds slices are.
+    """
+    # Generation is a program of its own here, since the seconds of a whole step cannot tell
+    # lengths apart: a rollout has hundreds of rounds, nearly all of the length that seems best,
+    # beside an update of the policy. A forced length for a whole rollout would cost as much as it
+    # can win. A slice has rounds of one length, and the program that times it is the one that
+    # generates: nothing is compiled for the timing.
+    timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
+    runner = staged_step(step, prompts, slicing=timer.begin)
+
+    def call(state: TrainState, finished: Finished, asked: Prompts, between: Between) -> StepResult:
+        result = runner(state, finished, asked, between)
+        cost = timer.end()
+        # A rollout that was stopped is made again, and times its rounds again: a run that goes on
+        # chooses by what its own first rollout has shown, or by what its checkpoint holds.
+        if cost is None or result.rollout is None:
+            return result
+        known = result.state.generator
+        chooser = known.chooser
+        assert chooser is not None, "lengths are chosen by costs"
+        chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
+        return result._replace(state=result.state.replace(generator=known.replace(chooser=chooser)))
+
+    return Runner(call, runner.programs)
+
+
+class RoundTimer:
+    """Times rounds of each draft length in the first rollout of a run.
+
+    A length is forced for a few rounds, in each loop and context that the rollout comes to.
+    Choices depend on seconds of earlier rounds alone, those of process 0 on every process:
+    sampling stays exact.
+    """
+
+    def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
+        self._slice_rounds, settings = slice_rounds, generator.settings
+        self._file = _file(generator, generator.prompt_length)
+        self._ends = length_chooser.contexts(generator.row_length)
+        self._tail = settings.tail[: length_chooser.LOOPS - 1]
+        self._look = jax.jit(
+            functools.partial(length_chooser.busiest, shards=row_shards(generator.mesh)),
+            out_shardings=replicated(generator.mesh),
+        )
+        self._costs: TimedCosts | None = None
+        """Of the rollout that is being timed."""
+        self._rests = False
+        """Whether the last slice was timed: only costs that are not known are timed right after."""
+
+    def begin(self, advance: Advance, ready: Ready, prompts: Prompts) -> OneSlice:
+        """Returns how a rollout is advanced by a slice."""
+        chooser = ready.drafter.chooser
+        assert chooser is not None, "lengths are chosen by costs"
+        first = int(prompts.stream) == Stream.TRAIN and int(prompts.batch) == 0
+        self._costs, self._rests = None, False
+        if not first:
+            return lambda running: advance(ready, running, np.int32(self._slice_rounds))
+        saved = _kept(self._file, chooser.round_cost.shape)
+        known = bool(saved.any())
+        costs = TimedCosts(saved if known else np.asarray(chooser.round_cost), final=known)
+        self._costs = costs
+        return functools.partial(self._one_slice, costs, advance, ready)
+
+    def end(self) -> np.ndarray | None:
+        """Keeps and returns the costs after the first rollout. None: it was another one."""
+        costs, self._costs = self._costs, None
+        if costs is None:
+            return None
+        # with a length missing, the next run would not time it either
+        if costs.has_all_lengths and jax.process_index() == 0:
+            save_table(self._file, costs.table, "the next run times its rounds anew")
+        return costs.table
+
+    def _one_slice(
+        self, costs: TimedCosts, advance: Advance, ready: Ready, running: DecodeState
+    ) -> DecodeState:
+        cell = self._cell(running)
+        place = None if cell is None else costs.due(*cell, again=not self._rests)
+        self._rests = place is not None
+        if cell is None or place is None:
+            rounds = np.int32(min(self._slice_rounds, LOOK_EVERY))
+            return advance(_choosing_by(ready, costs.table), running, rounds)
+        seconds = []
+        forced = _choosing_by(ready, length_chooser.forced_cost(costs.table.shape, place))
+        # The first rounds of a length load its kernels, and read what its draft has missed. The
+        # others tell what a call takes by itself from what its rounds take.
+        for rounds in (1, 1, 1 + REAL_ROUNDS):
+            began = time.perf_counter()
+            running = jax.block_until_ready(advance(forced, running, np.int32(rounds)))
+            seconds.append(time.perf_counter() - began)
+        _, short, long = _from_process_0(np.asarray(seconds, np.float32)).tolist()
+        if self._cell(running) == cell:
+            costs.add((place, *cell), short, long, REAL_ROUNDS)
+        return running
+
+    def _cell(self, running: DecodeState) -> tuple[int, int] | None:
+        """Loop and context of the next rounds, of the shard that has most to do.
+
+        None: a row waits to be recomputed, which would count as the cost of some round.
+        """
+        rollout = running.rollout
+        found = self._look(
+            rollout.status, rollout.lengths, rollout.prompt_lengths, running.queue.waiting
+        )
+        rows, longest, evicted = np.asarray(found).tolist()
+        if evicted:
+            return None
+        context = min(int(np.searchsorted(self._ends, longest)), len(self._ends) - 1)
+        return sum(rows <= size for size in self._tail), context
+
+
+def _choosing_by(ready: Ready, cost: np.ndarray) -> Ready:
+    """Weights whose draft lengths are chosen by some costs."""
+    chooser = ready.drafter.chooser
+    assert chooser is not None, "lengths are chosen by costs"
+    chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
+    return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
+
+
+# ---- kept for the next run
+
+
+def _from_process_0(table: np.ndarray) -> np.ndarray:
+    return (
+        np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
+    )
+
+
+def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The costs in process 0's file, or zeros."""
+    return _from_process_0(load_table(file, shape, "rounds are timed anew"))
+
+
+def _file(generator: Generator, prompt: int) -> Path:
+    """Where the costs of a generator are kept, whatever ends its rows."""
+    return cache_folder() / "costs" / f"{_key(_without_ends(generator), prompt)}.json"
+
+
+def _without_ends(generator: Generator) -> Generator:
+    """The generator whose rows end by length alone."""
+    processing = generator.settings.processing._replace(stop_ids=())
+    return generator.with_(processing=processing, stop=None)
+
+
+def _key(generator: Generator, prompt: int) -> str:
+    """What a cost table depends on."""
+    shape = generator.settings._replace(rule=getattr(generator.settings.rule, "__name__", None))
+    code = sources(
+        "host/round_cost.py",
+        "compiled/roofline.py",
+        "models/*.py",
+        "kernels/*.py",
+        "drafts/*.py",
+        "rollout/*.py",
+        "sampling.py",
+    )
+    parts = (
+        jax.__version__,
+        machine(generator.mesh),
+        shape,
+        prompt,
+        generator.weight_layouts,
+        generator.compiler_options,
+        generator.about,
+        code,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

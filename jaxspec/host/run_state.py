@@ -15,7 +15,7 @@ from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job
 from jaxspec.host.round_cost import with_chooser
-from jaxspec.host.runner import abstract
+from jaxspec.host.runner import abstract, times_real_rounds
 from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
 from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
@@ -133,14 +133,16 @@ def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     """The state with what draft lengths are chosen by, where they are."""
     if state.generator.chooser is None:
         return state
-    job.say(
-        "measuring what rounds of each draft length cost on this machine, and what the draft is"
-        " worth"
-    )
+    later = times_real_rounds(job.step.generator)
+    if not later:
+        job.say(
+            "measuring what rounds of each draft length cost on this machine, and what the draft is"
+            " worth"
+        )
     began = time.perf_counter()
     state, lengths = with_chooser(job.step, state, prompts), job.step.generator.settings.lengths
     chooser = state.generator.chooser
-    assert chooser is not None, "it was just measured"
+    assert chooser is not None, "lengths are chosen by costs"
     full = np.asarray(chooser.round_cost)[:, 0, 0]
     kept = np.asarray(length_chooser.expected_tokens(chooser.acceptance, lengths))
     rounds = zip(lengths, full / full[0], kept, strict=True)
@@ -148,7 +150,10 @@ def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
         f"K={length} costs {cost:.2f} plain steps and keeps {tokens:.2f} tokens"
         for length, cost, tokens in rounds
     )
-    job.say(f"measured in {time.perf_counter() - began:.1f} s: {table}")
+    how = f"measured in {time.perf_counter() - began:.1f} s"
+    if later:
+        how = "by public figures or an earlier run, until the first rollout has timed its rounds"
+    job.say(f"{how}: {table}")
     return state
 
 

@@ -19,6 +19,8 @@ from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Ready, Rollout, TrainState
 from jaxspec.step import Step
+from jaxspec.storage.cache import cache_folder
+from jaxspec.system.compiling import Tell, compile_progress
 
 Seconds = dict[str, float]
 
@@ -40,6 +42,14 @@ class StepResult(NamedTuple):
 Between = Callable[[Rollout], bool]
 """Sees the rows as they stand between slices of generation, where there are any, and says whether
 to stop."""
+
+
+Advance = Callable[[Ready, DecodeState, np.int32], DecodeState]
+"""Makes so many rounds. Consumes the rollout that it is given."""
+OneSlice = Callable[[DecodeState], DecodeState]
+"""Makes the rounds until the next look."""
+Slicing = Callable[[Advance, Ready, Prompts], OneSlice]
+"""Says of a rollout, before its first round, how it is cut into slices."""
 
 
 class Runner(NamedTuple):
@@ -100,11 +110,14 @@ def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def ahead(function: Callable, *arguments: PyTree, **options: Any) -> tuple[Callable, PyTree]:
+def ahead(
+    function: Callable, *arguments: PyTree, tell: Tell | None = None, **options: Any
+) -> tuple[Callable, PyTree]:
     """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for."""
+    shardings, to compile the next one for. What takes long is told, by `tell` if it is given."""
     lowered = jax.jit(function, **options).lower(*arguments)
-    program = lowered.compile()
+    with compile_progress(function, arguments, cache_folder() / "compile_seconds", tell):
+        program = lowered.compile()
     return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
 
 
@@ -115,8 +128,8 @@ def ahead_with(
     return ahead(function, *arguments, compiler_options=generator.compiler_options, **options)
 
 
-def whole_step(step: Step, prompts: int) -> Runner:
-    """Compiles the step as one program, before anything runs."""
+def whole_step(step: Step, prompts: int, tell: Tell | None = None) -> Runner:
+    """Compiles the step as one program, before anything runs; `tell` is as in `ahead`."""
     state, finished, wanted = abstract(step, prompts)
     layout = (
         step.state_shardings(),
@@ -131,6 +144,7 @@ def whole_step(step: Step, prompts: int) -> Runner:
             step.generator,
             step.train_step,
             *(state, finished, wanted),
+            tell=tell,
             donate_argnums=(0, 1),
             out_shardings=layout,
         )
@@ -153,9 +167,22 @@ def whole_step(step: Step, prompts: int) -> Runner:
     return Runner(call, {"step": program})
 
 
-def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
-    """A step's phases compiled one by one: honest seconds for each, and generation in slices of so
-    many rounds (0: in one piece)."""
+def times_real_rounds(generator: Generator) -> bool:
+    """Whether a run's first rollout times rounds of each draft length, in place of a pilot.
+
+    So do accelerators, on which compiling a pilot takes minutes.
+    """
+    return bool(generator.settings.lengths) and meshes.accelerated(generator.mesh)
+
+
+def slices_of(rounds: int) -> Slicing:
+    """Slices of so many rounds."""
+    return lambda advance, ready, _: lambda running: advance(ready, running, np.int32(rounds))
+
+
+def staged_step(step: Step, prompts: int, slicing: Slicing | None = None) -> Runner:
+    """A step's phases compiled one by one: honest seconds for each, and generation in slices, or
+    without `slicing` in one piece."""
     whole, layout = meshes.replicated(step.mesh), step.state_shardings()
     state, finished, wanted = abstract(step, prompts)
     learn, (_, learn_metrics) = ahead(
@@ -163,8 +190,8 @@ def staged_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     )
     sync, ready = ahead(step.sync, state)
     generating = (
-        _in_slices(step, ready, wanted, finished.rollout, slice_rounds)
-        if slice_rounds
+        _in_slices(step, ready, wanted, finished.rollout, slicing)
+        if slicing
         else _in_one_piece(step, ready, wanted)
     )
     generate, slices = generating
@@ -226,18 +253,20 @@ def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable,
 
 
 def _in_slices(
-    step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, rounds: int
+    step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, slicing: Slicing
 ) -> tuple[Callable, dict[str, Any]]:
     """Generation that is looked at between slices, and gives None where it is to stop; also its
     programs."""
 
-    def one_slice(ready: Ready, running: DecodeState) -> DecodeState:
-        return step.generator.advance(ready, running, jnp.int32(rounds))
-
     begin, running = ahead_with(step.generator, step.generator.begin, ready, prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
     advance, _ = ahead_with(
-        step.generator, one_slice, ready, running, donate_argnums=1, out_shardings=same
+        step.generator,
+        step.generator.advance,
+        *(ready, running, rounds),
+        donate_argnums=1,
+        out_shardings=same,
     )
     unfinished, _ = ahead(
         lambda status: jnp.any(status == RUNNING),
@@ -247,11 +276,11 @@ def _in_slices(
     by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 
     def generate(ready: Ready, prompts: Prompts, between: Between) -> Rollout | None:
-        running = begin(ready, prompts)
+        running, one_slice = begin(ready, prompts), slicing(advance, ready, prompts)
         while bool(unfinished(running.rollout.status)):
             if between(running.rollout):
                 return None
-            running = advance(ready, running)
+            running = one_slice(running)
         # what has no elements comes without its sharding
         return jax.device_put(step.generator.collect(ready, running), by_row)
 

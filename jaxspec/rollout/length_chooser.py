@@ -1,19 +1,22 @@
 """How many tokens the next round drafts: the length of most expected tokens a second, by what was
-accepted so far and a measured cost table.
+accepted so far and a cost table.
 
 Chosen before anything is drafted, from earlier rounds only, by the same arithmetic on every
 process: sampling stays exact, and `tensor` peers agree. Now and then the next longer draft is
 tried, for at most `SHARE` of the seconds that the best rounds took.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.compiled.roofline import Devices, Network, round_seconds
 from jaxspec.models.attention import BLOCK
-from jaxspec.state import AcceptanceEstimate, LengthChooser, Statistics
+from jaxspec.models.decoder import Decoder
+from jaxspec.state import RUNNING, AcceptanceEstimate, LengthChooser, Statistics
 
 LOOPS = 3
 """Loops of ever fewer slots that a cost table has room for."""
@@ -21,6 +24,8 @@ SHARE = 0.01
 """Seconds that trying longer drafts may cost, over those of the rounds that seemed best."""
 KEEP = 0.5
 """Weight of what was known before each call in which drafts were offered: draft and policy move."""
+TIMES = 3
+"""Times that a cost is timed in real work: the first may meet other work of the machine."""
 HOPE, WEIGHT = 0.8, 1.0
 """Conditional acceptance of a draft of which nothing is known, and how many drafts' word that is
 worth."""
@@ -115,3 +120,144 @@ def choose(
         tries, estimate.seconds_to_lose - extra, estimate.seconds_to_lose + SHARE * cost[best]
     )
     return Choice(jnp.where(tries, longer, best), left)
+
+
+# ---- costs
+
+
+class TimedCosts:
+    """A cost table that seconds of real calls correct, on the host.
+
+    Costs that were not timed follow those of the same length. A length that was never timed
+    follows every other: predictions are better in ratios than in seconds.
+    """
+
+    def __init__(self, table: Float[np.ndarray, "A S C"], final: bool = False) -> None:
+        """`final`: it was timed already, and no cost is due."""
+        self.table = np.array(table, np.float32)
+        self._calls: np.ndarray = np.full(table.shape, TIMES if final else 0)
+        self._short = np.full(table.shape, np.inf)
+        self._long = np.full(table.shape, np.inf)
+
+    def due(self, loop: int, context: int, again: bool = True) -> int | None:
+        """Place of the length to time there next. With `again`, also one that was timed before."""
+        calls = self._calls[:, loop, context]
+        place = int(np.argmin(calls))
+        return place if calls[place] < (TIMES if again else 1) else None
+
+    def add(self, at: tuple[int, int, int], short: float, long: float, rounds: int) -> None:
+        """Takes the seconds of two calls at a place of the table.
+
+        Args:
+          at: places of the length, the loop and the context.
+          short: seconds of the call of fewer rounds.
+          long: seconds of the call of more rounds, none of them the first of its length.
+          rounds: that the longer call makes more.
+        """
+        # others' work only ever adds
+        short = self._short[at] = min(short, self._short[at])
+        long = self._long[at] = min(long, self._long[at])
+        seconds = seconds_of_round(short, long, rounds)
+        others = (self._calls > 0).any(axis=(1, 2)) & (np.arange(len(self._calls)) != at[0])
+        follows = (self._calls == 0) & ~others[:, None, None]
+        self.table *= np.where(follows, np.float32(seconds / self.table[at]), np.float32(1))
+        self.table[at] = seconds
+        self._calls[at] += 1
+
+    @property
+    def has_all_lengths(self) -> bool:
+        """Whether every length was timed somewhere."""
+        return bool((self._calls > 0).any(axis=(1, 2)).all())
+
+
+def seconds_of_round(short: float, long: float, rounds: int) -> float:
+    """Seconds of a round, by those of two calls of which the longer makes `rounds` more."""
+    # where they are as long, a round is less than what calls differ by
+    return (long - short) / rounds if long > short else long / (1 + rounds)
+
+
+def forced_cost(shape: tuple[int, ...], place: int) -> np.ndarray:
+    """Costs by which every round has one length."""
+    cost = np.full(shape, 1e6, np.float32)
+    cost[place] = 1e-6
+    return cost
+
+
+def busiest(
+    status: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+    prompt_lengths: Int[Array, " R"],
+    waiting: Bool[Array, " R"],
+    shards: int,
+) -> Int[Array, " 3"]:
+    """Rows left on the shard with most, the longest row in a slot, and whether one was evicted."""
+    running = status == RUNNING
+    left = jnp.max(jnp.sum(running.reshape(shards, -1), axis=1, dtype=jnp.int32))
+    longest = jnp.max(jnp.where(running & ~waiting, lengths, 0))
+    evicted = jnp.any(running & waiting & (lengths > prompt_lengths))
+    return jnp.stack([left, longest, evicted.astype(jnp.int32)])
+
+
+def predicted_cost(
+    devices: Devices,
+    target: Decoder,
+    network: Any,
+    lengths: tuple[int, ...],
+    slots: tuple[int, ...],
+    longest: int,
+) -> np.ndarray:
+    """Predicts seconds of a round by draft length, number of slots and context.
+
+    Args:
+      devices: that generate the rows of a shard.
+      target: the policy as generation reads it, or its shapes.
+      network: of the draft, likewise.
+      lengths: among which rounds choose.
+      slots: of each loop, most first.
+      longest: tokens of the longest row.
+    """
+    policy = _pass_of(target)
+    draft = _pass_of(network, policy.head)
+    loops = (*slots, *slots[-1:] * LOOPS)[:LOOPS]
+    # a small model has yet to read two tokens before it drafts, a head the block of a round
+    reads = [2 if isinstance(network, Decoder) else length + 1 for length in lengths]
+
+    def seconds(place: int, rows: int, context: int) -> float:
+        return round_seconds(devices, policy, draft, lengths[place], rows, context, reads[place])
+
+    table = [
+        [[seconds(place, rows, context) for context in contexts(longest)] for rows in loops]
+        for place in range(len(lengths))
+    ]
+    return np.asarray(table, np.float32)
+
+
+def _pass_of(network: Any, target_head: int = 0) -> Network:
+    """Sizes of a pass through a decoder or a draft, by the shapes of its weights."""
+    config, depth = network.config, getattr(network, "depth", 1)
+    size = {"layers": 0, "experts": 0, "head": 0, "embedding": 0}
+    width = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(network):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue  # ids of a draft's own vocabulary
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        own = next((name for name in names if name in ("head", "embedding")), "layers")
+        part = "experts" if any(name.startswith("expert_") for name in names) else own
+        width = leaf.dtype.itemsize
+        size[part] += leaf.size * width
+    layers, family = config.layers // depth, config.family
+    tied = isinstance(network, Decoder) and network.head is None
+    # an embedding that is not the head is read for a few tokens alone
+    head = size["embedding"] if tied else size["head"] or target_head
+    return Network(
+        layers=layers,
+        weights=size["layers"] // depth,
+        experts=size["experts"] // depth,
+        expert_share=family.experts_per_token / family.experts if size["experts"] else 0.0,
+        head=head,
+        vocab=config.vocab,
+        cache=2 * layers * config.kv_heads * config.head_size * width,
+        attention=4 * layers * config.heads * config.head_size,
+        embed=config.embed,
+        width=width,
+    )

@@ -2,9 +2,7 @@
 draft's acceptance."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +16,7 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
-from jaxspec.host.round_cost import _save, _saved, measured_chooser
+from jaxspec.host.round_cost import measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
@@ -54,66 +52,6 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     return jax.tree.map(
         np.asarray, measured_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
     )
-
-
-COST = np.asarray([[1.25, 2.5], [3.0, 4.75]], np.float32)
-
-
-def test_a_table_is_kept_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = folder / "key.json"
-    assert not _saved(file, COST.shape).any()
-    _save(file, COST)
-    np.testing.assert_array_equal(_saved(file, COST.shape), COST)
-    assert not _saved(file, (3, 3)).any()  # of another shape
-    assert [each.name for each in folder.iterdir()] == ["key.json"]
-    assert capsys.readouterr().out == ""
-
-
-def _instead(make: Callable[[Path], Any]) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        file.unlink()
-        make(file)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda file: file.write_text(""), "is damaged"),
-        (lambda file: file.write_text(file.read_text().replace("4.75", "4.25")), "is damaged"),
-        (lambda file: file.write_text("[" * 100_000), "is damaged"),
-        (lambda file: file.write_text("{}"), "is damaged"),
-        (_instead(lambda file: file.mkdir()), "cannot be read (Is a directory)"),
-        (
-            _instead(lambda file: file.symlink_to(file)),
-            "cannot be read (Too many levels of symbolic links)",
-        ),
-    ],
-)
-def test_a_table_that_is_not_what_was_written_is_told_and_measured_anew(
-    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], said: str
-) -> None:
-    file = folder / "key.json"
-    _save(file, COST)
-    damage(file)
-    assert not _saved(file, COST.shape).any()
-    assert capsys.readouterr().out == f"warning: {file} {said}: rounds are timed anew\n"
-
-
-@pytest.mark.parametrize("place", ["costs", "costs/key.json"])
-def test_a_table_that_cannot_be_written_is_no_reason_to_stop(
-    folder: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    file = folder / "key.json"
-    if place == "costs":
-        folder.write_text("no folder")
-    else:
-        file.mkdir(parents=True)
-    _save(file, COST)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning: {file} cannot be written: ")
-    assert line.endswith("; the next run times its rounds anew")
 
 
 @pytest.mark.slow
