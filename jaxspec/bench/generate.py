@@ -20,8 +20,8 @@ from jaxspec.bench.measure import (
     Timed,
     check_model,
     common,
+    draw_rounds,
     process_seconds,
-    rounds_table,
     timed,
 )
 from jaxspec.bench.roofline import remembered, work_of
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = int(np.sum(rollout.lengths - rollout.prompt_lengths))
     rows = rounds_table(loaded) if options.live else []
     if rows:
-        Console().print(rounds_table(rows))
+        Console().print(draw_rounds(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
     depth, size = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
     work = work_of(model, options.batch, depth, size)

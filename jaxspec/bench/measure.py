@@ -211,7 +211,7 @@ _ROUNDS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Columns of a table of rounds, by what its rows call them."""
 
 
-def rounds_table(rows: Sequence[Mapping[str, Any]], title: str = "rounds") -> Table:
+def draw_rounds(rows: Sequence[Mapping[str, Any]], title: str = "rounds") -> Table:
     """Rounds beside plain decode steps, as rich prints them; only columns that any row has."""
     table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
     columns = {

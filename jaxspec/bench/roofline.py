@@ -164,8 +164,7 @@ def main(argv: Sequence[str]) -> int:
     meshes.count_devices()  # says it where there is none
     cpu = jax.default_backend() == "cpu"
     read = {
-        mib: _read_by_threads(mib, meshes.cores()) if cpu else read_rate(mib)
-        for mib in SIZES_MIB
+        mib: _read_by_threads(mib, meshes.cores()) if cpu else read_rate(mib) for mib in SIZES_MIB
     }
     found = Roofline(read, product_rate(jnp.dtype(options.dtype)))
     before = remembered(options.dtype) or found

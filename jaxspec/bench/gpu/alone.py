@@ -33,9 +33,7 @@ def executed_alone(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
     variables = {
         # this process has reserved most of the device's memory
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", "")))
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", "")))),
     }
     try:
         ended = subprocess.run(

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxspec.bench.gpu.card import CARD
 from jaxspec.bench.gpu.device import DRIVERS
 from jaxspec.bench.gpu.options import DEFAULTS, SECTIONS, USUAL_SECONDS, GpuOptions
+from jaxspec.bench.gpu.profile import PROFILE
 from jaxspec.bench.gpu.programs import Programs, Recipe, Say, save_all
 from jaxspec.bench.gpu.results import Results
 from jaxspec.bench.gpu.right import RIGHT
@@ -22,6 +23,7 @@ from jaxspec.bench.gpu.starting import (
     opened_folder,
     target_of,
 )
+from jaxspec.bench.gpu.steps import LEARNING, STEPS_SECTION
 from jaxspec.bench.measure import process_seconds
 from jaxspec.compiled.hardware import HARDWARE, HERE
 from jaxspec.config.cli import override, take_option
@@ -46,7 +48,9 @@ Needs compute capability 8.0 (Ampere) or newer, and a driver from {DRIVERS[12]} 
 {DRIVERS[13]} (CUDA 13) on. To try all of it on a CPU, in a minute or two:
   {COMMAND} --size tiny
 The last line of the output is one JSON object."""
-PARTS = {0: CARD, 1: RIGHT, 2: HEADLINE, 3: VARIANTS, 4: ANSWERS}
+PARTS = dict(
+    enumerate((CARD, RIGHT, HEADLINE, VARIANTS, ANSWERS, STEPS_SECTION, LEARNING, PROFILE))
+)
 """Sections by number."""
 
 
@@ -87,9 +91,11 @@ def measure(options: GpuOptions) -> int:
     say = _sayer(screen)
     target = target_of(plan)
     results = Results(Path(options.out), target._asdict())
-    sections = [number for number in options.chosen_sections if _is_wanted(number, results, options)]
+    sections = []
     for number in options.chosen_sections:
-        if number not in sections:
+        if options.again or not results.has(number):
+            sections.append(number)
+        else:
             say(f"section {number} is in {options.out} already; --again measures it anew")
     programs = Programs(plan.mesh, opened_folder(plan, say), _workers(options), say)
     run = GpuRun(
@@ -126,17 +132,13 @@ def _section(run: GpuRun, number: int) -> bool:
     return not run.left_out
 
 
-def _is_wanted(number: int, results: Results, options: GpuOptions) -> bool:
-    return options.again or not results.has(number)
-
-
 def _workers(options: GpuOptions) -> int:
     return options.workers or max(1, min(8, cores() // 2))
 
 
 def _sayer(screen: Screen) -> Say:
     def say(message: str) -> None:
-        screen.print(message, markup=False, highlight=False)
+        screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
     return say
 

@@ -13,7 +13,7 @@ from jaxspec.inputs.spec import Count, LayerCount, ModelConfig, ModelSpec, Natur
 
 SECTIONS = {
     0: "the card: versions, memory, load, bandwidth, products",
-    1: "right? kernels, layouts, command buffers and loaded programs against plain ones",
+    1: "right? kernels, layouts, command buffers, loaded programs",
     2: "rounds of the draft length beside plain steps, by rows",
     3: "other draft lengths, the full vocabulary, command buffers",
     4: "answers from prompt to end",
@@ -103,8 +103,8 @@ class GpuOptions(Checked, prefix="--"):
     def check(self) -> None:
         require(
             bool(self.chosen_sections) or not self.sections,
-            f"--sections is {self.sections!r}; give numbers of {min(SECTIONS)} to {max(SECTIONS)} with commas"
-            " between them, such as 0,1,2",
+            f"--sections is {self.sections!r}; give numbers of {min(SECTIONS)} to {max(SECTIONS)}"
+            " with commas between them, such as 0,1,2",
         )
         require(
             not (self.prepare and self.programs),
@@ -146,7 +146,7 @@ class GpuOptions(Checked, prefix="--"):
     @property
     def model(self) -> ModelSpec:
         """The policy."""
-        names = "layers embed heads kv_heads head_size ffn vocab".split()
+        names = ("layers", "embed", "heads", "kv_heads", "head_size", "ffn", "vocab")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
         config = ModelConfig(
             **sizes, rope_theta=QWEN3_8B.rope_theta, tied=False, dtype=self.dtype, remat=True
@@ -204,4 +204,3 @@ DEFAULTS = {
     ),
 }
 """By --size."""
-

@@ -18,12 +18,20 @@ from jaxspec.compiled.compiler import FLAGS, for_devices
 from jaxspec.compiled.serialized import ProgramFolder, Unusable
 from jaxspec.inputs.checked import first_line
 
-CARD_OPTIONS = {
-    "xla_gpu_enable_triton_gemm": "false",
-    "xla_gpu_experimental_enable_fusion_autotuner": "false",
+Options = Mapping[str, str | bool]
+CARD_OPTIONS: Options = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
 """Compiler options on GPUs. Products are left to cuBLAS, and fusions are not autotuned: both
 together cost most of the time of compiling."""
+CPU_OPTIONS: Options = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""On CPUs, where the command is only tried: optimized programs take four times as long to
+compile."""
 _SAID_EVERY = 10.0
 """Seconds between two lines about a program that is waited for."""
 Say = Callable[[str], Any]
@@ -38,7 +46,7 @@ class Recipe:
     arguments: Callable[[], tuple[Any, ...]]
     """Gives shapes, types and shardings; called where the program is compiled."""
     donate: tuple[int, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     """Of the compiler, beside those of the card."""
     out_shardings: Any = None
     """None: everything is on the one device."""
@@ -61,28 +69,26 @@ class Made(NamedTuple):
     """Whether it runs without GPU kernels, because compiling with them failed."""
 
 
-def card_options(mesh: Mesh) -> dict[str, str]:
-    """Compiler options for the mesh's devices; what the user's XLA_FLAGS name is left to them."""
-    if not meshes.accelerated(mesh):
-        return {}
-    given = os.environ.get(FLAGS, "")
-    wanted = {name: value for name, value in CARD_OPTIONS.items() if f"--{name}" not in given}
+def device_options(mesh: Mesh) -> Options:
+    """Compiler options for the mesh's device; those that the user's XLA_FLAGS name win."""
+    ours, given = CARD_OPTIONS if meshes.accelerated(mesh) else CPU_OPTIONS, os.environ.get(FLAGS)
+    wanted = {name: value for name, value in ours.items() if f"--{name}" not in (given or "")}
     return {name: value for name, value in wanted.items() if _is_known(mesh, name, value)}
 
 
-def _is_known(mesh: Mesh, name: str, value: str) -> bool:
+def _is_known(mesh: Mesh, name: str, value: str | bool) -> bool:
     """Whether this release of XLA has a compiler option."""
     number = jax.ShapeDtypeStruct((), "int32", sharding=meshes.replicated(mesh))
     try:
         jax.jit(lambda number: number + 1).lower(number).compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
-        if "option" not in str(error):
+        if "No such compile option" not in str(error):
             raise
         return False
     return True
 
 
-def compile_recipe(recipe: Recipe, mesh: Mesh, options: Mapping[str, str]) -> Any:
+def compile_recipe(recipe: Recipe, mesh: Mesh, options: Options) -> Any:
     """Compiles a program for the mesh's device."""
     whole = meshes.replicated(mesh)
     # the learner's optimizer relies on JAX's usual promotion
@@ -101,7 +107,7 @@ class Programs:
 
     def __init__(self, mesh: Mesh, folder: ProgramFolder | None, workers: int, say: Say) -> None:
         """`folder` has programs that need not be compiled."""
-        self.mesh, self.options = mesh, card_options(mesh)
+        self.mesh, self.options = mesh, device_options(mesh)
         self._folder, self._say = folder, say
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._made: dict[str, Future[Made]] = {}
@@ -185,7 +191,7 @@ class Programs:
         if self._folder is not None and recipe.served:
             if recipe.name in self._folder:
                 try:
-                    program = self._folder.load(recipe.name, self.mesh.devices.flatten())
+                    program = self._folder.load(recipe.name, [*self.mesh.devices.flat])
                     return Made(program, True, time.monotonic() - began, plain=False)
                 except Unusable as error:
                     self._say(f"warning: {error}")
@@ -218,7 +224,7 @@ def save_all(
     recipes: Sequence[Recipe], mesh: Mesh, folder: ProgramFolder, workers: int, say: Say
 ) -> list[str]:
     """Compiles programs into a folder, but those that it has; returns those that failed."""
-    options, lock, failed = card_options(mesh), threading.Lock(), []
+    options, lock, failed = device_options(mesh), threading.Lock(), []
     missing = [recipe for recipe in recipes if recipe.served and not folder.intact(recipe.name)]
     say(f"{len(recipes) - len(missing)} of {len(recipes)} programs are in {folder.folder} already")
     done = 0

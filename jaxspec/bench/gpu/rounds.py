@@ -13,7 +13,7 @@ from jaxspec.bench.gpu.device import wait_for
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.programs import Recipe
 from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Plan, Section
-from jaxspec.bench.measure import rounds_table
+from jaxspec.bench.measure import draw_rounds
 from jaxspec.bench.roofline import work_of
 from jaxspec.mesh import replicated
 from jaxspec.rollout.decode_state import DecodeState
@@ -185,7 +185,7 @@ def _about(cell: Cell) -> dict[str, Any]:
 
 
 def _print(run: GpuRun, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    run.screen.print(rounds_table([row for row in rows if "round_s" in row], title))
+    run.screen.print(draw_rounds([row for row in rows if "round_s" in row], title))
 
 
 def measure_headline(run: GpuRun) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class GpuRun:
 
     def say(self, message: str) -> None:
         """Prints a line."""
-        self.screen.print(message, markup=False, highlight=False)
+        self.screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def get(self, name: str) -> Made:
         """Waits for a program, as long as there is time.
