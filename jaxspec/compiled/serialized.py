@@ -7,10 +7,10 @@ card, are refused by name; so are files that do not hold any more what was writt
 import contextlib
 import hashlib
 import json
+import lzma
 import pickle
 import re
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +36,7 @@ _DAMAGED = (EOFError, OSError, ValueError, TypeError, KeyError, IndexError, Attr
 _UNREADABLE = (
     *_DAMAGED,
     pickle.UnpicklingError,
-    zlib.error,
+    lzma.LZMAError,
     ImportError,
     jax.errors.JaxRuntimeError,
 )
@@ -89,7 +89,8 @@ def compiler_versions() -> dict[str, str]:
 def pack(program: Any) -> bytes:
     """Serializes a compiled program."""
     parts = serialize_executable.serialize(program)
-    return zlib.compress(pickle.dumps(parts), 6)
+    # layers that repeat lie too far apart for zlib, whose files are four times as large
+    return lzma.compress(pickle.dumps(parts), preset=1)
 
 
 def unpack(content: bytes, devices: Sequence[Any]) -> Any:
@@ -97,7 +98,7 @@ def unpack(content: bytes, devices: Sequence[Any]) -> Any:
 
     Unpickling runs code of the file, as calling a program does: load only what is your own.
     """
-    payload, inputs, outputs = pickle.loads(zlib.decompress(content))
+    payload, inputs, outputs = pickle.loads(lzma.decompress(content))
     return serialize_executable.deserialize_and_load(
         payload, inputs, outputs, backend=devices[0].client, execution_devices=list(devices)
     )

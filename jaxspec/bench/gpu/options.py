@@ -64,6 +64,8 @@ class GpuOptions(Checked, prefix="--"):
     """Width of the feed-forward layer."""
     vocab: Count = 151_936
     """Tokens of the vocabulary; the head is untied."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights, keys and values; GPU kernels are for bfloat16."""
     draft_vocab: Natural = 32_000
     """Tokens of the EAGLE-3 draft's own vocabulary; 0: the policy's."""
     page_size: Natural = 64
@@ -139,11 +141,6 @@ class GpuOptions(Checked, prefix="--"):
         return tuple(dict.fromkeys(map(int, words))) if good else ()
 
     @property
-    def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Type of weights, keys and values."""
-        return "float32" if self.size == "tiny" else "bfloat16"
-
-    @property
     def model(self) -> ModelSpec:
         """The policy."""
         names = ("layers", "embed", "heads", "kv_heads", "head_size", "ffn", "vocab")
@@ -169,9 +166,9 @@ class GpuOptions(Checked, prefix="--"):
     def sizes(self) -> dict[str, Any]:
         """All that programs of the same name depend on."""
         names = (
-            "size layers embed heads kv_heads head_size ffn vocab draft_vocab page_size prompt new"
-            " answer draft_length acceptance right_layers step_model step_prompts group step_prompt"
-            " step_new seed"
+            "size layers embed heads kv_heads head_size ffn vocab dtype draft_vocab page_size"
+            " prompt new answer draft_length acceptance right_layers step_model step_prompts group"
+            " step_prompt step_new seed"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -187,6 +184,7 @@ DEFAULTS = {
         head_size=16,
         ffn=128,
         vocab=512,
+        dtype="float32",
         draft_vocab=128,
         page_size=16,
         rows=(1, 4),

@@ -91,6 +91,8 @@ def _is_known(mesh: Mesh, name: str, value: str | bool) -> bool:
 def compile_recipe(recipe: Recipe, mesh: Mesh, options: Options) -> Any:
     """Compiles a program for the mesh's device."""
     whole = meshes.replicated(mesh)
+    # outside the context below: a device that is not there cannot hold the keys of random numbers
+    arguments = recipe.arguments()
     # the learner's optimizer relies on JAX's usual promotion
     with for_devices(mesh), jax.numpy_dtype_promotion("standard"):
         # a fresh function, since JAX keeps traces by function
@@ -98,7 +100,7 @@ def compile_recipe(recipe: Recipe, mesh: Mesh, options: Options) -> Any:
             lambda *given: recipe.function(*given),
             donate_argnums=recipe.donate,
             out_shardings=whole if recipe.out_shardings is None else recipe.out_shardings,
-        ).lower(*recipe.arguments())
+        ).lower(*arguments)
         return lowered.compile(compiler_options={**options, **recipe.options})
 
 

@@ -23,7 +23,7 @@ from jaxspec.compiled.serialized import (
 from jaxspec.host.job import code_version
 from jaxspec.inputs.checked import require
 
-SHARE = "0.88"
+SHARE = "0.90"
 """Of the card's memory, which this process takes at once; the process of `alone` needs some."""
 
 
