@@ -53,16 +53,23 @@ def _is_installed(name: str, installed: Callable[[str], str]) -> bool:
     return False
 
 
-def require_card(device: Any, size: str) -> None:
-    """Checks that a device is a GPU of a generation that runs these programs.
+def require_card(device: Any, size: str, driver: str = "") -> None:
+    """Checks that a device is a GPU of a generation that runs these programs; `driver` is the
+    NVIDIA driver that is loaded.
 
     Raises:
       ConfigError: there is no GPU, or it is older than Ampere.
     """
+    unused = (
+        f" (the NVIDIA driver {driver} is loaded: is the extra cuda13 or cuda12 installed, and"
+        " JAX_PLATFORMS unset?)"
+        if driver
+        else ""
+    )
     require(
         device.platform != "cpu" or size == "tiny",
-        "JAX finds no GPU here, and --size 8b is for one: try the command with --size tiny on this"
-        " CPU, or compile its programs for a card with --prepare FOLDER --hardware h100",
+        f"JAX finds no GPU here{unused}, and --size 8b is for one: try the command with --size tiny"
+        " on this CPU, or compile its programs for a card with --prepare FOLDER --hardware h100",
     )
     if device.platform == "gpu":
         capability = float(device.compute_capability)

@@ -131,7 +131,7 @@ class GpuOptions(Checked, prefix="--"):
         )
         most = max(*self.rows, *self.few, self.step_prompts * self.group)
         tokens = max(self.prompt + max(self.new, self.answer), self.step_prompt + self.step_new)
-        require_countable("--rows, --few or --step_prompts x --group:", most, tokens)
+        require_countable(f"--rows, --few or --step_prompts x --group: {most}", most, tokens)
 
     @property
     def chosen_sections(self) -> tuple[int, ...]:

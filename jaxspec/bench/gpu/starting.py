@@ -38,7 +38,7 @@ def open_plan(options: GpuOptions) -> tuple[Plan, str]:
     meshes.prepare_devices(1)
     meshes.count_devices()
     device = jax.devices()[0]
-    require_card(device, options.size)
+    require_card(device, options.size, driver)
     return _plan(options, device), driver
 
 

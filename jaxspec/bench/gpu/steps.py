@@ -174,10 +174,8 @@ def _measured_learning(run: GpuRun) -> dict[str, Any]:
     options, read = run.options, mode.read(finished.rollout)
     best = min(each["learn"] for each in seconds)
     work = learning_work(options.trained_model, read) * (FROZEN if options.lora_rank else 1)
-    owners = memory.parts(mode.step, options.step_prompts, {"train": learn})
-    kept = ("weights as generation reads them", memory.POOL)
-    # generation's parts are not there while learning runs alone
-    predicted = sum(part.size for part in owners if part.name not in kept)
+    told = learn.memory_analysis()
+    inputs = told.argument_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
     return {
         "seconds_all": [each["learn"] for each in seconds],
         "learn_s": best,
@@ -188,7 +186,7 @@ def _measured_learning(run: GpuRun) -> dict[str, Any]:
         "flops_per_s": work / best,
         "flops_share": work / best / run.flops if run.flops else None,
         "memory_peak": taken.peak or None,
-        "memory_predicted": predicted,
+        "memory_predicted": inputs + told.temp_size_in_bytes,
     }
 
 
