@@ -1,11 +1,13 @@
 """Devices and names: the mesh, and the rules from logical axes to mesh axes."""
 
+import contextlib
+import contextvars
 import functools
 import math
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +286,24 @@ def summed_over_experts(value: Any) -> Any:
     return lax.psum(value, EXPERT) if _manual(EXPERT, mesh) else value
 
 
+_PLAIN = contextvars.ContextVar("plain twins of kernels", default=False)
+
+
+@contextlib.contextmanager
+def plain_twins() -> Iterator[None]:
+    """Programs that this thread traces meanwhile have no GPU kernels, but their plain twins."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
 def kind_in_scope() -> str:
-    """What the devices of the mesh in scope are; nothing where there is none."""
+    """What the devices of the mesh in scope are; nothing where there is none, or where kernels are
+    not wanted."""
+    if _PLAIN.get():
+        return ""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
+from jaxspec.bench.gpu import command as gpu
 from jaxspec.host.job import at_once
 from jaxspec.system.version import DISTRIBUTION, version
 
@@ -21,6 +22,7 @@ BENCHES = {
         "--model DIR",
         "tokens a second of one checkpoint, plain or with a draft, and what a round costs",
     ),
+    "gpu": (gpu.main, "", "speculation on a GPU, in ten minutes, with random weights"),
     "step": (step.main, "--model DIR", "a GRPO step of one checkpoint: generate, score, learn"),
     "drafts": (drafts.main, "--config NAME.py[:SCALE]", "every kind of draft on one policy"),
     "load": (load.load, "--model DIR", "reading a checkpoint"),

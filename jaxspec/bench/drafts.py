@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
+from jaxspec.bench.loaded import synthetic
 from jaxspec.bench.measure import versions
 from jaxspec.bench.variants import VARIANTS, VARIED, Variant, config_of
+from jaxspec.bench.workload import SYNTHETIC_LENGTH
 from jaxspec.build import build_step
 from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
@@ -35,7 +37,9 @@ from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
+from jaxspec.rollout.round import by_matching
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
+from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress, short
@@ -46,8 +50,10 @@ Drafts are trained on first use, on what the policy answers to its prompts; for 
 eagle3-generic, is not: --generic FILE trains it on a text (JSON lines or parquet, or a dataset id,
 as for --offline.text; without, the built-in text), --generic FOLDER takes an EAGLE-3 head that is
 ready, published or exported, as it is. --rows N (default 512) answers each. Speed-up is tokens/s
-over those of plain decoding in the same run, both medians of calls in turn; the last line of the
-output is one JSON object."""
+over those of plain decoding in the same run, both medians of calls in turn.
+--synthetic_acceptance A keeps A tokens of a round of 3 drafts on average, and other lengths with
+the same chance of each draft, for kinds that draw drafts: to see what a good draft of that kind
+would be worth. The last line of the output is one JSON object."""
 TUNING = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is
 measured."""
@@ -183,9 +189,12 @@ def prepare(
     )
 
 
-def drafts(job: Job, interrupt: Interrupt, rows: int, generic: str = "generic") -> int:
+def drafts(
+    job: Job, interrupt: Interrupt, rows: int, generic: str = "generic", acceptance: float = 0.0
+) -> int:
     """Measures every variant on the same policy and the same training prompts; `rows` answers each,
-    rounded up to whole batches. `generic` is as in `config_of`."""
+    rounded up to whole batches. `generic` is as in `config_of`, `acceptance` as in
+    `_prescribed`."""
     config = job.config
     require(
         config.offline.steps > 0,
@@ -216,12 +225,15 @@ def drafts(job: Job, interrupt: Interrupt, rows: int, generic: str = "generic") 
         replace(
             job,
             config=each,
-            step=build_step(
-                each,
-                job.mesh,
-                job.tokenizer.stop_ids,
-                job.tokenizer.size,
-                job.step.generator.settings.stop,
+            step=_prescribed(
+                build_step(
+                    each,
+                    job.mesh,
+                    job.tokenizer.stop_ids,
+                    job.tokenizer.size,
+                    job.step.generator.settings.stop,
+                ),
+                acceptance,
             ),
         )
         for each in configs
@@ -258,9 +270,18 @@ def drafts(job: Job, interrupt: Interrupt, rows: int, generic: str = "generic") 
         " draft T is a factor on the temperature"
     )
     about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
-    line = {**about, "answers": answers, "generic": generic, "rows": table}
+    asked = {"answers": answers, "generic": generic, "synthetic_acceptance": acceptance}
+    line = {**about, **asked, "rows": table}
     print(json.dumps(line), flush=True)
     return 0
+
+
+def _prescribed(step: Step, acceptance: float) -> Step:
+    """The step with as many drafts kept as is prescribed, if it draws drafts; 0: as it is."""
+    generator = step.generator
+    if not acceptance or by_matching(generator.draft, generator.settings):
+        return step
+    return replace(step, generator=generator.with_(rule=synthetic(acceptance)))
 
 
 def _how(variant: Variant, job: Job) -> tuple[str, str]:
@@ -335,22 +356,35 @@ def _table(name: str, *titles: str) -> Table:
     return table
 
 
+def _is_acceptance(text: str) -> bool:
+    try:
+        number = float(text)
+    except ValueError:
+        return False
+    return number == 0 or 1 <= number <= SYNTHETIC_LENGTH + 1
+
+
 def main(words: Sequence[str]) -> int:
     """Runs the benchmark with what the command line says."""
     command, form = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
     given, words = take_option(words, command, "rows", f"N {form}", "512")
     generic, words = take_option(words, command, "generic", f"PATH {form}", "generic")
+    kept, words = take_option(words, command, "synthetic_acceptance", f"A {form}", "0")
+    problem = ""
     if not given.isdecimal() or int(given) < 1:
-        print(
-            f"error: --rows is {given!r}; a number of answers, at least 1",
-            file=sys.stderr,
-            flush=True,
+        problem = f"--rows is {given!r}; a number of answers, at least 1"
+    elif not _is_acceptance(kept):
+        problem = (
+            f"--synthetic_acceptance is {kept!r}; tokens kept of a round of {SYNTHETIC_LENGTH}"
+            f" drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 for those that are really kept"
         )
+    if problem:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
         return 2
     return run(
         "bench drafts",
         ABOUT,
-        lambda job, interrupt: drafts(job, interrupt, int(given), generic),
+        lambda job, interrupt: drafts(job, interrupt, int(given), generic, float(kept)),
         words,
         VARIED,
         USED,

@@ -12,13 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.loaded import Loaded, check_logprob, load
-from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
+from jaxspec.bench.measure import (
+    Timed,
+    check_model,
+    common,
+    draw_rounds,
+    process_seconds,
+    timed,
+)
 from jaxspec.bench.roofline import remembered, work_of
 from jaxspec.bench.workload import GenerateOptions, Length
 from jaxspec.config.cli import override
@@ -115,26 +120,6 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE, title="rounds", title_justify="left", padding=0, show_edge=False)
-    for title in ("rows", "K", "ms a round", "round cost", "tokens a pass", "tokens/s", "speed-up"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        numbers = (
-            f"{1e3 * row['round_s']:.3f}",
-            f"{row['round_cost']:.2f}",
-            f"{row['tokens_per_pass']:.2f}",
-        )
-        table.add_row(
-            str(row["live"]),
-            str(row["K"]),
-            *numbers,
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['speedup']:.2f}",
-        )
-    return table
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
     options = override(
@@ -150,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = int(np.sum(rollout.lengths - rollout.prompt_lengths))
     rows = rounds_table(loaded) if options.live else []
     if rows:
-        Console().print(_table(rows))
+        Console().print(draw_rounds(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
     depth, size = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
     work = work_of(model, options.batch, depth, size)

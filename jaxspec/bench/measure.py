@@ -8,9 +8,12 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
+
+from rich import box
+from rich.table import Table
 
 from jaxspec.inputs.checked import Range, require
 from jaxspec.mesh import cores
@@ -192,3 +195,36 @@ def common(kind: str, work: Workload, taken: Timed, tokens: int) -> dict[str, An
         "peak_rss_mib": peak_memory() / 2**20,
         "versions": versions(),
     }
+
+
+_ROUNDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "live": ("rows", str),
+    "K": ("K", str),
+    "note": ("", str),
+    "round_s": ("ms a round", lambda seconds: f"{1e3 * seconds:.3f}"),
+    "bandwidth_share": ("bandwidth", lambda share: f"{share:.0%}"),
+    "round_cost": ("round cost", lambda cost: f"{cost:.2f}"),
+    "tokens_per_pass": ("tokens a pass", lambda tokens: f"{tokens:.2f}"),
+    "tokens_per_s": ("tokens/s", lambda rate: f"{rate:,.0f}"),
+    "speedup": ("speed-up", lambda times: f"{times:.2f}"),
+}
+"""Columns of a table of rounds, by what its rows call them."""
+
+
+def draw_rounds(rows: Sequence[Mapping[str, Any]], title: str = "rounds") -> Table:
+    """Rounds beside plain decode steps, as rich prints them; only columns that any row has."""
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
+    columns = {
+        name: column
+        for name, column in _ROUNDS.items()
+        if any(row.get(name) not in (None, "") for row in rows)
+    }
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = (
+            "-" if row.get(name) is None else shown(row[name])
+            for name, (_, shown) in columns.items()
+        )
+        table.add_row(*cells)
+    return table

@@ -101,13 +101,22 @@ def _read_by_threads(mib: int, threads: int) -> float:
         return mib * 2**20 * times / _best(lambda: list(pool.map(read, parts)))
 
 
-def _read_by_device(mib: int) -> float:
+def read_rate(mib: int) -> float:
+    """Bytes a second that a device reads, of so many MiB."""
     part = jnp.ones((mib * 2**18,), jnp.float32)
     total = jax.jit(jnp.sum)
     return mib * 2**20 / _best(lambda: total(part).block_until_ready())
 
 
-def _products(dtype: Any) -> float:
+def copy_rate(mib: int) -> float:
+    """Bytes a second that a device reads and writes, copying so many MiB."""
+    part = jnp.ones((mib * 2**18,), jnp.float32)
+    copied = jax.jit(lambda part: part + 1)
+    return 2 * mib * 2**20 / _best(lambda: copied(part).block_until_ready())
+
+
+def product_rate(dtype: Any) -> float:
+    """Floating-point operations a second of large products."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     left = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
@@ -155,10 +164,9 @@ def main(argv: Sequence[str]) -> int:
     meshes.count_devices()  # says it where there is none
     cpu = jax.default_backend() == "cpu"
     read = {
-        mib: _read_by_threads(mib, meshes.cores()) if cpu else _read_by_device(mib)
-        for mib in SIZES_MIB
+        mib: _read_by_threads(mib, meshes.cores()) if cpu else read_rate(mib) for mib in SIZES_MIB
     }
-    found = Roofline(read, _products(jnp.dtype(options.dtype)))
+    found = Roofline(read, product_rate(jnp.dtype(options.dtype)))
     before = remembered(options.dtype) or found
     rates = {
         mib: max(rate, before.bytes_per_s.get(mib, 0)) for mib, rate in found.bytes_per_s.items()

@@ -80,7 +80,7 @@ def advance(
 
     def read_and_run(state: DecodeState) -> DecodeState:
         if evicts or not prefilled:
-            state = _append(target, drafter, draft, state, settings)
+            state = append_unread(target, drafter, draft, state, settings)
         return _run(rounds, fill(state), limit, tail, settings.group_size)
 
     if not evicts:
@@ -96,7 +96,7 @@ def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[
     return of_any_expert(left > enough) & (state.round[0] < limit)
 
 
-def _append(
+def append_unread(
     target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
 ) -> DecodeState:
     """Reads all text that no round has read; contiguous prompts are read from the start."""
@@ -203,7 +203,7 @@ def begin(
 ) -> DecodeState:
     """Builds the state before the first round, with all prompts read; see `prepare`."""
     state = prepare(target, drafter, draft, prompts, first_prompt, key, settings)
-    return _append(target, drafter, draft, state, settings)
+    return append_unread(target, drafter, draft, state, settings)
 
 
 def collect(state: DecodeState) -> Rollout:

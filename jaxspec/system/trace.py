@@ -34,7 +34,7 @@ PARTS = (
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE
 )
-_CONTAINERS = ("while", "conditional", "call")
+CONTAINERS = ("while", "conditional", "call")
 """Instructions that last as long as all those inside them."""
 
 
@@ -164,7 +164,7 @@ def _parts(operations: list[_Operation], process: int, thread: int) -> list[dict
             events.append(_slice(name, start, last, process, thread))
 
     for operation in operations:
-        if operation.name.startswith(_CONTAINERS) or not operation.path:
+        if operation.name.startswith(CONTAINERS) or not operation.path:
             continue
         same = 0
         while (

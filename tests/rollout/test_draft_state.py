@@ -14,8 +14,9 @@ from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
-from jaxspec.rollout.generate import advance, begin, seated
+from jaxspec.rollout.generate import advance, append_unread, begin
 from jaxspec.rollout.round import Settings, features
+from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import read_whole, tiny_prompts
@@ -145,7 +146,9 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
 
     @jax.jit
     def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-        filled = seated(target, given, draft, state, settings, evicts)
+        block = (draft.length if draft else 0) + 1
+        filled = refill(state, settings.group_size, block, evicts)
+        filled = append_unread(target, given, draft, filled, settings)
         return said(learned, target, network, filled)
 
     by_turn = [forced(given, case.lengths, length) for length in case.turns]

@@ -1,0 +1,1 @@
+"""`bench gpu`: speculation on an accelerator, measured within ten minutes."""

@@ -1,0 +1,118 @@
+"""A run of the sections: its options, programs, deadline, and what it says."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.bench.gpu.cells import Cells
+from jaxspec.bench.gpu.options import GpuOptions
+from jaxspec.bench.gpu.programs import Made, NotMade, Programs, Recipe
+from jaxspec.bench.gpu.results import Results
+from jaxspec.inputs.checked import first_line
+from jaxspec.mesh import accelerated
+from jaxspec.system.progress import Screen
+
+OUT_OF_TIME = "out of time"
+
+
+class Plan(NamedTuple):
+    """What programs follow from, with or without a device."""
+
+    options: GpuOptions
+    mesh: Mesh
+    cells: Cells
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the programs are for an accelerator."""
+        return accelerated(self.mesh)
+
+
+@dataclass(kw_only=True)
+class GpuRun:
+    """A run on a device."""
+
+    plan: Plan
+    programs: Programs
+    results: Results
+    screen: Screen
+    driver: str
+    end: float
+    """By the monotonic clock."""
+    left_out: list[str] = field(default_factory=list)
+    """Of the section that is measured, for want of time."""
+
+    @property
+    def options(self) -> GpuOptions:
+        """Of the command line."""
+        return self.plan.options
+
+    @property
+    def cells(self) -> Cells:
+        """Programs and weights of the tables' cells."""
+        return self.plan.cells
+
+    @property
+    def device(self) -> Any:
+        """The one that is measured."""
+        return self.plan.mesh.devices.flat[0]
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.end - time.monotonic()
+
+    def say(self, message: str) -> None:
+        """Prints a line."""
+        self.screen.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def get(self, name: str) -> Made:
+        """Waits for a program, as long as there is time.
+
+        Raises:
+          NotMade: it could not be compiled, or not in time.
+        """
+        return self.programs.get(name, self.left)
+
+    def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measures a part of a section; says and records why it could not be."""
+        if self.left <= 0:
+            self.left_out.append(name)
+            return {"left_out": OUT_OF_TIME}
+        try:
+            return measure()
+        except NotMade as error:
+            reason = str(error)
+            if self.left <= 0:
+                self.left_out.append(name)
+        except jax.errors.JaxRuntimeError as error:
+            # one cell that does not fit the device is no reason to lose the others
+            reason = first_line(error)
+        self.say(f"{name} FAILED: {reason}")
+        return {"failed": reason}
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second that section 0 measured; None if it was not."""
+        return self.results.get(0).get("bytes_per_s")
+
+    @property
+    def flops(self) -> float | None:
+        """Operations a second of products that section 0 measured; None if it was not."""
+        return self.results.get(0).get("flops_per_s")
+
+
+class Section(NamedTuple):
+    """A section: its programs, and how it is measured."""
+
+    recipes: Callable[[Plan], Sequence[Recipe]]
+    measure: Callable[[GpuRun], dict[str, Any]]
+    """Prints its table and returns its numbers."""
+
+
+NOT_HERE = "needs a GPU: not applicable here"
+"""Of parts that a CPU does not have."""

@@ -1,0 +1,106 @@
+"""The start: JAX on one device, or the compiler for a card that is not here, and a folder of
+programs for it."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxspec import mesh as meshes
+from jaxspec.bench.gpu.cells import Cells
+from jaxspec.bench.gpu.device import require_card, require_driver
+from jaxspec.bench.gpu.options import GpuOptions
+from jaxspec.bench.gpu.programs import Say
+from jaxspec.bench.gpu.run import Plan
+from jaxspec.compiled import hardware
+from jaxspec.compiled.serialized import (
+    ProgramFolder,
+    Target,
+    Unusable,
+    compiler_versions,
+    require_writable,
+)
+from jaxspec.host.job import code_version
+from jaxspec.inputs.checked import require
+
+SHARE = "0.90"
+"""Of the card's memory, which this process takes at once; the process of `alone` needs some."""
+
+
+def open_plan(options: GpuOptions) -> tuple[Plan, str]:
+    """Starts JAX on the device of this machine; also returns the driver's version.
+
+    Raises:
+      ConfigError: the card or its driver is too old, or there is none for these sizes.
+    """
+    driver = require_driver()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", SHARE)
+    meshes.prepare_devices(1)
+    meshes.count_devices()
+    device = jax.devices()[0]
+    require_card(device, options.size, driver)
+    return _plan(options, device), driver
+
+
+def open_absent(options: GpuOptions) -> Plan:
+    """Starts the compiler for the card that --hardware names.
+
+    Raises:
+      ConfigError: there is no such card, or no compiler for it here.
+    """
+    if options.hardware == hardware.HERE:
+        return open_plan(options)[0]
+    card = hardware.card_of(options.hardware)
+    require(
+        hardware.plugin(),
+        f"--hardware {options.hardware}: the compiler for NVIDIA GPUs is not installed; install the"
+        " extra `check` (it needs no GPU)",
+    )
+    jax.config.update("jax_platforms", "cpu")
+    meshes.prepare_devices(1)
+    return _plan(options, hardware.devices_of(card, 1)[0])
+
+
+def _plan(options: GpuOptions, device: object) -> Plan:
+    # programs for cards that are not here are not kept, and one that is read from the cache of
+    # compiled programs cannot always be serialized again
+    jax.config.update("jax_enable_compilation_cache", False)
+    mesh = meshes.make_mesh(1, 1, 1, [device])
+    return Plan(options, mesh, Cells(options, mesh))
+
+
+def target_of(plan: Plan) -> Target:
+    """All that the programs of a plan depend on."""
+    kind = plan.mesh.devices.flat[0].device_kind
+    return Target(compiler_versions(), kind, code_version(), plan.options.sizes)
+
+
+def opened_folder(plan: Plan, say: Say) -> ProgramFolder | None:
+    """Opens --programs; says why it cannot be used, and returns None then.
+
+    Raises:
+      ConfigError: there is no such folder.
+    """
+    if not plan.options.programs:
+        return None
+    folder = Path(plan.options.programs)
+    require(
+        folder.is_dir(),
+        f"--programs {folder} is no folder; make it with --prepare, or leave it out",
+    )
+    try:
+        return ProgramFolder.opened(folder, target_of(plan))
+    except Unusable as error:
+        say(f"warning: {error}")
+        return None
+
+
+def begun_folder(plan: Plan) -> ProgramFolder:
+    """Opens --prepare to write to.
+
+    Raises:
+      SaveError: it cannot be written to.
+    """
+    folder = Path(plan.options.prepare)
+    require_writable(folder)
+    return ProgramFolder.begun(folder, target_of(plan))
