@@ -41,6 +41,7 @@ def processed_logits(
     produced: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
+    may_be_zero: bool = True,
 ) -> Float[Array, "*B V"]:
     """Logits of the sampling distribution, up to a constant; excluded tokens are at -inf. The plain
     case costs nothing.
@@ -53,6 +54,7 @@ def processed_logits(
         target); an array is one for all positions or broadcasts over them, and may be traced.
       keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
         must not exclude them afterwards.
+      may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
     """
     if 0 < processing.vocab_size < logits.shape[-1]:
         logits = jnp.where(
@@ -65,7 +67,7 @@ def processed_logits(
         logits = jnp.where(
             ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
         )
-    logits = _tempered(logits, processing.temperature, factor)
+    logits = _tempered(logits, processing.temperature, factor, may_be_zero)
     if 0 < processing.top_k < logits.shape[-1]:
         logits = _at_least(logits, jax.lax.top_k(logits, processing.top_k)[0][..., -1:], keep)
     if processing.top_p < 1:
@@ -97,7 +99,10 @@ def _at_least(
 
 
 def _tempered(
-    logits: Float[Array, "*B V"], temperature: float, factor: Float[Array, "*#B"] | float
+    logits: Float[Array, "*B V"],
+    temperature: float,
+    factor: Float[Array, "*#B"] | float,
+    may_be_zero: bool,
 ) -> Float[Array, "*B V"]:
     """Logits over temperature x factor; at 0, all mass on the largest."""
     if not isinstance(factor, jax.Array):
@@ -106,6 +111,8 @@ def _tempered(
             return logits
         return logits / product if product > 0 else _greedy(logits)
     products = jnp.asarray(temperature * factor, logits.dtype)[..., None]
+    if temperature > 0 and not may_be_zero:
+        return logits / products
     return jnp.where(products > 0, logits / jnp.where(products > 0, products, 1), _greedy(logits))
 
 
@@ -127,9 +134,11 @@ def processed_logprobs(
     produced: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
+    may_be_zero: bool = True,
 ) -> Float[Array, "*B V"]:
     """Log-probabilities of the sampling distribution; see `processed_logits`."""
-    return jax.nn.log_softmax(processed_logits(logits, processing, produced, factor, keep), axis=-1)
+    processed = processed_logits(logits, processing, produced, factor, keep, may_be_zero)
+    return jax.nn.log_softmax(processed, axis=-1)
 
 
 def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:

@@ -83,7 +83,7 @@ def compare(
         factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]
     ) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
         draft_logprobs = sampling.processed_logprobs(
-            logits[rows], processing, produced[rows], factor
+            logits[rows], processing, produced[rows], factor, may_be_zero=0.0 in grid
         )
         return draft_logprobs, jnp.nan_to_num(
             jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1)

@@ -267,9 +267,10 @@ def _sampler(
         factor = factors[offset] if isinstance(factors, jax.Array) else factors
         produced = _produced(now, offset + 1)[:, offset]
         own = jax.tree.map(lambda leaf: leaf[:, offset], noise.draft)
-        return sampling.categorical(
-            sampling.processed_logits(logits, settings.processing, produced, factor), own
+        processed = sampling.processed_logits(
+            logits, settings.processing, produced, factor, may_be_zero=0.0 in settings.grid
         )
+        return sampling.categorical(processed, own)
 
     return sample
 
