@@ -30,6 +30,9 @@ from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.round import Settings
+from jaxspec.rollout.verification.block import Verification
+from jaxspec.rollout.verification.fused import FUSED, is_supported
+from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.step import HOST, Advantages, Step
@@ -303,6 +306,7 @@ def _build_generator(
         pages=rollout.engine.pages,
         lengths=rollout.draft.draft_lengths if rollout.draft.drafts else (),
         stop=stop,
+        verification=_verification(config, mesh, processing),
     )
 
     def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
@@ -332,6 +336,13 @@ def _build_generator(
         about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),
     )
     return generator.with_(prompts=batch.prompts, group_size=batch.group_size)
+
+
+def _verification(config: ResolvedConfig, mesh: Mesh, processing: Processing) -> Verification:
+    """The fast form on accelerators, where passes over the vocabulary are bound by memory. A CPU
+    keeps the plain form, whose tokens it has had, and so does the comparison by shared noise."""
+    drawn = config.rollout.verify != "coupled" and is_supported(processing)
+    return FUSED if drawn and meshes.accelerated(mesh) else PLAIN
 
 
 def _grid(config: ResolvedConfig) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 TARGET, ROUND = range(2)
@@ -42,6 +43,7 @@ def processed_logits(
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
     may_be_zero: bool = True,
+    ids: Int[Array, "*#B V"] | None = None,
 ) -> Float[Array, "*B V"]:
     """Logits of the sampling distribution, up to a constant; excluded tokens are at -inf. The plain
     case costs nothing.
@@ -55,15 +57,17 @@ def processed_logits(
       keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
         must not exclude them afterwards.
       may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
+      ids: the token of each logit. None: the logits are those of all tokens, in order.
     """
-    if 0 < processing.vocab_size < logits.shape[-1]:
-        logits = jnp.where(
-            jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.vocab_size, logits, -jnp.inf
-        )
+    some = ids is not None
+    if ids is None:
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    if processing.vocab_size and (some or processing.vocab_size < logits.shape[-1]):
+        logits = jnp.where(ids < processing.vocab_size, logits, -jnp.inf)
     if processing.banned:
-        logits = jnp.where(_among(processing.banned, logits.shape[-1]), -jnp.inf, logits)
+        logits = jnp.where(_among(processing.banned, ids), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:
-        ends = _among(processing.stop_ids, logits.shape[-1])
+        ends = _among(processing.stop_ids, ids)
         logits = jnp.where(
             ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
         )
@@ -83,9 +87,9 @@ def processed_logits(
     return logits
 
 
-def _among(chosen: tuple[int, ...], vocab: int) -> Bool[Array, " V"]:
-    """Whether each id of the vocabulary is among the chosen."""
-    return jnp.isin(jnp.arange(vocab, dtype=jnp.int32), jnp.asarray(chosen, jnp.int32))
+def _among(chosen: tuple[int, ...], ids: Int[Array, "*B V"]) -> Bool[Array, "*B V"]:
+    """Whether each id is among the chosen."""
+    return jnp.isin(ids, jnp.asarray(chosen, jnp.int32))
 
 
 def _at_least(
@@ -139,6 +143,21 @@ def processed_logprobs(
     """Log-probabilities of the sampling distribution; see `processed_logits`."""
     processed = processed_logits(logits, processing, produced, factor, keep, may_be_zero)
     return jax.nn.log_softmax(processed, axis=-1)
+
+
+def promote_logits(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """Casts logits to at least float32, in which they are compared."""
+    return logits.astype(np.promote_types(logits.dtype, np.float32))
+
+
+def scatter_to_vocabulary(
+    logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, vocab: int
+) -> Float[Array, "*B V"]:
+    """Logits over all `vocab` tokens, of those of the tokens `ids`; -inf for the others."""
+    if ids is None:
+        return logits
+    whole = jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype)
+    return whole.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
 
 
 def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
@@ -256,16 +275,48 @@ def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
     sums."""
     levels_of_sums = [weights]
     while levels_of_sums[-1].shape[-1] > BRANCHES:
-        whole = levels_of_sums[-1]
-        count = -(-whole.shape[-1] // BRANCHES)
-        padding = [(0, 0)] * (whole.ndim - 1) + [(0, count * BRANCHES - whole.shape[-1])]
-        levels_of_sums[-1] = jnp.pad(whole, padding).reshape(*whole.shape[:-1], count, BRANCHES)
+        levels_of_sums[-1] = _in_blocks(levels_of_sums[-1])
         levels_of_sums.append(jnp.sum(levels_of_sums[-1], axis=-1))
     place = _at(levels_of_sums.pop(), noise.levels[..., len(levels_of_sums)])
     for level, inner in reversed(list(enumerate(levels_of_sums))):
         inside = jnp.take_along_axis(inner, place[..., None, None], axis=-2)[..., 0, :]
         place = place * BRANCHES + _at(inside, noise.levels[..., level])
     return place
+
+
+def drawn_of_either(
+    first: Float[Array, "*B V"],
+    second: Float[Array, "*B V"],
+    prefers_first: Bool[Array, "*B"],
+    noise: Uniforms,
+) -> Int[Array, "*B"]:
+    """Draws tokens with probability proportional to `first` where it is preferred and has any
+    weight, else to `second`. Where `first` has weight, `second` has some.
+
+    One pass over both gives the sums of all blocks; of the block drawn alone, weights are then
+    computed again.
+    """
+    if first.shape[-1] <= BRANCHES:
+        chosen = prefers_first & jnp.any(first > 0, axis=-1)
+        return _at(jnp.where(chosen[..., None], first, second), noise.levels[..., 0])
+    blocks = _in_blocks(first), _in_blocks(second)
+    sums = [jnp.sum(each, axis=-1) for each in blocks]
+    chosen = prefers_first & jnp.any(sums[0] > 0, axis=-1)
+    place = drawn(jnp.where(chosen[..., None], *sums), Uniforms(noise.levels[..., 1:]))
+    inside = [
+        jnp.take_along_axis(each, place[..., None, None], axis=-2)[..., 0, :] for each in blocks
+    ]
+    inside = jax.lax.optimization_barrier(inside)  # computed once
+    # Computed again, in another fusion, weights that were next to nothing may be nothing.
+    chosen &= jnp.any(inside[0] > 0, axis=-1)
+    return place * BRANCHES + _at(jnp.where(chosen[..., None], *inside), noise.levels[..., 0])
+
+
+def _in_blocks(weights: Float[Array, "*B V"]) -> Float[Array, "*B N M"]:
+    """Weights in blocks of `BRANCHES`, filled up with zeros."""
+    count = -(-weights.shape[-1] // BRANCHES)
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, count * BRANCHES - weights.shape[-1])]
+    return jnp.pad(weights, padding).reshape(*weights.shape[:-1], count, BRANCHES)
 
 
 def _at(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:

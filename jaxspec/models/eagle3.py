@@ -15,6 +15,7 @@ from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import Heads, dense, rms_norm
 from jaxspec.models.rope import rotary_table
+from jaxspec.sampling import promote_logits
 
 
 class VocabularyMap(nnx.Variable):
@@ -182,25 +183,23 @@ class Eagle3(nnx.Module):
     def _final(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
-    def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary in at least float32, of what the last layer gives;
-        `target` lends nothing here."""
+    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Logits over the draft's own vocabulary, of the last layer's output.
+
+        They are in the model's type, or in at least float32 if they are scaled; `target` lends
+        nothing here.
+        """
         logits = jnp.einsum(
             "BTD,DW->BTW",
             hidden if self.form.norm_output else self._final(hidden),
             self.head[...].astype(hidden.dtype),
         )
-        return logits.astype(np.promote_types(logits.dtype, np.float32)) * self.form.logit_scale
+        scale = self.form.logit_scale
+        return logits if scale == 1 else promote_logits(logits) * scale
 
-    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits over the target's vocabulary, -inf outside the draft's."""
-        logits = self.draft_logits(target, hidden)
-        if self.vocabulary is None:
-            return logits
-        whole = jnp.full((*logits.shape[:-1], self.config.vocab), -jnp.inf, logits.dtype)
-        return whole.at[..., self.vocabulary[...]].set(
-            logits, indices_are_sorted=True, unique_indices=True
-        )
+    def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """The same in at least float32, to learn from."""
+        return promote_logits(self.logits(target, hidden))
 
 
 def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:
