@@ -1,6 +1,7 @@
 """From logits to tokens: processed log-probabilities and noise that depends on nothing but its
 keys."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -248,6 +249,10 @@ Noise = Float[Array, "*B V"] | Uniforms
 it."""
 
 
+Weigh = Callable[[Int[Array, "*B M"]], Float[Array, "*B M"]]
+"""Weights of some tokens of each row."""
+
+
 def level_count(vocab: int) -> int:
     """Numbers of `Uniforms` that a draw from a vocabulary takes."""
     levels = 1
@@ -270,18 +275,21 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
     return drawn(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)
 
 
-def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
+def drawn(
+    weights: Float[Array, "*B V"], noise: Uniforms, again: Weigh | None = None
+) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated
-    sums."""
-    levels_of_sums = [weights]
-    while levels_of_sums[-1].shape[-1] > BRANCHES:
-        levels_of_sums[-1] = _in_blocks(levels_of_sums[-1])
-        levels_of_sums.append(jnp.sum(levels_of_sums[-1], axis=-1))
-    place = _at(levels_of_sums.pop(), noise.levels[..., len(levels_of_sums)])
-    for level, inner in reversed(list(enumerate(levels_of_sums))):
-        inside = jnp.take_along_axis(inner, place[..., None, None], axis=-2)[..., 0, :]
-        place = place * BRANCHES + _at(inside, noise.levels[..., level])
-    return place
+    sums. `again` computes those of one block anew, so that nobody needs to hold all of them."""
+    vocab = weights.shape[-1]
+    if vocab <= BRANCHES:
+        return _at(weights, noise.levels[..., 0])
+    blocks = _in_blocks(weights)
+    place = drawn(jnp.sum(blocks, axis=-1), Uniforms(noise.levels[..., 1:]))
+    if again is None:
+        inside = jnp.take_along_axis(blocks, place[..., None, None], axis=-2)[..., 0, :]
+    else:
+        inside = weigh_block(again, place, vocab)
+    return place * BRANCHES + _at(inside, noise.levels[..., 0])
 
 
 def drawn_of_either(
@@ -289,27 +297,30 @@ def drawn_of_either(
     second: Float[Array, "*B V"],
     prefers_first: Bool[Array, "*B"],
     noise: Uniforms,
+    again: tuple[Weigh, Weigh],
 ) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `first` where it is preferred and has any
-    weight, else to `second`. Where `first` has weight, `second` has some.
+    weight, else to `second`, which has some wherever `first` has.
 
-    One pass over both gives the sums of all blocks; of the block drawn alone, weights are then
-    computed again.
+    One pass over both gives the sums of all blocks; `again` computes the weights of the one drawn.
     """
-    if first.shape[-1] <= BRANCHES:
+    vocab = first.shape[-1]
+    if vocab <= BRANCHES:
         chosen = prefers_first & jnp.any(first > 0, axis=-1)
         return _at(jnp.where(chosen[..., None], first, second), noise.levels[..., 0])
-    blocks = _in_blocks(first), _in_blocks(second)
-    sums = [jnp.sum(each, axis=-1) for each in blocks]
+    sums = [jnp.sum(_in_blocks(each), axis=-1) for each in (first, second)]
     chosen = prefers_first & jnp.any(sums[0] > 0, axis=-1)
     place = drawn(jnp.where(chosen[..., None], *sums), Uniforms(noise.levels[..., 1:]))
-    inside = [
-        jnp.take_along_axis(each, place[..., None, None], axis=-2)[..., 0, :] for each in blocks
-    ]
-    inside = jax.lax.optimization_barrier(inside)  # computed once
-    # Computed again, in another fusion, weights that were next to nothing may be nothing.
+    inside = [weigh_block(each, place, vocab) for each in again]
+    # Weights that were next to nothing may be nothing when they are computed again.
     chosen &= jnp.any(inside[0] > 0, axis=-1)
     return place * BRANCHES + _at(jnp.where(chosen[..., None], *inside), noise.levels[..., 0])
+
+
+def weigh_block(weigh: Weigh, place: Int[Array, "*B"], vocab: int) -> Float[Array, "*B M"]:
+    """Weights of the tokens of one block; 0 beyond the vocabulary."""
+    ids = place[..., None] * BRANCHES + jnp.arange(BRANCHES, dtype=jnp.int32)
+    return jnp.where(ids < vocab, weigh(jnp.minimum(ids, vocab - 1)), 0)
 
 
 def _in_blocks(weights: Float[Array, "*B V"]) -> Float[Array, "*B N M"]:

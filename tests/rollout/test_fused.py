@@ -247,12 +247,19 @@ def test_a_residual_without_weight_falls_back_to_the_target(vocab: int) -> None:
     first[::2] = 0
     wants_first = np.arange(200) % 4 > 1
     noise = Uniforms(jnp.asarray(random.random((200, sampling.level_count(vocab)))))
-    found = sampling.drawn_of_either(
-        jnp.asarray(first), jnp.asarray(second), jnp.asarray(wants_first), noise
-    )
+    weights = jnp.asarray(first), jnp.asarray(second)
+
+    def draw(again: tuple[jax.Array, jax.Array]) -> np.ndarray:
+        first, second = (functools.partial(jnp.take_along_axis, each, axis=1) for each in again)
+        prefers = jnp.asarray(wants_first)
+        return np.asarray(sampling.drawn_of_either(*weights, prefers, noise, (first, second)))
+
     chosen = np.where((wants_first & (first > 0).any(axis=1))[:, None], first, second)
-    np.testing.assert_array_equal(found, sampling.drawn(jnp.asarray(chosen), noise))
-    assert (chosen[np.arange(200), np.asarray(found)] > 0).all()
+    np.testing.assert_array_equal(draw(weights), sampling.drawn(jnp.asarray(chosen), noise))
+    assert (chosen[np.arange(200), draw(weights)] > 0).all()
+    gone = draw((jnp.zeros_like(weights[0]), weights[1]))
+    assert (second[np.arange(200), gone] > 0).all()
+    assert (gone != draw(weights)).any() == (vocab > sampling.BRANCHES)
 
 
 def test_the_fast_form_is_for_accelerators_and_what_is_processed_by_itself(
