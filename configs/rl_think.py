@@ -27,9 +27,10 @@ prompts of 2,048 (NeMo RL's dapo-qwen2.5-7b), learning rate 1e-6, weight decay 0
 (its grpo-qwen3-8b-base and dapo-qwen2.5-7b), 64 prompts (a later script of one of the authors).
 Ours: 16 answers a prompt, 500 batches, 10 updates of warm-up, temperature 1, the standard deviation
 of the group, which answers count as right (the last box, or the last `Answer:` line), and all of
-offline: 8,192 answers, 256 updates of 256, 3e-4.
-At the two larger scales all is a stand-in but the models and K=3; the draft has the width and the
-vocabulary of published heads (SpecForge). No scale of 8B or more has been run as it is here.
+offline: 8,192 answers, 256 updates of 256, 3e-4. The draft's vocabulary of 32,000 is that of
+published heads (SpecForge); over all 151,936 tokens its head would be a quarter of a plain step.
+At the two larger scales all is a stand-in but the models and K=3; the draft has the width of
+published heads, too. No scale of 8B or more has been run as it is here.
 """
 
 from dataclasses import replace
@@ -80,7 +81,7 @@ def get_config(scale: str = "tiny") -> Config:
                 offline=OfflineConfig(samples=2048, steps=256, rows=64, learning_rate=3e-4),
             )
         case "qwen3_8b":
-            return _as_published(QWEN3_8B, DraftConfig(), prompts=64)
+            return _as_published(QWEN3_8B, DraftConfig(vocab=32_000), prompts=64)
         case "qwen3_30b_a3b":
             draft = DraftConfig(ffn=12_288, vocab=32_000)
             return _as_published(QWEN3_30B_A3B, draft, prompts=64)

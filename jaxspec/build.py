@@ -30,6 +30,9 @@ from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.round import Settings
+from jaxspec.rollout.verification.block import Verification
+from jaxspec.rollout.verification.fused import FUSED, is_supported
+from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.step import HOST, Advantages, Step
@@ -306,6 +309,7 @@ def _build_generator(
         piece=PIECE if meshes.accelerated(mesh) else 0,
         lengths=_draft_lengths(config, mesh),
         stop=stop,
+        verification=_verification(config, mesh, processing),
     )
 
     def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
@@ -346,6 +350,13 @@ def _draft_lengths(config: ResolvedConfig, mesh: Mesh) -> tuple[int, ...]:
     # Each length is a body to compile for each loop. One token a round pays on no card: its round
     # costs nearly that of three, as both read all weights.
     return tuple(length for length in lengths if length != 1)
+
+
+def _verification(config: ResolvedConfig, mesh: Mesh, processing: Processing) -> Verification:
+    """The fast form on accelerators, where passes over the vocabulary are bound by memory. A CPU
+    keeps the plain form, whose tokens it has had, and so does the comparison by shared noise."""
+    drawn = config.rollout.verify != "coupled" and is_supported(processing)
+    return FUSED if drawn and meshes.accelerated(mesh) else PLAIN
 
 
 def _grid(config: ResolvedConfig) -> tuple[float, ...]:

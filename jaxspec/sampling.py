@@ -1,10 +1,12 @@
 """From logits to tokens: processed log-probabilities and noise that depends on nothing but its
 keys."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 TARGET, ROUND = range(2)
@@ -41,6 +43,8 @@ def processed_logits(
     produced: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
+    may_be_zero: bool = True,
+    ids: Int[Array, "*#B V"] | None = None,
 ) -> Float[Array, "*B V"]:
     """Logits of the sampling distribution, up to a constant; excluded tokens are at -inf. The plain
     case costs nothing.
@@ -53,19 +57,22 @@ def processed_logits(
         target); an array is one for all positions or broadcasts over them, and may be traced.
       keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
         must not exclude them afterwards.
+      may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
+      ids: the token of each logit. None: the logits are those of all tokens, in order.
     """
-    if 0 < processing.vocab_size < logits.shape[-1]:
-        logits = jnp.where(
-            jnp.arange(logits.shape[-1], dtype=jnp.int32) < processing.vocab_size, logits, -jnp.inf
-        )
+    some = ids is not None
+    if ids is None:
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    if processing.vocab_size and (some or processing.vocab_size < logits.shape[-1]):
+        logits = jnp.where(ids < processing.vocab_size, logits, -jnp.inf)
     if processing.banned:
-        logits = jnp.where(_among(processing.banned, logits.shape[-1]), -jnp.inf, logits)
+        logits = jnp.where(_among(processing.banned, ids), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:
-        ends = _among(processing.stop_ids, logits.shape[-1])
+        ends = _among(processing.stop_ids, ids)
         logits = jnp.where(
             ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
         )
-    logits = _tempered(logits, processing.temperature, factor)
+    logits = _tempered(logits, processing.temperature, factor, may_be_zero)
     if 0 < processing.top_k < logits.shape[-1]:
         logits = _at_least(logits, jax.lax.top_k(logits, processing.top_k)[0][..., -1:], keep)
     if processing.top_p < 1:
@@ -81,9 +88,9 @@ def processed_logits(
     return logits
 
 
-def _among(chosen: tuple[int, ...], vocab: int) -> Bool[Array, " V"]:
-    """Whether each id of the vocabulary is among the chosen."""
-    return jnp.isin(jnp.arange(vocab, dtype=jnp.int32), jnp.asarray(chosen, jnp.int32))
+def _among(chosen: tuple[int, ...], ids: Int[Array, "*B V"]) -> Bool[Array, "*B V"]:
+    """Whether each id is among the chosen."""
+    return jnp.isin(ids, jnp.asarray(chosen, jnp.int32))
 
 
 def _at_least(
@@ -97,7 +104,10 @@ def _at_least(
 
 
 def _tempered(
-    logits: Float[Array, "*B V"], temperature: float, factor: Float[Array, "*#B"] | float
+    logits: Float[Array, "*B V"],
+    temperature: float,
+    factor: Float[Array, "*#B"] | float,
+    may_be_zero: bool,
 ) -> Float[Array, "*B V"]:
     """Logits over temperature x factor; at 0, all mass on the largest."""
     if not isinstance(factor, jax.Array):
@@ -106,6 +116,8 @@ def _tempered(
             return logits
         return logits / product if product > 0 else _greedy(logits)
     products = jnp.asarray(temperature * factor, logits.dtype)[..., None]
+    if temperature > 0 and not may_be_zero:
+        return logits / products
     return jnp.where(products > 0, logits / jnp.where(products > 0, products, 1), _greedy(logits))
 
 
@@ -127,9 +139,26 @@ def processed_logprobs(
     produced: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
     keep: Int[Array, "*B"] | None = None,
+    may_be_zero: bool = True,
 ) -> Float[Array, "*B V"]:
     """Log-probabilities of the sampling distribution; see `processed_logits`."""
-    return jax.nn.log_softmax(processed_logits(logits, processing, produced, factor, keep), axis=-1)
+    processed = processed_logits(logits, processing, produced, factor, keep, may_be_zero)
+    return jax.nn.log_softmax(processed, axis=-1)
+
+
+def promote_logits(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """Casts logits to at least float32, in which they are compared."""
+    return logits.astype(np.promote_types(logits.dtype, np.float32))
+
+
+def scatter_to_vocabulary(
+    logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, vocab: int
+) -> Float[Array, "*B V"]:
+    """Logits over all `vocab` tokens, of those of the tokens `ids`; -inf for the others."""
+    if ids is None:
+        return logits
+    whole = jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype)
+    return whole.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
 
 
 def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
@@ -220,6 +249,10 @@ Noise = Float[Array, "*B V"] | Uniforms
 it."""
 
 
+Weigh = Callable[[Int[Array, "*B M"]], Float[Array, "*B M"]]
+"""Weights of some tokens of each row."""
+
+
 def level_count(vocab: int) -> int:
     """Numbers of `Uniforms` that a draw from a vocabulary takes."""
     levels = 1
@@ -242,21 +275,59 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
     return drawn(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)
 
 
-def drawn(weights: Float[Array, "*B V"], noise: Uniforms) -> Int[Array, "*B"]:
+def drawn(
+    weights: Float[Array, "*B V"], noise: Uniforms, again: Weigh | None = None
+) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated
-    sums."""
-    levels_of_sums = [weights]
-    while levels_of_sums[-1].shape[-1] > BRANCHES:
-        whole = levels_of_sums[-1]
-        count = -(-whole.shape[-1] // BRANCHES)
-        padding = [(0, 0)] * (whole.ndim - 1) + [(0, count * BRANCHES - whole.shape[-1])]
-        levels_of_sums[-1] = jnp.pad(whole, padding).reshape(*whole.shape[:-1], count, BRANCHES)
-        levels_of_sums.append(jnp.sum(levels_of_sums[-1], axis=-1))
-    place = _at(levels_of_sums.pop(), noise.levels[..., len(levels_of_sums)])
-    for level, inner in reversed(list(enumerate(levels_of_sums))):
-        inside = jnp.take_along_axis(inner, place[..., None, None], axis=-2)[..., 0, :]
-        place = place * BRANCHES + _at(inside, noise.levels[..., level])
-    return place
+    sums. `again` computes those of one block anew, so that nobody needs to hold all of them."""
+    vocab = weights.shape[-1]
+    if vocab <= BRANCHES:
+        return _at(weights, noise.levels[..., 0])
+    blocks = _in_blocks(weights)
+    place = drawn(jnp.sum(blocks, axis=-1), Uniforms(noise.levels[..., 1:]))
+    if again is None:
+        inside = jnp.take_along_axis(blocks, place[..., None, None], axis=-2)[..., 0, :]
+    else:
+        inside = weigh_block(again, place, vocab)
+    return place * BRANCHES + _at(inside, noise.levels[..., 0])
+
+
+def drawn_of_either(
+    first: Float[Array, "*B V"],
+    second: Float[Array, "*B V"],
+    prefers_first: Bool[Array, "*B"],
+    noise: Uniforms,
+    again: tuple[Weigh, Weigh],
+) -> Int[Array, "*B"]:
+    """Draws tokens with probability proportional to `first` where it is preferred and has any
+    weight, else to `second`, which has some wherever `first` has.
+
+    One pass over both gives the sums of all blocks; `again` computes the weights of the one drawn.
+    """
+    vocab = first.shape[-1]
+    if vocab <= BRANCHES:
+        chosen = prefers_first & jnp.any(first > 0, axis=-1)
+        return _at(jnp.where(chosen[..., None], first, second), noise.levels[..., 0])
+    sums = [jnp.sum(_in_blocks(each), axis=-1) for each in (first, second)]
+    chosen = prefers_first & jnp.any(sums[0] > 0, axis=-1)
+    place = drawn(jnp.where(chosen[..., None], *sums), Uniforms(noise.levels[..., 1:]))
+    inside = [weigh_block(each, place, vocab) for each in again]
+    # Weights that were next to nothing may be nothing when they are computed again.
+    chosen &= jnp.any(inside[0] > 0, axis=-1)
+    return place * BRANCHES + _at(jnp.where(chosen[..., None], *inside), noise.levels[..., 0])
+
+
+def weigh_block(weigh: Weigh, place: Int[Array, "*B"], vocab: int) -> Float[Array, "*B M"]:
+    """Weights of the tokens of one block; 0 beyond the vocabulary."""
+    ids = place[..., None] * BRANCHES + jnp.arange(BRANCHES, dtype=jnp.int32)
+    return jnp.where(ids < vocab, weigh(jnp.minimum(ids, vocab - 1)), 0)
+
+
+def _in_blocks(weights: Float[Array, "*B V"]) -> Float[Array, "*B N M"]:
+    """Weights in blocks of `BRANCHES`, filled up with zeros."""
+    count = -(-weights.shape[-1] // BRANCHES)
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, count * BRANCHES - weights.shape[-1])]
+    return jnp.pad(weights, padding).reshape(*weights.shape[:-1], count, BRANCHES)
 
 
 def _at(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:

@@ -23,6 +23,7 @@ CUTS = (
     "test_the_end_token_and_the_limit_cut_the_block_at_every_offset[token_rule-5]"
 )
 SLOTS = "rollout/test_slots.py::test_rows_that_lose_their_pages_go_on_as_if_they_had_kept_them"
+TWINS = "rollout/test_fused.py::test_both_forms_say_and_draw_the_same[eagle3 in between-float64]"
 MUTANTS = [
     Mutant(
         "1",
@@ -43,25 +44,25 @@ MUTANTS = [
     Mutant(
         "3",
         "verification takes the draft at another temperature than it was drawn at",
-        "rollout/acceptance.py",
-        "    draft_logprobs, overlap = at(factors, slice(None))",
+        "rollout/verification/plain.py",
+        "    draft_logprobs, overlap = at(block.factors, slice(None))",
         "    draft_logprobs, overlap = at(1.0, slice(None))",
         f"{LAW}[eagle3, block, 3, at (0.7,), truncated]",
     ),
     Mutant(
         "4",
         "a rejected token is drawn from the target, not from the residual",
-        "rollout/verify.py",
+        "rollout/verification/plain.py",
         "residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)",
         "residual = jnp.exp(log_weight[:, None] + target)",
-        f"{ONE_ROUND}[token-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-token-no zeros-3-3]",
     ),
     Mutant(
         "5",
         "the draft's distributions follow the wrong row",
-        "rollout/round.py",
-        "comparison.draft_logprobs, proposal.tokens",
-        "jnp.roll(comparison.draft_logprobs, 1, axis=0), proposal.tokens",
+        "rollout/verification/plain.py",
+        "distributions=distributions(target_logprobs, draft_logprobs),",
+        "distributions=distributions(target_logprobs, jnp.roll(draft_logprobs, 1, axis=0)),",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
     Mutant(
@@ -76,10 +77,10 @@ MUTANTS = [
     Mutant(
         "7",
         "the recorded log-probability is that before temperature and truncation",
-        "rollout/round.py",
-        "_commit(state, now, verdict, proposal.tokens, target_logprobs, finite, settings)",
-        "_commit(state, now, verdict, proposal.tokens, jax.nn.log_softmax(logits), finite,"
-        " settings)",
+        "rollout/verification/plain.py",
+        "logprobs=lambda tokens: _pick(target_logprobs, tokens),",
+        "logprobs=lambda tokens: _pick(sampling.processed_logprobs(block.logits, Processing(),"
+        " block.produced), tokens),",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
     Mutant(
@@ -104,7 +105,7 @@ MUTANTS = [
         "rollout/verify.py",
         "accepted = jnp.minimum(leading(keep), offered)",
         "accepted = leading(keep)",
-        f"{ONE_ROUND}[token-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-token-no zeros-3-3]",
     ),
     Mutant(
         "11",
@@ -177,14 +178,14 @@ MUTANTS = [
         "rollout/verify.py",
         "log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]",
         "log_weight = jnp.zeros_like(log_weights[:, 0])",
-        f"{ONE_ROUND}[block-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-block-no zeros-3-3]",
     ),
     Mutant(
         "20",
         "logits that are not finite go unnoticed",
-        "rollout/round.py",
-        "finite = jnp.isfinite(logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0])",
-        "finite = jnp.ones(logits.shape[:2], bool)",
+        "rollout/verification/plain.py",
+        "finite=jnp.isfinite(block.logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0]),",
+        "finite=jnp.ones(block.logits.shape[:2], bool),",
         "rollout/test_generate.py::test_nan_weights_fail_every_row_and_write_no_token[3-False]",
     ),
     Mutant(
@@ -303,5 +304,61 @@ MUTANTS = [
         "offered_in_turn = drafted & (depths <= kept[:, None])",
         "offered_in_turn = drafted",
         "rollout/test_monte_carlo.py::test_a_round_counts_drafts_up_to_its_cut[block_rule]",
+    ),
+    Mutant(
+        "-",
+        "the fast form leaves out what the draft's vocabulary does not have",
+        "rollout/verification/fused.py",
+        "(inside + jnp.exp(weights) * known.outside[:, :length])[:, 1:]",
+        "inside[:, 1:]",
+        TWINS,
+    ),
+    Mutant(
+        "-",
+        "the fast form gives tokens that the draft does not have a draft's probability",
+        "rollout/verification/fused.py",
+        "return own if places is None else jnp.where(places < 0, 0, own)",
+        "return own",
+        TWINS,
+    ),
+    Mutant(
+        "-",
+        "the fast form reads draft tokens as the target's",
+        "rollout/verification/fused.py",
+        "return drawn if ids is None else ids[drawn]",
+        "return drawn",
+        f"{LAW}[eagle3 small, block, 3, sample, fused]",
+    ),
+    Mutant(
+        "-",
+        "the fast form draws the residual without its weight",
+        "rollout/verification/fused.py",
+        "weighted = log_weight[:, None] + _logprobs_at(block, known, accepted, tokens)",
+        "weighted = _logprobs_at(block, known, accepted, tokens)",
+        f"{ONE_ROUND}[fused-block-no zeros-3-3]",
+    ),
+    Mutant(
+        "-",
+        "the fast form takes logits that are not finite for good ones",
+        "rollout/verification/fused.py",
+        "finite=moments.finite & ~jnp.isnan(target.log_total),",
+        "finite=~jnp.isnan(target.log_total),",
+        TWINS,
+    ),
+    Mutant(
+        "-",
+        "temperature 0 is summarized as if it were 1",
+        "rollout/verification/summary.py",
+        "shifted = jnp.where(hot, logits / jnp.where(hot, temperature, 1) - largest, only)",
+        "shifted = logits / jnp.where(hot, temperature, 1) - largest",
+        TWINS,
+    ),
+    Mutant(
+        "-",
+        "parts of a vocabulary are joined without scaling the lower one down",
+        "rollout/verification/summary.py",
+        "high.total + shrinks * low.total,",
+        "high.total + low.total,",
+        TWINS,
     ),
 ]

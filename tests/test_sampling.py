@@ -1,5 +1,6 @@
 """Processors in their order, against a plain oracle and Hugging Face's."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -163,6 +164,25 @@ def test_the_plain_case_costs_nothing() -> None:
         lambda x: sampling.processed_logits(x, Processing(vocab_size=3), produced)
     )(logits)
     assert not known.consts, "a vocabulary of 151,936 ids is counted, not stored"
+
+
+def test_a_traced_factor_that_is_never_zero_needs_no_argmax() -> None:
+    """And gives the same numbers; at temperature 0 the argmax stays."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 7)), jnp.float32)
+    produced, factor = jnp.zeros((4,), jnp.int32), jnp.float32(0.6)
+
+    def program(temperature: float, may_be_zero: bool) -> Any:
+        processing = Processing(temperature=temperature)
+        return jax.jit(
+            lambda factor: sampling.processed_logits(
+                logits, processing, produced, factor, may_be_zero=may_be_zero
+            )
+        )
+
+    for temperature, may_be_zero in itertools.product((0.8, 0.0), (True, False)):
+        run = program(temperature, may_be_zero)
+        assert ("argmax" in str(jax.make_jaxpr(run)(factor))) == (may_be_zero or not temperature)
+        np.testing.assert_array_equal(run(factor), program(temperature, True)(factor))
 
 
 def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:

@@ -28,8 +28,8 @@ from jaxspec.inputs.checked import called
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.verify import Verdict, leading
-from jaxspec.sampling import Noise, categorical
+from jaxspec.rollout.verify import Distributions, Verdict, leading
+from jaxspec.sampling import Noise
 from jaxspec.state import Prompts, Ready
 from jaxspec.tokens.tokenizer import load_tokenizer
 
@@ -63,16 +63,15 @@ def synthetic(kept: float) -> Callable[..., Verdict]:
     chance = high
 
     def rule(
-        target_logprobs: Float[Array, "B K1 V"],
-        draft_logprobs: Float[Array, "B K V"],
+        distributions: Distributions,
         drafted: Int[Array, "B K"],
         offered: Int[Array, " B"],
         coins: Float[Array, "B K"],
         next_noise: Noise,
     ) -> Verdict:
         accepted = jnp.minimum(leading(coins < chance), offered)
-        at_cut = jnp.take_along_axis(target_logprobs, accepted[:, None, None], axis=1)[:, 0]
-        return Verdict(accepted, categorical(at_cut, next_noise))
+        never, whole = jnp.zeros(len(accepted), bool), jnp.zeros(len(accepted), coins.dtype)
+        return Verdict(accepted, distributions.draw_next(accepted, never, whole, next_noise))
 
     return rule
 

@@ -37,6 +37,20 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 """Opcodes that write a part of their first operand."""
 _SAME = ("bitcast", "reshape")
+_BY_ELEMENT = (
+    "broadcast",
+    "compare",
+    "convert",
+    "divide",
+    "exponential",
+    "is-finite",
+    "maximum",
+    "minimum",
+    "multiply",
+    "select",
+    "subtract",
+)
+"""Opcodes of whose operands an element is read for one of the result, or for several."""
 ATTENTION = ("mosaic_gpu", "__gpu$xla.gpu.triton")
 """Beginnings of the targets of kernels that this package writes or takes from tokamax."""
 
@@ -261,16 +275,8 @@ class Counted:
         return total
 
     def _read_of(self, source: Instruction, users: dict[str, list[Instruction]]) -> int:
-        """Bytes that a fusion reads of one of its parameters, or of what is the same bytes."""
-        total = 0
-        for user in users.get(source.name, []):
-            if user.opcode in _SAME:
-                total += self._read_of(user, users)
-            elif user.opcode in _SLICES and user.operands[0] == source.name:
-                total += user.bytes
-            elif user.opcode not in _IN_PLACE or user.operands[0] != source.name:
-                total += source.bytes
-        return total
+        """Bytes that a fusion reads of one of its parameters."""
+        return -(-source.bytes * _touched(source, users) // max(_elements(source), 1))
 
     def _written(self, computation: str, root: Instruction) -> int:
         lines = self.program.by_name[computation]
@@ -288,6 +294,25 @@ class Counted:
         return [
             shape for name in each.operands if name in lines for shape in lines[name].results[:1]
         ]
+
+
+def _elements(each: Instruction) -> int:
+    return sum(shape.elements for shape in each.results)
+
+
+def _touched(source: Instruction, users: dict[str, list[Instruction]]) -> int:
+    """Elements of a value that a fusion computes, or reads: those that its users ask for, of which
+    some look at every element where they stand and others at a part."""
+    whole, total = _elements(source), 0
+    for user in users.get(source.name, []):
+        first = user.operands[0] == source.name
+        if user.opcode in _SLICES and first:
+            total += _elements(user) if user.root else _touched(user, users)
+        elif user.opcode in (*_SAME, *_BY_ELEMENT) and not user.root:
+            total += _touched(user, users)
+        elif user.opcode not in _IN_PLACE or not first:
+            total += whole
+    return min(whole, total)
 
 
 def _product(result: Shape, left: Shape, contracted: list[int]) -> int:

@@ -14,20 +14,24 @@ from jaxspec.inputs.spec import DraftSpec, ModelSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
-Sampler = Callable[[Float[Array, "B V"], int], Int[Array, " B"]]
-"""(draft logits over the target's vocabulary, offset in the block) -> tokens."""
+Sampler = Callable[..., Int[Array, " B"]]
+"""(draft logits [B W], offset in the block, the target's ids of their tokens [W] or None) ->
+tokens. None, the default: the logits are over the target's vocabulary."""
 
 
 class Proposal(NamedTuple):
     """Tokens for each row, and the logits they were drawn from."""
 
     tokens: Int[Array, "B K"]
-    logits: Float[Array, "B K V"] | None
+    """Ids of the target's vocabulary."""
+    logits: Float[Array, "B K W"] | None
     """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with
     one finite logit a position."""
     offered: Int[Array, " B"]
     """How many of them are offered, 0..K: a function of the prefix, never of a token that was
     drawn; the rest is not looked at."""
+    ids: Int[Array, " W"] | None = None
+    """The target's ids of the logits' tokens, ascending; None: they are over its vocabulary."""
 
 
 class Context(NamedTuple):

@@ -13,6 +13,7 @@ from jaxspec.drafts.base import Context, Draft, Kept, Kind, Pieces, Proposal, Sa
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
+from jaxspec.sampling import scatter_to_vocabulary
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]
@@ -195,20 +196,26 @@ def preferring(lookup: Draft, learned: Draft) -> Draft:
         )
         whole = found.offered == length
 
-        def certain(logits: Float[Array, "*B V"], tokens: Int[Array, "*B"]) -> Float[Array, "*B V"]:
-            """Logits that allow only what was found, where a whole block was."""
+        def certain(
+            logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, tokens: Int[Array, "*B"]
+        ) -> Float[Array, "*B V"]:
+            """Logits that allow only the tokens found, where a whole block was; over the target's
+            vocabulary, since these may be none of the draft's."""
+            logits = scatter_to_vocabulary(logits, ids, target.config.vocab)
             one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
             certainly = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
             return jnp.where(whole.reshape(-1, *[1] * (logits.ndim - 1)), certainly, logits)
 
-        def sample_found(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
-            return sample(certain(logits, found.tokens[:, offset]), offset)
+        def sample_found(
+            logits: Float[Array, "B W"], offset: int, ids: Int[Array, " W"] | None = None
+        ) -> Int[Array, " B"]:
+            return sample(certain(logits, ids, found.tokens[:, offset]), offset)
 
         learned_state, cache, proposal = learned.propose(
             network, target, state.learned, cache, context, sample_found, length
         )
         assert proposal.logits is not None, "a draft that draws says from what"
-        logits = certain(proposal.logits, found.tokens)
+        logits = certain(proposal.logits, proposal.ids, found.tokens)
         offered = jnp.where(whole, found.offered, proposal.offered)
         states = PreferringState(lookup=lookup_state, learned=learned_state)
         return states, cache, Proposal(tokens=proposal.tokens, logits=logits, offered=offered)

@@ -93,10 +93,11 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             state.ends,
         )
         hidden, last_position = at_last[0], (state.first + last)[:, None]
+        ids = None if network.vocabulary is None else network.vocabulary[...]
         drafted, drawn_from = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
-            token = sample(logits, offset)
+            token = sample(logits, offset, ids)
             drafted.append(token)
             drawn_from.append(logits)
             if offset + 1 < length:
@@ -113,9 +114,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
                     visible,
                 )
         count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
-        proposal = Proposal(
-            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(drawn_from, axis=1), offered=count
-        )
+        proposal = Proposal(jnp.stack(drafted, axis=1), jnp.stack(drawn_from, axis=1), count, ids)
         return state.replace(ends=ends), cache, proposal
 
     def commit(state: RecurrentState, kept: Kept) -> RecurrentState:

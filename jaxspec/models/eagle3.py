@@ -16,6 +16,7 @@ from jaxspec.kernels.cpu_layouts import wide_product
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
 from jaxspec.models.layers import CastHead, Heads, dense, logits_of, rms_norm
 from jaxspec.models.rope import rotary_table
+from jaxspec.sampling import promote_logits
 
 
 class VocabularyMap(nnx.Variable):
@@ -183,9 +184,22 @@ class Eagle3(nnx.Module):
     def _final(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
+    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Logits over the draft's own vocabulary, of the last layer's output.
+
+        They are in the model's type, or in at least float32 if they are scaled; `target` lends
+        nothing here.
+        """
+        logits = jnp.einsum(
+            "BTD,DW->BTW",
+            hidden if self.form.norm_output else self._final(hidden),
+            self.head[...].astype(hidden.dtype),
+        )
+        scale = self.form.logit_scale
+        return logits if scale == 1 else promote_logits(logits) * scale
+
     def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary in at least float32, of what the last layer gives;
-        `target` lends nothing here."""
+        """The same in at least float32, to learn from."""
         normed = hidden if self.form.norm_output else self._final(hidden)
         logits = (
             logits_of(normed, self.head)
@@ -193,16 +207,6 @@ class Eagle3(nnx.Module):
             else wide_product(normed, self.head[...])
         )
         return logits * self.form.logit_scale
-
-    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits over the target's vocabulary, -inf outside the draft's."""
-        logits = self.draft_logits(target, hidden)
-        if self.vocabulary is None:
-            return logits
-        whole = jnp.full((*logits.shape[:-1], self.config.vocab), -jnp.inf, logits.dtype)
-        return whole.at[..., self.vocabulary[...]].set(
-            logits, indices_are_sorted=True, unique_indices=True
-        )
 
 
 def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxspec import sampling
-from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.verify import Verdict
 from jaxspec.state import Statistics
 
@@ -17,10 +15,8 @@ QUARTERS = 4
 
 
 class Comparison(NamedTuple):
-    """Target and draft at each depth."""
+    """How a draft covers the target at each depth: the sum of min(target, draft)."""
 
-    draft_logprobs: Float[Array, "B K V"] | None
-    """None: nothing was drawn."""
     overlap: Float[Array, "B K"]
     overlap_by_factor: Float[Array, "n K F"]
     draft_entropy: Float[Array, "B K"]
@@ -45,59 +41,6 @@ def no_statistics(
         began=count,
         ended=count,
         target_entropy=jnp.zeros((rows,), dtype),
-    )
-
-
-def compare(
-    proposal: Proposal,
-    target_logprobs: Float[Array, "B K1 V"],
-    produced: Int[Array, "B K1"],
-    processing: sampling.Processing,
-    factors: Float[Array, " K"] | float,
-    grid: tuple[float, ...],
-    measured: slice | Int[Array, " m"],
-) -> Comparison:
-    """The draft's distributions, and how much of the target's they cover; a draft gone NaN covers
-    nothing.
-
-    Args:
-      proposal: what was drafted; without logits the drafted tokens count as certain.
-      target_logprobs: processed.
-      produced: response tokens before each position.
-      processing: the target's, and with `factors` the draft's.
-      factors: on the temperature, at which the drafts were drawn.
-      grid: other factors to measure, in some slots only: a pass over the vocabulary for each would
-        cost as much as a step of a small model.
-      measured: which slots.
-    """
-    length, logits = proposal.tokens.shape[1], proposal.logits
-    target_logprobs, produced = target_logprobs[:, :length], produced[:, :length]
-    if logits is None:
-        overlap = jnp.exp(
-            jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2)
-        )[:, :, 0]
-        everywhere = jnp.repeat(overlap[measured][:, :, None], len(grid), axis=2)
-        return Comparison(None, overlap, everywhere, jnp.zeros_like(overlap))
-
-    def at(
-        factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]
-    ) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
-        draft_logprobs = sampling.processed_logprobs(
-            logits[rows], processing, produced[rows], factor
-        )
-        return draft_logprobs, jnp.nan_to_num(
-            jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1)
-        )
-
-    draft_logprobs, overlap = at(factors, slice(None))
-    by_factor = (
-        [at(factor, measured)[1] for factor in grid] if len(grid) > 1 else [overlap[measured]]
-    )
-    return Comparison(
-        draft_logprobs,
-        overlap,
-        jnp.stack(by_factor, axis=-1),
-        jnp.nan_to_num(sampling.entropy(draft_logprobs)),
     )
 
 

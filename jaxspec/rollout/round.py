@@ -24,6 +24,8 @@ from jaxspec.rollout.decode_state import (
     slot_count,
     taken,
 )
+from jaxspec.rollout.verification.block import Block, Compared, Verification
+from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import Verdict, leading, match_rule
 from jaxspec.state import (
     EOS,
@@ -67,6 +69,8 @@ class Settings(NamedTuple):
     prompt."""
     stop: StopStrings | None = None
     """What ends a response beside an end token."""
+    verification: Verification = PLAIN
+    """How drafts are drawn and compared with the target; what is sampled is the same."""
 
 
 class _Round(NamedTuple):
@@ -108,7 +112,9 @@ def one_round(
             held = drafter.network, target, draft_state, draft_cache, context
             if length:
                 draft_state, draft_cache, proposal = draft.propose(
-                    *held, _sampler(now, length, drafter, settings, noise), length
+                    *held,
+                    _sampler(now, length, drafter, target.config.vocab, settings, noise),
+                    length,
                 )
             else:
                 draft_state, draft_cache = draft.catch_up(*held)
@@ -119,46 +125,38 @@ def one_round(
         assert forward.cache is not None, "a cache that goes in comes back"
         logits = target.logits(forward.hidden)
         produced = _produced(now, length + 1)
-        target_logprobs = sampling.processed_logprobs(logits, settings.processing, produced)
         # Drafts that are matched with what the target samples were not drawn from their logits.
         as_point_masses = matching and settings.rule is not None
-        comparison = acceptance.compare(
-            proposal._replace(logits=None) if as_point_masses else proposal,
-            target_logprobs,
-            produced,
-            settings.processing,
-            _factors(drafter, settings, length),
-            settings.grid,
-            measured.slots,
+        compared = settings.verification.compare(
+            Block(
+                logits,
+                proposal._replace(logits=None) if as_point_masses else proposal,
+                produced,
+                settings.processing,
+                _factors(drafter, settings, length),
+                settings.grid,
+                measured.slots,
+            )
         )
-        # A distribution without a possible token, or with a logit that overflows, is NaN at every
-        # token.
-        finite = jnp.isfinite(logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0])
         # where the target fails, nothing can be verified
-        offered = jnp.minimum(proposal.offered, leading(finite[:, :length]))
+        offered = jnp.minimum(proposal.offered, leading(compared.finite[:, :length]))
         if noise.shared is not None:
-            verdict = match_rule(target_logprobs, proposal.tokens, offered, noise.shared)
+            verdict = match_rule(compared.distributions, proposal.tokens, offered, noise.shared)
         else:
             assert settings.rule is not None and noise.next is not None, "they go together"  # noqa: PT018
             verdict = settings.rule(
-                target_logprobs,
-                comparison.draft_logprobs,
-                proposal.tokens,
-                offered,
-                noise.coins,
-                noise.next,
+                compared.distributions, proposal.tokens, offered, noise.coins, noise.next
             )
     with jax.named_scope("commit"):
         rollout, matched, block, kept = _commit(
-            state, now, verdict, proposal.tokens, target_logprobs, finite, settings
+            state, now, verdict, proposal.tokens, compared, settings
         )
-        entropy = sampling.entropy(target_logprobs)
         change = acceptance.of_round(
             now.running,
             verdict,
             proposal.offered,
-            comparison,
-            entropy,
+            compared.comparison,
+            compared.entropy,
             kept,
             measured.slots,
             acceptance.QUARTERS * produced[:, 0] // settings.max_new_tokens,
@@ -261,17 +259,23 @@ def _factors(drafter: Drafter, settings: Settings, length: int) -> Float[Array, 
 
 
 def _sampler(
-    now: _Round, length: int, drafter: Drafter, settings: Settings, noise: _Noise
+    now: _Round, length: int, drafter: Drafter, vocab: int, settings: Settings, noise: _Noise
 ) -> Sampler:
-    """Draws drafts from the very distribution that `acceptance.compare` gives to the rule."""
+    """Draws drafts from the very distribution that verification gives to the rule."""
     factors = _factors(drafter, settings, length)
 
-    def sample(logits: Float[Array, "B V"], offset: int) -> Int[Array, " B"]:
-        factor = factors[offset] if isinstance(factors, jax.Array) else factors
-        produced = _produced(now, offset + 1)[:, offset]
-        own = jax.tree.map(lambda leaf: leaf[:, offset], noise.draft)
-        return sampling.categorical(
-            sampling.processed_logits(logits, settings.processing, produced, factor), own
+    def sample(
+        logits: Float[Array, "B W"], offset: int, ids: Int[Array, " W"] | None = None
+    ) -> Int[Array, " B"]:
+        return settings.verification.draw(
+            logits,
+            ids,
+            vocab,
+            settings.processing,
+            _produced(now, offset + 1)[:, offset],
+            factors[offset] if isinstance(factors, jax.Array) else factors,
+            0.0 in settings.grid,
+            jax.tree.map(lambda leaf: leaf[:, offset], noise.draft),
         )
 
     return sample
@@ -344,8 +348,7 @@ def _commit(
     now: _Round,
     verdict: Verdict,
     drafted: Int[Array, "B K"],
-    target_logprobs: Float[Array, "B K1 V"],
-    finite: Bool[Array, "B K1"],
+    compared: Compared,
     settings: Settings,
 ) -> tuple[Rollout, Int[Array, " R"] | None, Int[Array, "B K1"], Int[Array, " B"]]:
     """Cuts the block at the first end token or stop string, the length limit or a failure, and
@@ -354,7 +357,7 @@ def _commit(
     Returns the rows, what they match, the block, and how much of it each slot keeps.
     """
     rollout, rows = state.rollout, rows_of_slots(state)
-    offsets = jnp.arange(target_logprobs.shape[1], dtype=jnp.int32)
+    offsets = jnp.arange(drafted.shape[1] + 1, dtype=jnp.int32)
     within = offsets <= verdict.accepted[:, None]
     block = jnp.where(
         offsets < verdict.accepted[:, None],
@@ -362,7 +365,7 @@ def _commit(
         verdict.next_token[:, None],
     )
     # no draft is accepted beyond a failure, so at most the last token of the block is not
-    good = leading(within & finite)
+    good = leading(within & compared.finite)
     ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32))
     passed = None
     if settings.stop is not None and state.matched is not None:
@@ -386,13 +389,12 @@ def _commit(
         jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)),
     )
     change = jnp.where(now.running, ended - RUNNING, 0).astype(jnp.int32)
-    block_logprobs = jnp.take_along_axis(target_logprobs, block[:, :, None], axis=2)[:, :, 0]
     size = rollout.tokens.shape[1]
     where = jnp.where(committed, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
     number = state.row[:, None]
     written = rollout.replace(
         tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
-        logprobs=rollout.logprobs.at[number, where].set(block_logprobs, mode="drop"),
+        logprobs=rollout.logprobs.at[number, where].set(compared.logprobs(block), mode="drop"),
         lengths=added(rollout.lengths, rows, count),
         status=added(rollout.status, rows, change),
     )

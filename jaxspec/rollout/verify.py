@@ -1,17 +1,18 @@
 """The lossless verification rules: whatever the draft proposes, the tokens kept have exactly the
 target's law.
 
-A row's first `offered` of K drafts are on offer; the rest of `drafted` and `draft_logprobs`, and
-the target beyond, are not looked at. The target must be finite wherever a draft is offered; a draft
-position gone NaN ends the offer there.
+A row's first `offered` of K drafts are on offer; the rest of `drafted`, and of target and draft
+beyond, is not looked at. The target must be finite wherever a draft is offered; a draft position
+gone NaN ends the offer there.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.sampling import Noise, categorical
+from jaxspec.sampling import Noise
 
 
 class Verdict(NamedTuple):
@@ -21,14 +22,29 @@ class Verdict(NamedTuple):
     next_token: Int[Array, " B"]
 
 
+class Distributions(NamedTuple):
+    """Target and draft at the positions of a block, by the questions that rules ask of them."""
+
+    at_drafted: Callable[[Int[Array, "B K"]], tuple[Float[Array, "B K"], Float[Array, "B K"]]]
+    """Log-probabilities of the drafted tokens under target and draft."""
+    left_over: Callable[[Float[Array, "B N"]], Float[Array, "B N"]]
+    """Mass of the residual (weight target - draft)+ at each draft but the first, of log-weights."""
+    draw_next: Callable[..., Int[Array, " B"]]
+    """(accepted, rejected, log_weight, noise) -> the token after the cut.
+
+    It comes from the residual (weight target - draft)+ where a draft was rejected, else from the
+    target."""
+    draw_target: Callable[[Noise], Int[Array, "B K1"]]
+    """Tokens of the target at every position."""
+
+
 def leading(agree: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Number of leading True entries."""
     return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def token_rule(
-    target_logprobs: Float[Array, "B K1 V"],
-    draft_logprobs: Float[Array, "B K V"],
+    distributions: Distributions,
     drafted: Int[Array, "B K"],
     offered: Int[Array, " B"],
     coins: Float[Array, "B K"],
@@ -38,9 +54,9 @@ def token_rule(
     (target - draft)+.
 
     Args:
-      target_logprobs: processed log-probabilities at the K+1 verified positions.
-      draft_logprobs: the distributions the drafts were sampled from.
-      drafted: tokens sampled from `draft_logprobs`.
+      distributions: the processed target at the K+1 verified positions, and those that the drafts
+        were sampled from.
+      drafted: tokens sampled from the draft.
       offered: drafts on offer, 0..K, a function of the prefix; after the last one the target itself
         gives the next token.
       coins: uniform in (0, 1), fresh in every round.
@@ -48,25 +64,19 @@ def token_rule(
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
     """
-    target_at_draft, draft_at_draft, offered = _at_draft(
-        target_logprobs, draft_logprobs, drafted, offered
-    )
+    target_at_draft, draft_at_draft = distributions.at_drafted(drafted)
+    offered = _possible(draft_at_draft, offered)
     # Strict: a coin of exactly 0 must not accept a token of target probability 0.
     keep = coins * jnp.exp(draft_at_draft) < jnp.exp(target_at_draft)
     accepted = jnp.minimum(leading(keep), offered)
-    return _cut(
-        target_logprobs,
-        draft_logprobs,
-        accepted,
-        offered,
-        jnp.zeros_like(target_logprobs[:, 0, 0]),
-        next_noise,
+    whole = jnp.zeros(len(drafted), target_at_draft.dtype)
+    return Verdict(
+        accepted, distributions.draw_next(accepted, accepted < offered, whole, next_noise)
     )
 
 
 def block_rule(
-    target_logprobs: Float[Array, "B K1 V"],
-    draft_logprobs: Float[Array, "B K V"],
+    distributions: Distributions,
     drafted: Int[Array, "B K"],
     offered: Int[Array, " B"],
     coins: Float[Array, "B K"],
@@ -83,21 +93,17 @@ def block_rule(
     Source: Sun et al., arXiv 2403.10444, algorithm 2.
     """
     length = drafted.shape[1]
-    target_at_draft, draft_at_draft, offered = _at_draft(
-        target_logprobs, draft_logprobs, drafted, offered
-    )
+    target_at_draft, draft_at_draft = distributions.at_drafted(drafted)
+    offered = _possible(draft_at_draft, offered)
     ratios = target_at_draft - draft_at_draft
-    logs = [jnp.zeros_like(target_logprobs[:, 0, 0])]
+    logs = [jnp.zeros(len(drafted), ratios.dtype)]
     for offset in range(length):
         logs.append(jnp.minimum(logs[-1] + ratios[:, offset], 0))
     log_weights = jnp.stack(logs, axis=1)
     weights = jnp.exp(log_weights[:, 1:])
     inner = weights[:, :-1]
-    residuals = jnp.exp(log_weights[:, 1:-1, None] + target_logprobs[:, 1:length]) - jnp.exp(
-        draft_logprobs[:, 1:]
-    )
-    left_over = jnp.sum(jnp.maximum(residuals, 0), axis=-1)
-    # Weight 1 and nothing to left_over: the laws after it agree and a later draft is kept, but for
+    left_over = distributions.left_over(log_weights[:, 1:-1])
+    # Weight 1 and nothing left over: the laws after it agree and a later draft is kept, but for
     # rounding.
     inner = jnp.where(inner == 1, 1, left_over / jnp.where(inner == 1, 1, left_over + 1 - inner))
     depths = jnp.arange(1, length + 1, dtype=jnp.int32)
@@ -107,11 +113,13 @@ def block_rule(
     keep = (coins < chance) & (depths <= offered[:, None])
     accepted = jnp.max(jnp.where(keep, depths, 0), axis=1, initial=0)
     log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]
-    return _cut(target_logprobs, draft_logprobs, accepted, offered, log_weight, next_noise)
+    return Verdict(
+        accepted, distributions.draw_next(accepted, accepted < offered, log_weight, next_noise)
+    )
 
 
 def match_rule(
-    target_logprobs: Float[Array, "B K1 V"],
+    distributions: Distributions,
     drafted: Int[Array, "B K"],
     offered: Int[Array, " B"],
     noise: Noise,
@@ -124,45 +132,11 @@ def match_rule(
     whatever the draft, and such drafts agree most often (Daliri et al., arXiv 2408.07978). With K =
     0 this is plain decoding.
     """
-    sampled = categorical(target_logprobs, noise)
+    sampled = distributions.draw_target(noise)
     accepted = jnp.minimum(leading(sampled[:, :-1] == drafted), offered)
     return Verdict(accepted, jnp.take_along_axis(sampled, accepted[:, None], axis=1)[:, 0])
 
 
-def _at_draft(
-    target_logprobs: Float[Array, "B K1 V"],
-    draft_logprobs: Float[Array, "B K V"],
-    drafted: Int[Array, "B K"],
-    offered: Int[Array, " B"],
-) -> tuple[Float[Array, "B K"], Float[Array, "B K"], Int[Array, " B"]]:
-    """Log-probabilities of the drafted tokens under target and draft, and the drafts on offer: only
-    those their own law can give."""
-    picked = drafted[:, :, None]
-    target_at_draft = jnp.take_along_axis(target_logprobs[:, : drafted.shape[1]], picked, axis=2)[
-        :, :, 0
-    ]
-    draft_at_draft = jnp.take_along_axis(draft_logprobs, picked, axis=2)[:, :, 0]
-    return target_at_draft, draft_at_draft, jnp.minimum(offered, leading(draft_at_draft > -jnp.inf))
-
-
-def _cut(
-    target_logprobs: Float[Array, "B K1 V"],
-    draft_logprobs: Float[Array, "B K V"],
-    accepted: Int[Array, " B"],
-    offered: Int[Array, " B"],
-    log_weight: Float[Array, " B"],
-    next_noise: Noise,
-) -> Verdict:
-    """Draws the next token from the residual (weight target - draft)+ at the cut; from the target
-    where no draft was on offer."""
-    at_cut = accepted[:, None, None]
-    target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
-    # beyond the last draft it is not used
-    draft = jnp.take_along_axis(draft_logprobs, at_cut, axis=1, mode="clip")[:, 0]
-    residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
-    # Where weighted target and draft agree to rounding, a cut has probability about 0 and the
-    # residual may vanish.
-    rejected = (accepted < offered)[:, None] & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
-    return Verdict(
-        accepted, categorical(jnp.where(rejected, jnp.log(residual), target), next_noise)
-    )
+def _possible(draft_at_draft: Float[Array, "B K"], offered: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The drafts on offer: only those that their own law can give."""
+    return jnp.minimum(offered, leading(draft_at_draft > -jnp.inf))

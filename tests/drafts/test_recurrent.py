@@ -116,7 +116,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
             held.state,
             held.cache,
             Context(tokens, lengths),
-            lambda logits, offset: drafted[:, offset],
+            lambda logits, offset, ids: drafted[:, offset],
             drafted.shape[1],
         )
         assert cache is not None

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
+from jaxspec.models.layers import cast
 from jaxspec.rl import optimizers
 from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
@@ -108,18 +109,29 @@ def test_fresh_weights_are_finite_and_of_unit_gain() -> None:
     )
 
 
-def test_a_vocabulary_of_its_own_is_scattered_to_the_targets(target: Decoder) -> None:
-    """Row i of the head speaks of token ids[i]; the other tokens cannot be drafted."""
+def test_a_vocabulary_of_its_own_has_logits_of_its_own(target: Decoder) -> None:
+    """Row i of the head speaks of token ids[i]."""
     head = with_vocabulary(network(vocab=len(IDS)), IDS)
     taps, embedded = inputs()
     outputs, logits = run(target, head, taps, embedded)
     narrow = np.asarray(head.draft_logits(target, outputs))
     assert narrow.shape == (1, LENGTH, len(IDS))
-    np.testing.assert_array_equal(np.asarray(logits)[..., IDS], narrow)
-    outside = np.setdiff1d(np.arange(11), IDS)
-    assert np.isneginf(np.asarray(logits)[..., outside]).all()
+    np.testing.assert_array_equal(logits, narrow)
     _, law = numpy_eagle_slot(head, taps[0, 0] @ numpy_weights(head)["fuse"], embedded[0, 0], 0, [])
     np.testing.assert_allclose(narrow[0, 0], law, rtol=0, atol=1e-12)
+
+
+def test_logits_to_draft_from_stay_in_the_models_type(target: Decoder) -> None:
+    """Unless they are scaled: what is learnt from, and what is compared, is float32."""
+    half, hidden = tiny_model(dtype="bfloat16"), jnp.ones((1, 1, 16), jnp.bfloat16)
+    for scale, dtype in ((1.0, jnp.bfloat16), (0.5, jnp.float32)):
+        made = functools.partial(eagle3, vocab=4, logit_scale=scale)
+        head = cast(tiny_network(made, half, 3), jnp.dtype(jnp.bfloat16))
+        drawn = head.logits(target, hidden)
+        assert drawn.dtype == dtype
+        np.testing.assert_array_equal(
+            head.draft_logits(target, hidden), np.asarray(drawn, np.float32)
+        )
 
 
 def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:

@@ -20,7 +20,11 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.generate import generate
 from jaxspec.rollout.round import Settings
-from jaxspec.rollout.verify import block_rule, match_rule, token_rule
+from jaxspec.rollout.verification.block import Block, Verification
+from jaxspec.rollout.verification.fused import FUSED
+from jaxspec.rollout.verification.plain import PLAIN
+from jaxspec.rollout.verification.plain import distributions as plain_distributions
+from jaxspec.rollout.verify import Distributions, Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Drafter, LengthChooser, Prompts, Rollout
 from tests.conftest import (
@@ -38,8 +42,54 @@ GROUP, WIDTH, NEW, PAST = 4, 5, 8, 2
 STOP = (1, 3)
 SPREAD = Processing(stop_ids=STOP, temperature=0.9, vocab_size=10)
 BELOW_ONE = np.nextafter(1.0, 0.0)
-RULES = {"token": jax.jit(token_rule), "block": jax.jit(block_rule)}
-match = jax.jit(match_rule)
+FORMS: dict[str, Verification] = {"plain": PLAIN, "fused": FUSED, "fused by ids": FUSED}
+"""Forms of verification; of one, all of the draft's tokens are mapped to the target's."""
+
+
+class InUse:
+    """The form that rules have until another is chosen (fixture `form`)."""
+
+    form = "plain"
+
+
+def distributions(target: jax.Array, draft: jax.Array | None, form: str) -> Distributions:
+    """Those of log-probabilities [B K1 V] and [B K V], in a form."""
+    if form == "plain":
+        return plain_distributions(target, draft)
+    rows, positions, vocab = target.shape
+    ids = jnp.arange(vocab, dtype=jnp.int32) if form == "fused by ids" else None
+    tokens = jnp.zeros((rows, positions - 1), jnp.int32)
+    produced = jnp.zeros((rows, positions), jnp.int32)
+    proposal = Proposal(tokens, draft, jnp.zeros((rows,), jnp.int32), ids)
+    block = Block(target, proposal, produced, Processing(), 1.0, (1.0,), slice(None))
+    return FORMS[form].compare(block).distributions
+
+
+def in_form(rule: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """A rule of distributions as one of log-probabilities, in the form in use."""
+
+    @functools.partial(jax.jit, static_argnames="form")
+    def verify(target: jax.Array, draft: jax.Array, *arguments: jax.Array, form: str) -> Verdict:
+        return rule(distributions(target, draft, form), *arguments)
+
+    @functools.wraps(rule)
+    def call(*arguments: Any) -> Verdict:
+        return verify(*map(jnp.asarray, arguments), form=InUse.form)
+
+    return call
+
+
+RULES = {"token": in_form(token_rule), "block": in_form(block_rule)}
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _match(target: jax.Array, *arguments: jax.Array, form: str) -> Verdict:
+    return match_rule(distributions(target, None, form), *arguments)
+
+
+def match(*arguments: Any) -> Verdict:
+    """The rule of matching, in the form in use."""
+    return _match(*map(jnp.asarray, arguments), form=InUse.form)
 
 
 def marked(cases: Iterable[Any]) -> list[Any]:

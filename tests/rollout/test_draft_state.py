@@ -87,7 +87,7 @@ def forced(given: Drafter, lengths: tuple[int, ...], length: int) -> Drafter:
     )
 
 
-def in_turn(logits: jax.Array, offset: int) -> jax.Array:
+def in_turn(logits: jax.Array, offset: int, ids: jax.Array | None = None) -> jax.Array:
     """Some tokens to draft, the same for both."""
     return jnp.full(len(logits), 4 + offset, jnp.int32)
 

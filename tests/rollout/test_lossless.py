@@ -25,6 +25,7 @@ from jaxspec.state import Prompts, Rollout
 from tests.conftest import FOR_LONG_RUNS, chi_square, tiny_model, tiny_network, tiny_prompts
 from tests.dense import positions_of
 from tests.rollout.harness import (
+    FORMS,
     GROUP,
     NEW,
     PAST,
@@ -53,6 +54,7 @@ PLAIN = Processing(stop_ids=(1,))
 TRUNCATED = Processing(
     banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, vocab_size=5
 )
+TEMPERED = TRUNCATED._replace(top_k=0, top_p=1.0)
 
 
 class Law(NamedTuple):
@@ -64,6 +66,7 @@ class Law(NamedTuple):
     processing: Processing = PLAIN
     lengths: tuple[int, ...] = ()
     slow: bool = True
+    form: str = "plain"
 
     def __str__(self) -> str:
         drawn = self.kind.partition("+")[0] not in (
@@ -89,6 +92,7 @@ class Law(NamedTuple):
         return (
             f"{self.kind}, {rule}, {self.lengths or self.length},"
             f" {sampling}{'' if self.processing is PLAIN else ', truncated'}"
+            f"{'' if self.form == 'plain' else ', fused'}"
         )
 
 
@@ -117,6 +121,11 @@ LAWS = [
     Law("none", 0, block_rule, (1.0,), (), TRUNCATED),
     Law("eagle3", 3, block_rule, (0.7,), lengths=(0, 1, 3)),
     Law("model", 2, token_rule, lengths=(0, 2)),
+    Law("eagle3 small", 3, block_rule, slow=False, form="fused"),
+    Law("eagle3 small", 3, token_rule, (0.0, 0.6, 1.7), (2, 0, 1), TEMPERED, form="fused"),
+    Law("eagle3 small+history", 2, block_rule, form="fused"),
+    Law("mtp", 3, block_rule, (0.0, 1.0), (1, 0, 1), TEMPERED, form="fused"),
+    Law("model", 2, token_rule, lengths=(0, 2), form="fused"),
 ]
 
 
@@ -149,7 +158,14 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     # so many rows are left after a round without drafts, and draft again
     tail = (27 * groups // 5,) if case.lengths else ()
     settings = Settings(
-        GROUP, new, case.processing, case.rule, case.grid, tail=tail, lengths=case.lengths
+        GROUP,
+        new,
+        case.processing,
+        case.rule,
+        case.grid,
+        tail=tail,
+        lengths=case.lengths,
+        verification=FORMS[case.form],
     )
     # rounds of several lengths take longer to compile than they run
     options = None if case.lengths else FOR_LONG_RUNS

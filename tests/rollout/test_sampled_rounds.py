@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.rollout.verify import Verdict, block_rule, match_rule, token_rule
+from jaxspec.rollout.verify import Verdict, match_rule
 from jaxspec.sampling import Processing, Uniforms
 from tests.conftest import FOR_LONG_RUNS, chi_square
-from tests.rollout.harness import RULES
+from tests.rollout.harness import RULES, InUse, distributions
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -60,7 +60,7 @@ def matched(
         levels = sampling.level_count(target.shape[-1])
         noise = Uniforms(sampling.uniforms(rows, positions, levels, FLOAT))
         drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
-    return drafts, match_rule(target, drafts, offered, noise)
+    return drafts, match_rule(distributions(target, None, InUse.form), drafts, offered, noise)
 
 
 @functools.partial(
@@ -97,9 +97,7 @@ def decoded(
             return matched(rule, wide, narrow, rows, lengths)
         drawn = draws(rows, lengths)
         drafts = sampling.categorical(narrow, drawn.drafts)
-        return drafts, {"token": token_rule, "block": block_rule}[rule](
-            wide, checked, drafts, offered, drawn.coins, drawn.next
-        )
+        return drafts, RULES[rule](wide, checked, drafts, offered, drawn.coins, drawn.next)
 
     def one_round(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         lengths, out = state
@@ -259,7 +257,7 @@ def test_a_wide_vocabulary_passes_a_chi_square() -> None:
             drafts = sampling.categorical(narrow, draws.drafts)
             rounds = [
                 (drafts, rule(wide, narrow, drafts, offered, draws.coins, draws.next))
-                for rule in (token_rule, block_rule)
+                for rule in RULES.values()
             ]
             rounds += [matched(rule, wide, narrow, by_stream[0], start) for rule in compared]
             tokens.append(

@@ -14,7 +14,7 @@ import pytest
 from tests.rollout.harness import BELOW_ONE, RULES
 from tests.rollout.measured import Context, Matched, Measured, Offers, Table, constant_table
 
-pytestmark = pytest.mark.usefixtures("x64", "fast_calls")
+pytestmark = pytest.mark.usefixtures("x64", "fast_calls", "form")
 
 
 @pytest.fixture(scope="module")
