@@ -346,28 +346,6 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
 
 
 @STACKED
-def test_put_texts_fills_the_pages_of_each(stacked: bool) -> None:
-    """The last page of a prompt is filled with zeros, and where a prompt has no page its entries
-    are dropped."""
-    cache = paged_cache(stacked)
-    prompts = random_cache(stacked, 3, 2 * PAGE + 1, seed=1)
-    pages = np.array([[4, 0, 7], [PAGES, PAGES, PAGES], [9, 2, PAGES]], np.int32)
-
-    def put(ours: np.ndarray, theirs: np.ndarray) -> None:
-        for prompt, page_index in np.ndindex(pages.shape):
-            page = pages[prompt, page_index]
-            slots = range(page_index * PAGE, (page_index + 1) * PAGE)
-            for place, slot in enumerate(slots if page < PAGES else ()):
-                ours[:, page, place] = theirs[:, prompt, slot] if slot < theirs.shape[2] else 0
-
-    assert_is(
-        paged.put_texts(cache, jnp.asarray(pages), prompts),
-        Twin(cache).change(put, Twin(prompts)),
-        cache,
-    )
-
-
-@STACKED
 def test_a_seat_in_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool) -> None:
     cache = paged_cache(stacked)
     to, source = np.array([5, PAGES, 1], np.int32), np.array([3, 2, 5], np.int32)
