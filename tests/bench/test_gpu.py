@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.gpu import alone, command, device, profile
+from jaxspec.bench.gpu import command, device
 from jaxspec.bench.gpu.cells import Cell, Cells
-from jaxspec.bench.gpu.greedy import difference
 from jaxspec.bench.gpu.options import DEFAULTS
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.rounds import headline_cells, variant_cells
 from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.sections import alone, profile
+from jaxspec.bench.gpu.sections.greedy import difference
+from jaxspec.bench.gpu.sections.rounds import headline_cells, variant_cells
 from jaxspec.config.presets import QWEN3_8B, as_published
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import make_mesh
@@ -142,10 +143,10 @@ def test_the_tables_have_the_cells_that_were_asked_for() -> None:
 
 def test_8b_has_the_sizes_of_qwen3() -> None:
     wanted = dataclasses.replace(QWEN3_8B, dtype="bfloat16")
-    assert DEFAULTS["8b"].model == as_published(wanted)
-    assert DEFAULTS["8b"].trained_model == DEFAULTS["8b"].model
+    assert DEFAULTS["8b"].policy == as_published(wanted)
+    assert DEFAULTS["8b"].trained_policy == DEFAULTS["8b"].policy
     wide = dataclasses.replace(DEFAULTS["8b"], step_model="1.7b")
-    assert (wide.trained_model.embed, wide.lora_rank) == (2048, 0)
+    assert (wide.trained_policy.embed, wide.lora_rank) == (2048, 0)
 
 
 @pytest.mark.parametrize("vocab", [0, TINY.draft_vocab])

@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.bench.gpu.card import CARD
 from jaxspec.bench.gpu.device import DRIVERS
 from jaxspec.bench.gpu.options import DEFAULTS, SECTIONS, USUAL_SECONDS, GpuOptions
-from jaxspec.bench.gpu.profile import PROFILE
 from jaxspec.bench.gpu.programs import Programs, Recipe, Say, save_all
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.right import RIGHT
-from jaxspec.bench.gpu.rounds import ANSWERS, HEADLINE, VARIANTS
 from jaxspec.bench.gpu.run import GpuRun, Plan
+from jaxspec.bench.gpu.sections.card import CARD
+from jaxspec.bench.gpu.sections.profile import PROFILE
+from jaxspec.bench.gpu.sections.right import RIGHT
+from jaxspec.bench.gpu.sections.rounds import ANSWERS, HEADLINE, VARIANTS
+from jaxspec.bench.gpu.sections.steps import LEARNING, STEPS_SECTION
 from jaxspec.bench.gpu.starting import (
     begun_folder,
     open_absent,
@@ -23,7 +24,6 @@ from jaxspec.bench.gpu.starting import (
     opened_folder,
     target_of,
 )
-from jaxspec.bench.gpu.steps import LEARNING, STEPS_SECTION
 from jaxspec.bench.measure import process_seconds
 from jaxspec.compiled.hardware import HARDWARE, HERE
 from jaxspec.config.cli import override, take_option
