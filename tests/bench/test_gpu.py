@@ -308,3 +308,24 @@ def test_the_sections_are_told_with_their_help(capsys: pytest.CaptureFixture[str
         assert words in told, words
     assert command.PARTS.keys() == set(range(8))
     assert jax.devices()[0].platform == "cpu"
+
+
+def test_a_section_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(run: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("no kernel ran")
+
+    def fine(run: Any) -> dict[str, Any]:
+        return {"rows": []}
+
+    for number, measure in ((2, broken), (3, fine)):
+        section = command.PARTS[number]._replace(recipes=lambda plan: [], measure=measure)
+        monkeypatch.setitem(command.PARTS, number, section)
+    file = tmp_path / "out.json"
+    assert main(["gpu", "--size", "tiny", "--sections", "2,3", "--out", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "section 2 FAILED: ZeroDivisionError: no kernel ran" in captured.out
+    assert "not there, or in part: section 2" in captured.out
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [run["sections"][number]["complete"] for number in "23"] == [False, True]

@@ -76,7 +76,7 @@ class GpuOptions(Checked, prefix="--"):
     """Rows of section 3; sections 4 and 7 have the last of them."""
     prompt: PromptLength = 1024
     """Tokens of a prompt."""
-    new: Count = 512
+    new: Count = 384
     """Tokens of an answer, in sections 2, 3 and 7."""
     answer: Count = 1024
     """Tokens of an answer, in section 4."""
