@@ -32,6 +32,7 @@ if (($# == 0)); then
   tests=(
     tests/test_cuda.py
     tests/test_check_cuda.py
+    tests/bench/test_gpu_cuda.py
     tests/kernels
     tests/rl/test_learner.py::test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows
     tests/rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding

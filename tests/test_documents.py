@@ -34,6 +34,7 @@ SHORTER = {
     "train_draft": _SMALL_POLICY | _SMALL_DRAFT,
     "bench generate": {"prompt": "16", "new": "8", "repeats": "1", "budget": "1"},
     "bench step": {"prompt": "16", "new": "8", "repeats": "1", "budget": "1"},
+    "bench gpu": {"sections": "0"},
 }
 """By program, the options that make it short."""
 REFUSED = {
@@ -158,7 +159,7 @@ def test_every_command_of_the_documents_runs(
     typist = Typist(variables)
     for command, document in typed(DOCUMENTS):
         typist.run_for_real(command, document)
-    benches = {f"bench {name}" for name in ("generate", "step", "load", "roofline")}
+    benches = {f"bench {name}" for name in ("generate", "step", "load", "roofline", "gpu")}
     others = {"train_sft", "train_draft", "evaluate", "sample", "export"}
     assert typist.ran == {"", "train"} | others | benches
 

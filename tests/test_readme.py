@@ -13,6 +13,7 @@ import pytest
 from jaxspec import __main__ as programs
 from jaxspec import bench, evaluate, export, sample
 from jaxspec.bench import drafts, generate, load, roofline, step
+from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.config import cli
 from jaxspec.config.cli import load_config, override, take_option
 from jaxspec.config.settings import Config
@@ -27,6 +28,7 @@ BENCHES: dict[str, Any] = {
     "step": step.StepOptions(model="DIR"),
     "load": load.LoadOptions(),
     "roofline": roofline.RooflineOptions(),
+    "gpu": GpuOptions(),
 }
 PYTHON = r"(?:\.venv/bin/)?python -m jaxspec"
 

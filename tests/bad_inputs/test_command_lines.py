@@ -174,6 +174,9 @@ BENCHES = [
     ("load --model nowhere", "--model nowhere"),
     ("drafts", "--config"),
     ("drafts --rows 0", "--rows is '0'"),
+    ("drafts --synthetic_acceptance 5", "--synthetic_acceptance is '5'"),
+    ("gpu --size tiny --sections x", "--sections is 'x'"),
+    ("gpu --size tiny --prepare x --hardware nonesuch", "--hardware nonesuch"),
     ("drafts --config rl_think.py --steps 10", "--offline.steps"),
     ("drafts --config rl_think.py --optimizer.learning_rate 1e-4", "--optimizer.learning_rate"),
 ]

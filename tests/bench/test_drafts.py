@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +147,29 @@ def test_a_head_in_the_config_is_referred_to_the_option() -> None:
     job = dataclasses.replace(job, config=dataclasses.replace(job.config, rollout=rollout))
     with Interrupt() as interrupt, pytest.raises(ConfigError, match="give --generic head instead"):
         bench.drafts(job, interrupt, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_prescribed"),
+    [
+        ({}, True),
+        ({"verify": "token"}, True),
+        ({"verify": "coupled"}, False),
+        ({"sampling": "argmax"}, False),
+        ({"kind": "ngram"}, False),
+        ({"kind": "none"}, False),
+    ],
+)
+def test_an_acceptance_is_prescribed_to_what_draws_drafts(
+    changes: dict[str, Any], is_prescribed: bool
+) -> None:
+    settings: dict[str, Any] = {"kind": "eagle3"} | changes
+    variant = Variant("it", **settings)
+    config = dataclasses.replace(config_of(variant, CONFIG), offline=OfflineConfig())
+    step = make_job(config, small_mesh()).step
+    assert bench._prescribed(step, 0.0) is step
+    made = bench._prescribed(step, 3.3)
+    assert (made.generator.settings.rule is not step.generator.settings.rule) == is_prescribed
 
 
 def test_the_config_is_judged_and_the_problems_are_read_once(

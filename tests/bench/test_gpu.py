@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.gpu import alone, command, device, profile
+from jaxspec.bench.gpu import command, device
 from jaxspec.bench.gpu.cells import Cell, Cells
-from jaxspec.bench.gpu.greedy import difference
 from jaxspec.bench.gpu.options import DEFAULTS
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.rounds import headline_cells, variant_cells
 from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.sections import alone, profile
+from jaxspec.bench.gpu.sections.greedy import difference
+from jaxspec.bench.gpu.sections.rounds import headline_cells, variant_cells
 from jaxspec.config.presets import QWEN3_8B, as_published
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import make_mesh
@@ -142,10 +143,10 @@ def test_the_tables_have_the_cells_that_were_asked_for() -> None:
 
 def test_8b_has_the_sizes_of_qwen3() -> None:
     wanted = dataclasses.replace(QWEN3_8B, dtype="bfloat16")
-    assert DEFAULTS["8b"].model == as_published(wanted)
-    assert DEFAULTS["8b"].trained_model == DEFAULTS["8b"].model
+    assert DEFAULTS["8b"].policy == as_published(wanted)
+    assert DEFAULTS["8b"].trained_policy == DEFAULTS["8b"].policy
     wide = dataclasses.replace(DEFAULTS["8b"], step_model="1.7b")
-    assert (wide.trained_model.embed, wide.lora_rank) == (2048, 0)
+    assert (wide.trained_policy.embed, wide.lora_rank) == (2048, 0)
 
 
 @pytest.mark.parametrize("vocab", [0, TINY.draft_vocab])
@@ -307,3 +308,24 @@ def test_the_sections_are_told_with_their_help(capsys: pytest.CaptureFixture[str
         assert words in told, words
     assert command.PARTS.keys() == set(range(8))
     assert jax.devices()[0].platform == "cpu"
+
+
+def test_a_section_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(run: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("no kernel ran")
+
+    def fine(run: Any) -> dict[str, Any]:
+        return {"rows": []}
+
+    for number, measure in ((2, broken), (3, fine)):
+        section = command.PARTS[number]._replace(recipes=lambda plan: [], measure=measure)
+        monkeypatch.setitem(command.PARTS, number, section)
+    file = tmp_path / "out.json"
+    assert main(["gpu", "--size", "tiny", "--sections", "2,3", "--out", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "section 2 FAILED: ZeroDivisionError: no kernel ran" in captured.out
+    assert "not there, or in part: section 2" in captured.out
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [run["sections"][number]["complete"] for number in "23"] == [False, True]

@@ -31,6 +31,7 @@ from tests.runs import ROOT
 
 OPTIONS = DEFAULTS["tiny"]
 CELL = Cell(4, 3, 16, OPTIONS.draft_vocab)
+NUMBERS = np.array([1, 2, 3], np.float32)
 HERE = Target(compiler_versions(), "cpu", "1 (abc)", {"rows": 4})
 
 IN_A_FRESH_PROCESS = """
@@ -169,7 +170,7 @@ def test_a_damaged_program_is_named_and_compiled(folder: ProgramFolder) -> None:
         programs.expect([small()])
         made = programs.get("a sum", 60.0)
         assert not made.loaded
-        np.testing.assert_array_equal(made.program(np.float32([1, 2, 3])), [2, 3, 4])
+        np.testing.assert_array_equal(made.program(NUMBERS), [2, 3, 4])
         warning = next(line for line in reversed(said) if line.startswith("warning"))
         assert str(file) in warning
         assert words in warning
@@ -217,7 +218,7 @@ def test_where_a_kernel_does_not_compile_its_plain_twin_is_taken_loudly(
     programs.expect([small("a kernel", kernel)])
     made = programs.get("a kernel", 60.0)
     assert made.plain
-    np.testing.assert_array_equal(made.program(np.float32([1, 2, 3])), [2, 4, 6])
+    np.testing.assert_array_equal(made.program(NUMBERS), [2, 4, 6])
     assert "NotImplementedError: no tile of this shape" in said[0]
     assert "WITHOUT GPU KERNELS" in said[0]
     programs.close()

@@ -110,7 +110,7 @@ class Cells:
             command_buffers=cell.graphs,
         )
         rollout = RolloutConfig(max_new_tokens=cell.new, draft=draft, engine=engine)
-        config = answering(options, options.model, rollout, cell.rows, options.prompt)
+        config = answering(options, options.policy, rollout, cell.rows, options.prompt)
         return build_step(config, self.mesh, (), options.vocab)
 
     def generator(self, cell: Cell) -> Generator:

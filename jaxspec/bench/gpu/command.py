@@ -3,19 +3,21 @@
 import contextlib
 import json
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.bench.gpu.card import CARD
 from jaxspec.bench.gpu.device import DRIVERS
 from jaxspec.bench.gpu.options import DEFAULTS, SECTIONS, USUAL_SECONDS, GpuOptions
-from jaxspec.bench.gpu.profile import PROFILE
 from jaxspec.bench.gpu.programs import Programs, Recipe, Say, save_all
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.right import RIGHT
-from jaxspec.bench.gpu.rounds import ANSWERS, HEADLINE, VARIANTS
 from jaxspec.bench.gpu.run import GpuRun, Plan
+from jaxspec.bench.gpu.sections.card import CARD
+from jaxspec.bench.gpu.sections.profile import PROFILE
+from jaxspec.bench.gpu.sections.right import RIGHT
+from jaxspec.bench.gpu.sections.rounds import ANSWERS, HEADLINE, VARIANTS
+from jaxspec.bench.gpu.sections.steps import LEARNING, STEPS_SECTION
 from jaxspec.bench.gpu.starting import (
     begun_folder,
     open_absent,
@@ -23,11 +25,10 @@ from jaxspec.bench.gpu.starting import (
     opened_folder,
     target_of,
 )
-from jaxspec.bench.gpu.steps import LEARNING, STEPS_SECTION
 from jaxspec.bench.measure import process_seconds
 from jaxspec.compiled.hardware import HARDWARE, HERE
 from jaxspec.config.cli import override, take_option
-from jaxspec.inputs.checked import require
+from jaxspec.inputs.checked import first_line, require
 from jaxspec.mesh import cores
 from jaxspec.system.progress import Screen
 
@@ -110,26 +111,32 @@ def measure(options: GpuOptions) -> int:
                 late.append(number)
     if late:
         say(
-            f"left out, whole or in part, for want of time (--budget {options.budget:g}):"
-            f" {', '.join(f'section {number}' for number in late)}; the same command goes on there"
+            f"not there, or in part: {', '.join(f'section {number}' for number in late)}; the same"
+            f" command goes on with these (--budget is {options.budget:g} seconds)"
         )
     print(json.dumps(results.line), flush=True)
     return 0
 
 
 def _section(run: GpuRun, number: int) -> bool:
-    """Measures a section and keeps it; returns whether there was time for all of it."""
+    """Measures a section and keeps it; returns whether it is all there."""
     least = USUAL_SECONDS[number] / 2 if run.plan.on_gpu else 0
     if run.left <= least:
         run.say(f"section {number} is left out: {max(run.left, 0):.0f} s are left")
         return False
     run.screen.rule(f"{number}  {SECTIONS[number]}  ({run.left:.0f} s left)", align="left")
     run.left_out, began = [], time.monotonic()
-    found = PARTS[number].measure(run)
+    try:
+        found = PARTS[number].measure(run)
+    except Exception as error:  # noqa: BLE001 - minutes on a card are too few to lose the rest
+        traceback.print_exception(error)
+        found = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        run.say(f"section {number} FAILED: {found['failed']}")
     seconds = time.monotonic() - began
-    run.results.add(number, found | {"seconds": seconds}, complete=not run.left_out)
+    complete = not run.left_out and "failed" not in found
+    run.results.add(number, found | {"seconds": seconds}, complete)
     run.say(f"section {number} took {seconds:.0f} s, and is in {run.results.file}")
-    return not run.left_out
+    return complete
 
 
 def _workers(options: GpuOptions) -> int:

@@ -76,7 +76,7 @@ class GpuOptions(Checked, prefix="--"):
     """Rows of section 3; sections 4 and 7 have the last of them."""
     prompt: PromptLength = 1024
     """Tokens of a prompt."""
-    new: Count = 512
+    new: Count = 384
     """Tokens of an answer, in sections 2, 3 and 7."""
     answer: Count = 1024
     """Tokens of an answer, in section 4."""
@@ -141,7 +141,7 @@ class GpuOptions(Checked, prefix="--"):
         return tuple(dict.fromkeys(map(int, words))) if good else ()
 
     @property
-    def model(self) -> ModelSpec:
+    def policy(self) -> ModelSpec:
         """The policy."""
         names = ("layers", "embed", "heads", "kv_heads", "head_size", "ffn", "vocab")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -151,11 +151,11 @@ class GpuOptions(Checked, prefix="--"):
         return as_published(config)
 
     @property
-    def trained_model(self) -> ModelSpec:
+    def trained_policy(self) -> ModelSpec:
         """The policy of a GRPO step."""
         if self.step_model == "1.7b":
             return as_published(replace(QWEN3_1_7B, dtype=self.dtype, remat=True))
-        return self.model
+        return self.policy
 
     @property
     def lora_rank(self) -> int:

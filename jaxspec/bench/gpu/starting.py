@@ -3,6 +3,7 @@ programs for it."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -22,6 +23,7 @@ from jaxspec.compiled.serialized import (
 )
 from jaxspec.host.job import code_version
 from jaxspec.inputs.checked import require
+from jaxspec.storage.cache import cache_folder
 
 SHARE = "0.90"
 """Of the card's memory, which this process takes at once; the process of `alone` needs some."""
@@ -61,10 +63,12 @@ def open_absent(options: GpuOptions) -> Plan:
     return _plan(options, hardware.devices_of(card, 1)[0])
 
 
-def _plan(options: GpuOptions, device: object) -> Plan:
-    # programs for cards that are not here are not kept, and one that is read from the cache of
-    # compiled programs cannot always be serialized again
-    jax.config.update("jax_enable_compilation_cache", False)
+def _plan(options: GpuOptions, device: Any) -> Plan:
+    # where programs are written, none may come from the cache: not all of those can be serialized
+    is_kept = device.platform == "gpu" and not options.prepare
+    jax.config.update("jax_enable_compilation_cache", is_kept)
+    if is_kept and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     mesh = meshes.make_mesh(1, 1, 1, [device])
     return Plan(options, mesh, Cells(options, mesh))
 

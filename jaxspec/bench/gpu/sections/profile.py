@@ -14,8 +14,8 @@ from rich.table import Table
 from jaxspec.bench.gpu.cells import Cell
 from jaxspec.bench.gpu.device import wait_for
 from jaxspec.bench.gpu.options import GpuOptions
-from jaxspec.bench.gpu.rounds import recipes_of, rounds
 from jaxspec.bench.gpu.run import GpuRun, Section
+from jaxspec.bench.gpu.sections.rounds import recipes_of, rounds
 from jaxspec.system.trace import CONTAINERS
 
 ROUNDS = 3

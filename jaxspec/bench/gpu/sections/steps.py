@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 
 from jaxspec.bench.gpu.device import DeviceMemory, wait_for
-from jaxspec.bench.gpu.grpo import PHASES, Mode
-from jaxspec.bench.gpu.rounds import rounds
 from jaxspec.bench.gpu.run import GpuRun, Section
+from jaxspec.bench.gpu.sections.grpo import PHASES, Mode
+from jaxspec.bench.gpu.sections.rounds import rounds
 from jaxspec.bench.step import learning_work
 from jaxspec.host import memory
 from jaxspec.state import Rollout, TrainState
@@ -173,7 +173,7 @@ def _measured_learning(run: GpuRun) -> dict[str, Any]:
             packing = float(metrics["learner/packing"])
     options, read = run.options, mode.read(finished.rollout)
     best = min(each["learn"] for each in seconds)
-    work = learning_work(options.trained_model, read) * (FROZEN if options.lora_rank else 1)
+    work = learning_work(options.trained_policy, read) * (FROZEN if options.lora_rank else 1)
     told = learn.memory_analysis()
     inputs = told.argument_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
     return {

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bench.gpu import greedy
-from jaxspec.bench.gpu.alone import executed_alone
-from jaxspec.bench.gpu.kernels import check_kernels, kernel_recipes
 from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Section
+from jaxspec.bench.gpu.sections import greedy
+from jaxspec.bench.gpu.sections.alone import executed_alone
+from jaxspec.bench.gpu.sections.kernels import check_kernels, kernel_recipes
 from jaxspec.compiled.serialized import pack, unpack
 
 DRAFTS, BUFFERS = "drafts", "drafts, command buffers"

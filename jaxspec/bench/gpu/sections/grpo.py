@@ -157,7 +157,7 @@ def _config(options: GpuOptions) -> ResolvedConfig:
     )
     return ResolvedConfig(
         seed=options.seed,
-        model=options.trained_model,
+        model=options.trained_policy,
         lora=LoraConfig(rank=options.lora_rank),
         rollout=RolloutConfig(max_new_tokens=options.step_new, draft=draft, engine=engine),
         batch=BatchConfig(prompts=options.step_prompts, group_size=options.group),

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench.gpu import greedy
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.programs import Programs
 from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.sections import greedy
 from jaxspec.bench.gpu.starting import open_plan, opened_folder
 from jaxspec.system.terminal import say
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 _LAST_LINES = 3
 LONGEST = 240.0
 """Seconds that the process may take."""
@@ -29,7 +29,7 @@ def executed_alone(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
     words = {name: getattr(options, name) for name in options.sizes} | {
         "programs": options.programs
     }
-    command = [sys.executable, "-m", "jaxspec.bench.gpu.alone", json.dumps(words), name]
+    command = [sys.executable, "-m", "jaxspec.bench.gpu.sections.alone", json.dumps(words), name]
     variables = {
         # this process has reserved most of the device's memory
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -62,7 +62,7 @@ def _step(plan: Plan, graphs: bool) -> Step:
     options = plan.options
     vocab = min(options.vocab, VOCAB)
     prompt, new = min(options.prompt, PROMPT), min(options.new, NEW)
-    model = dataclasses.replace(options.model, layers=options.right_layers, vocab=vocab)
+    model = dataclasses.replace(options.policy, layers=options.right_layers, vocab=vocab)
     engine = EngineConfig(
         slots=ROWS, page_size=options.page_size, tail=False, command_buffers=graphs
     )

@@ -146,7 +146,7 @@ def _bytes_of_round(run: GpuRun, cell: Cell, ready: Ready, depth: float) -> floa
     """Bytes that a round must read: the policy's weights and caches once, the draft's weights once
     for each draft."""
     width = jnp.dtype(run.options.dtype).itemsize
-    policy = work_of(run.options.model, cell.rows, depth, width).bytes
+    policy = work_of(run.options.policy, cell.rows, depth, width).bytes
     leaves = jax.tree.leaves(ready.drafter.network)
     draft = sum(leaf.nbytes for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
     return policy + cell.length * draft
