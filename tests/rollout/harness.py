@@ -74,7 +74,7 @@ def in_form(rule: Callable[..., Verdict]) -> Callable[..., Verdict]:
 
     @functools.wraps(rule)
     def call(*arguments: Any) -> Verdict:
-        return verify(*map(jnp.asarray, arguments), form=InUse.form)
+        return verify(*jax.tree.map(jnp.asarray, arguments), form=InUse.form)
 
     return call
 
@@ -89,7 +89,7 @@ def _match(target: jax.Array, *arguments: jax.Array, form: str) -> Verdict:
 
 def match(*arguments: Any) -> Verdict:
     """The rule of matching, in the form in use."""
-    return _match(*map(jnp.asarray, arguments), form=InUse.form)
+    return _match(*jax.tree.map(jnp.asarray, arguments), form=InUse.form)
 
 
 def marked(cases: Iterable[Any]) -> list[Any]:
