@@ -17,9 +17,9 @@ this."""
 CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU = 2048, 2**29
 """Positions of a chunk on GPUs, and logits alive at once: 2 GiB in float32.
 
-For each weight of the head a chunk of n positions reads and writes about 12 bytes, 8 of them for
-the sum of its gradient, and makes 8n operations. An H100 makes 295 operations a byte, so that from
-some 450 positions on the products take longer, and from 1,200 on also the gradient's alone (2n
+For each weight of the head a chunk of n positions moves 12 bytes in the backward pass, 8 of them
+for the gradient, and makes 6n operations. An H100 makes 295 operations a byte: from 600
+positions on the products take longer, and from 1,200 on also the one that adds up the gradient (2n
 operations on 8 bytes). Beyond 2,048 positions a chunk would only take more memory."""
 TILE = 16
 """Chunks on GPUs are a multiple of so many positions: XLA pads other products by copies."""
