@@ -168,7 +168,7 @@ class TestFittingTheEngine:
         tokens, whole = engine_step(config).sizes.tokens, machine.total(config)
         machine.compiled.clear()
         fit = machine.fit(monkeypatch, config, whole - 1)
-        assert [sizes.tokens for sizes in machine.compiled] == [tokens, tokens // 2]
+        assert [sizes.tokens for sizes in machine.compiled] == [tokens, -(-tokens // 256) * 128]
         assert fit.step.sizes[1:] == (256, 4, 2056)
 
     def test_both_shrink_where_both_are_too_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
