@@ -24,7 +24,7 @@ SECTIONS = {
 USUAL_SECONDS = {0: 20, 1: 50, 2: 90, 3: 60, 4: 45, 5: 60, 6: 30, 7: 20}
 """Of each section on an H100, its programs loaded."""
 Acceptance = Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1)]
-StepModel = Literal["8b", "1.7b", "tiny"]
+StepModel = Literal["lora", "full", "1.7b"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,9 @@ class GpuOptions(Checked, prefix="--"):
     the same chance of each draft."""
     right_layers: LayerCount = 4
     """Layers of the model of section 1."""
-    step_model: StepModel = "8b"
-    """Policy of sections 5 and 6: the one above with LoRA 16, or all weights of a Qwen3-1.7B."""
+    step_model: StepModel = "lora"
+    """Policy of sections 5 and 6: the one above with LoRA 16 or all its weights, or all weights of
+    a Qwen3-1.7B."""
     step_prompts: Count = 4
     """Prompts of a step."""
     group: GroupSize = 8
@@ -160,7 +161,7 @@ class GpuOptions(Checked, prefix="--"):
     @property
     def lora_rank(self) -> int:
         """Rank of the adapters that a step trains; 0: it trains all weights."""
-        return 16 if self.step_model == "8b" else 0
+        return 16 if self.step_model == "lora" else 0
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -194,7 +195,6 @@ DEFAULTS = {
         answer=32,
         other_lengths=(1,),
         right_layers=4,
-        step_model="tiny",
         step_prompts=2,
         group=4,
         step_prompt=16,

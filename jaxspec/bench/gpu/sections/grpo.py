@@ -75,7 +75,8 @@ class Mode(NamedTuple):
         step = build_step(_config(self.options), self.plan.mesh, (), self.options.vocab)
         policy, draft = jax.eval_shape(lambda: (step.fresh_policy(), step.fresh_draft()))
         if self.options.lora_rank:
-            policy = jax.eval_shape(lambda: cast(policy, jnp.dtype(self.options.dtype)))
+            dtype = jnp.dtype(self.options.dtype)
+            policy = jax.eval_shape(lambda network: cast(network, dtype), policy)
         policy, draft = whole_on(self.plan.mesh, (policy, draft))
         return policy, draft if self.speculative else None
 

@@ -126,10 +126,11 @@ def measure_steps(run: GpuRun) -> dict[str, Any]:
 
 def _steps_table(run: GpuRun, found: dict[str, Any]) -> Table:
     options = run.options
+    size = "1.7b" if options.step_model == "1.7b" else options.size
     what = "LoRA 16" if options.lora_rank else "all weights"
     title = (
-        f"a GRPO step of {options.step_model} ({what}), {options.step_prompts} x {options.group}"
-        f" answers of {options.step_new} tokens"
+        f"a GRPO step of {size} ({what}), {options.step_prompts} x {options.group} answers of"
+        f" {options.step_new} tokens"
     )
     table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
     table.add_column("", no_wrap=True)
