@@ -108,7 +108,7 @@ def _cast_backward(
     by_rows: bool, dtype: str, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, None, Array]:
     hidden, kernel = residuals
-    gradient = gradient.astype(hidden.dtype)
+    gradient, kernel = gradient.astype(hidden.dtype), kernel.astype(hidden.dtype)
     axes = "VD" if by_rows else "DV"
     of_hidden = jnp.einsum(f"BTV,{axes}->BTD", gradient, kernel)
     # The type of the sum, so that one kernel multiplies and adds to what chunks before gave.

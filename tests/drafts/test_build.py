@@ -153,7 +153,7 @@ def proposing(draft: Draft, network: Any) -> Lowered:
     """The program that proposes the first block after `texts`, the most likely tokens."""
     settings = Settings(GROUP, 4, Processing(stop_ids=ENDS), None)
 
-    def likeliest(logits: jax.Array, offset: int) -> jax.Array:
+    def likeliest(logits: jax.Array, offset: int, ids: jax.Array | None = None) -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def run(target: Decoder, network: Any, prompts: Prompts) -> Proposal:
