@@ -122,16 +122,17 @@ def test_a_vocabulary_of_its_own_has_logits_of_its_own(target: Decoder) -> None:
 
 
 def test_logits_to_draft_from_stay_in_the_models_type(target: Decoder) -> None:
-    """Unless they are scaled: what is learnt from, and what is compared, is float32."""
+    """Unless they are scaled; those to learn from are added up and kept in float32."""
     half, hidden = tiny_model(dtype="bfloat16"), jnp.ones((1, 1, 16), jnp.bfloat16)
     for scale, dtype in ((1.0, jnp.bfloat16), (0.5, jnp.float32)):
         made = functools.partial(eagle3, vocab=4, logit_scale=scale)
         head = cast(tiny_network(made, half, 3), jnp.dtype(jnp.bfloat16))
         drawn = head.logits(target, hidden)
         assert drawn.dtype == dtype
-        np.testing.assert_array_equal(
-            head.draft_logits(target, hidden), np.asarray(drawn, np.float32)
-        )
+        learned = head.draft_logits(target, hidden)
+        assert learned.dtype == jnp.float32
+        rounded = np.asarray(learned / scale, jnp.bfloat16).astype(np.float32) * scale
+        np.testing.assert_array_equal(rounded, np.asarray(drawn, np.float32))
 
 
 def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:
