@@ -354,9 +354,11 @@ def _draft_lengths(config: ResolvedConfig, mesh: Mesh) -> tuple[int, ...]:
 
 def _verification(config: ResolvedConfig, mesh: Mesh, processing: Processing) -> Verification:
     """The fast form on accelerators, where passes over the vocabulary are bound by memory. A CPU
-    keeps the plain form, whose tokens it has had, and so does the comparison by shared noise."""
+    keeps the plain form and its tokens, and so does the comparison by shared noise."""
     drawn = config.rollout.verify != "coupled" and is_supported(processing)
-    return FUSED if drawn and meshes.accelerated(mesh) else PLAIN
+    # Over a vocabulary that `tensor` splits, XLA would gather the logits for its reductions.
+    whole = mesh.shape[meshes.TENSOR] == 1
+    return FUSED if drawn and whole and meshes.accelerated(mesh) else PLAIN
 
 
 def _grid(config: ResolvedConfig) -> tuple[float, ...]:

@@ -151,8 +151,7 @@ def accelerated(mesh: Mesh) -> bool:
 
 
 TILE = 128
-"""Positions of a tile of products and of attention on accelerators. XLA pads the operands of other
-products by copies."""
+"""Positions of a tile on accelerators. XLA pads the operands of other products by copies."""
 
 
 def whole_tiles(mesh: Mesh, positions: int) -> int:
@@ -300,8 +299,7 @@ def plain_twins() -> Iterator[None]:
 
 
 def kind_in_scope() -> str:
-    """What the devices of the mesh in scope are; nothing where there is none, or where kernels are
-    not wanted."""
+    """Kind of the devices of the mesh in scope; empty without one, or without kernels."""
     if _PLAIN.get():
         return ""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -12,8 +12,8 @@ LAUNCH = 2.85e-6
 LAYER_KERNELS, OTHER_KERNELS, DRAFT_KERNELS = 16, 103, 59
 """Kernels of a layer of the target, of a round outside the layers, and of each drafted token.
 Counted in programs compiled for an H100."""
-VERIFY_PASSES = 19
-"""Times that verification reads or writes the logits of a position. Counted likewise."""
+VERIFY_PASSES = 3
+"""Times that verification reads or writes the logits of a position (`rollout/verification`)."""
 LOGIT_BYTES = 4
 """A logit is float32."""
 UNKNOWN = HARDWARE["h100"]

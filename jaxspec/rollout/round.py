@@ -65,8 +65,7 @@ class Settings(NamedTuple):
     """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that
     one alone."""
     piece: int = 0
-    """Positions of a piece of known text, of which a pass reads several; 0: those of the longest
-    prompt."""
+    """Positions of a piece of known text; 0: those of the longest prompt."""
     stop: StopStrings | None = None
     """What ends a response beside an end token."""
     verification: Verification = PLAIN

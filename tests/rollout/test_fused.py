@@ -265,14 +265,15 @@ def test_a_residual_without_weight_falls_back_to_the_target(vocab: int) -> None:
 def test_the_fast_form_is_for_accelerators_and_what_is_processed_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def form(**settings: Any) -> Verification:
+    def form(tensor: int = 1, **settings: Any) -> Verification:
         config = tiny_config(tiny_model(), rollout=RolloutConfig(**settings))
-        step = build_step(config, small_mesh(1, 1), (1,), 11)
+        step = build_step(config, small_mesh(1, tensor), (1,), 11)
         return step.generator.settings.verification
 
     assert form() is PLAIN
     monkeypatch.setattr(meshes, "accelerated", lambda mesh: True)
     assert form() is FUSED
+    assert form(tensor=2) is PLAIN
     others = {"verify": "coupled"}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.0}
     for settings in others:
         assert form(**settings) is PLAIN
