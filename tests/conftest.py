@@ -57,7 +57,6 @@ from jaxspec.config.settings import (  # noqa: E402
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.drafts.base import Draft, Pieces  # noqa: E402
 from jaxspec.hf.names import policy_rows  # noqa: E402
 from jaxspec.hf.policy_config import config_json  # noqa: E402
 from jaxspec.hf.pretrained import tensors_of  # noqa: E402
@@ -391,16 +390,3 @@ def save_policy(folder: Path, model: ModelSpec, seed: int = 0) -> Path:
         )
     )
     return folder
-
-
-def read_whole(draft: Draft, network: Any, target: Any, prompts: Prompts, features: Any) -> Any:
-    """A draft's state and contiguous cache once it has read whole prompts, each in one piece."""
-    rows, width = prompts.tokens.shape
-    pieces = Pieces(
-        tokens=prompts.tokens,
-        positions=jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width)),
-        text=jnp.arange(rows, dtype=jnp.int32),
-        length=jnp.maximum(prompts.lengths - 1, 0),
-    )
-    state, empty = draft.start(network, target, prompts), draft.empty_cache(network, rows, width)
-    return draft.read(network, target, state, empty, pieces, features)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Kind, Pieces, Proposal, Sampler
+from jaxspec.drafts.base import Context, Draft, Kept, Kind, Proposal, Sampler
+from jaxspec.drafts.pieces import Pieces
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder

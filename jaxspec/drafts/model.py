@@ -16,13 +16,13 @@ from jaxspec.drafts.base import (
     Kept,
     Kind,
     Learned,
-    Pieces,
     Proposal,
     Sampler,
     Say,
     Unroll,
     block_positions,
 )
+from jaxspec.drafts.pieces import Pieces
 from jaxspec.hf.names import policy_rows
 from jaxspec.hf.policy_config import config_json
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config, tensors_of

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Pieces, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.pieces import Pieces
 from jaxspec.kernels.visible import Visible
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.attention import attend_cache

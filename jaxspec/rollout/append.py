@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.drafts.base import Draft, Pieces
+from jaxspec.drafts.base import Draft
+from jaxspec.drafts.pieces import Pieces
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder

@@ -21,7 +21,6 @@ from jaxspec.mesh import ROWS, of_any_expert, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout import length_chooser, slots
-from jaxspec.rollout.append import append
 from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
@@ -31,7 +30,7 @@ from jaxspec.rollout.decode_state import (
     slot_count,
     taken,
 )
-from jaxspec.rollout.prefill import pass_size, prepare
+from jaxspec.rollout.prefill import append_unread, prepare
 from jaxspec.rollout.round import Settings, one_round
 from jaxspec.state import RUNNING, Drafter, Prompts, PyTree, Rollout
 
@@ -94,19 +93,6 @@ def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[
     """Whether more than `enough` rows are left, and rounds to run them."""
     left = jnp.sum(state.rollout.status == RUNNING)
     return of_any_expert(left > enough) & (state.round[0] < limit)
-
-
-def append_unread(
-    target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
-) -> DecodeState:
-    """Reads all text that no round has read; contiguous prompts are read from the start."""
-    if not settings.page_size:
-        return state
-    with jax.named_scope("prefill"):
-        prompts = len(state.rollout.status) // settings.group_size
-        longest = state.rollout.tokens.shape[1]
-        size = pass_size(prompts, longest - settings.max_new_tokens, longest, settings)
-        return append(target, drafter, draft, state, size)
 
 
 def _run(

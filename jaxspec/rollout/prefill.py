@@ -14,7 +14,7 @@ from jaxspec.models.contiguous import empty_rows, rows_of
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.paged import empty_pages
 from jaxspec.rollout import acceptance
-from jaxspec.rollout.append import PassSize, Texts, read_texts
+from jaxspec.rollout.append import PassSize, Texts, append, read_texts
 from jaxspec.rollout.decode_state import Caches, DecodeState, PromptState, Queue
 from jaxspec.rollout.pages import Pages, grow, no_pages, smallest_pool, whole_pool
 from jaxspec.rollout.round import Settings, by_matching
@@ -239,3 +239,16 @@ def _read(
     size = pass_size(count, width, 0, settings)
     caches, state = read_texts(target, drafter, draft, texts, empty.caches, empty.draft, size)
     return empty.replace(caches=caches, draft=state)
+
+
+def append_unread(
+    target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
+) -> DecodeState:
+    """Reads all text that no round has read; contiguous prompts are read from the start."""
+    if not settings.page_size:
+        return state
+    with jax.named_scope("prefill"):
+        prompts = len(state.rollout.status) // settings.group_size
+        longest = state.rollout.tokens.shape[1]
+        size = pass_size(prompts, longest - settings.max_new_tokens, longest, settings)
+        return append(target, drafter, draft, state, size)

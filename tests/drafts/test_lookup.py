@@ -16,8 +16,9 @@ from jaxspec.drafts.model import external
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
-from tests.conftest import eagle3, read_whole, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
 from tests.twins import numpy_decoder
+from tests.whole_texts import read_whole
 
 TARGET = jax.eval_shape(lambda: Decoder(tiny_model(dtype="float32"), jax.random.key(0)))
 """Shapes alone: a lookup reads nothing of a target."""

@@ -14,8 +14,9 @@ from jaxspec.drafts.model import ModelState, external
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from tests.conftest import read_whole, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import tiny_model, tiny_network, tiny_prompts
 from tests.twins import numpy_decoder
+from tests.whole_texts import read_whole
 
 pytestmark = pytest.mark.usefixtures("x64")
 

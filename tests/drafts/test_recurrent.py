@@ -16,7 +16,7 @@ from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from tests.conftest import eagle3, read_whole, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
 from tests.twins import (
     numpy_decoder,
     numpy_eagle_read,
@@ -25,6 +25,7 @@ from tests.twins import (
     numpy_taps,
     numpy_weights,
 )
+from tests.whole_texts import read_whole
 
 pytestmark = pytest.mark.usefixtures("x64")
 

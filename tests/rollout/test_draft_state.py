@@ -14,12 +14,13 @@ from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
-from jaxspec.rollout.generate import advance, append_unread, begin
+from jaxspec.rollout.generate import advance, begin
+from jaxspec.rollout.prefill import append_unread
 from jaxspec.rollout.round import Settings, features
 from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
-from tests.conftest import read_whole, tiny_prompts
+from tests.conftest import tiny_prompts
 from tests.rollout.harness import (
     GROUP,
     SPREAD,
@@ -31,6 +32,7 @@ from tests.rollout.harness import (
     network_of,
     plain,
 )
+from tests.whole_texts import read_whole
 
 pytestmark = pytest.mark.usefixtures("x64")
 
