@@ -274,7 +274,12 @@ def test_the_fast_form_is_for_accelerators_and_what_is_processed_by_itself(
     monkeypatch.setattr(meshes, "accelerated", lambda mesh: True)
     assert form() is FUSED
     assert form(tensor=2) is PLAIN
-    others = {"verify": "coupled"}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.0}
+    others: tuple[dict[str, Any], ...] = (
+        {"verify": "coupled"},
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"temperature": 0.0},
+    )
     for settings in others:
         assert form(**settings) is PLAIN
     assert is_supported(EVERYTHING)
