@@ -60,15 +60,17 @@ def processed_logits(
       may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
       ids: the token of each logit. None: the logits are those of all tokens, in order.
     """
+
+    def tokens() -> Int[Array, "*#B V"]:
+        return jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+
     some = ids is not None
-    if ids is None:
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     if processing.vocab_size and (some or processing.vocab_size < logits.shape[-1]):
-        logits = jnp.where(ids < processing.vocab_size, logits, -jnp.inf)
+        logits = jnp.where(tokens() < processing.vocab_size, logits, -jnp.inf)
     if processing.banned:
-        logits = jnp.where(_among(processing.banned, ids), -jnp.inf, logits)
+        logits = jnp.where(_among(processing.banned, tokens()), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:
-        ends = _among(processing.stop_ids, ids)
+        ends = _among(processing.stop_ids, tokens())
         logits = jnp.where(
             ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
         )
