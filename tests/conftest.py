@@ -147,6 +147,7 @@ LONGEST = (
     "test_generate_and_step.py",
     "test_drafts.py",
     "test_gpu.py",
+    "test_verify.py",
     "test_sampling_noise.py",
 )
 
