@@ -34,6 +34,12 @@ CHANCE = 0.868
 """Of each draft, where three of them keep 3.3 tokens: the root of 1 + c + c^2 + c^3 = 3.3."""
 
 
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX runs already, with as many devices as it has."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+
+
 def printed_error(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Of a command that is refused."""
     assert main(argv.split()) == 2

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -97,10 +98,12 @@ def uncached() -> Iterator[None]:
     """Nothing is read from JAX's cache of compiled programs: that cannot be written again."""
     before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - it has no type
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX remembers from the first program whether it has one
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        reset_cache()
 
 
 def small(name: str = "a sum", function: Any = lambda x: x + 1) -> Recipe:
