@@ -230,12 +230,12 @@ LOOP = """
 ENTRY %main (x: f32[64]) -> f32[64] {{
   %x.1 = f32[64]{{0}} parameter(0)
 {outside}
-  %start = (f32[64]{{0}}) tuple(%x.1)
-  %loop = (f32[64]{{0}}) while(%start), body=%body, metadata={{op_name="jit(step)/generate/while"}}
+  %in = (f32[64]{{0}}) tuple(%x.1)
+  %loop = (f32[64]) while(%in), body=%body, metadata={{op_name="jit(step)/generate/rounds/while"}}
   ROOT %out = f32[64]{{0}} get-tuple-element(%loop), index=0
 }}
 """
-OF_GENERATION = 'metadata={op_name="jit(step)/generate/generate/while/body/verify"}'
+OF_GENERATION = 'metadata={op_name="jit(step)/generate/generate/rounds/while/body/verify"}'
 OF_LEARNING = 'metadata={op_name="jit(step)/train/while"}'
 
 
@@ -281,7 +281,7 @@ def test_there_are_none_without_a_reason() -> None:
 
 
 def test_experts_that_are_multiplied_densely_are_told_by_their_products() -> None:
-    text = LOOP.replace("/generate/while", "/train/while").format(
+    text = LOOP.replace("/generate/rounds/while", "/train/while").format(
         inside="  %w = f32[64,64] parameter(1)\n  %d = f32[64,64] dot(%w, %w),"
         " lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         outside="",

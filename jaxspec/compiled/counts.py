@@ -54,6 +54,8 @@ _BY_ELEMENT = (
 ATTENTION = ("mosaic_gpu", "__gpu$xla.gpu.triton")
 """Beginnings of the targets of kernels that this package writes or takes from tokamax."""
 
+_OF_LOOPS = re.compile(r"of_loops/while$")
+"""The scope of a loop that consists of other loops, each of which counts by itself."""
 _USUAL = re.compile(r"usually_(\d+)_turns/while$")
 _MADE = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
 """Products that the kernels of attention's backward pass make, by what stands in their names; those
@@ -107,9 +109,14 @@ class Parts(NamedTuple):
     """By phase."""
     turns: list[Turn]
 
-    def largest(self, phase: str) -> Turn | None:
-        """The loop of a phase with most products a turn."""
-        found = [turn for turn in self.turns if turn.phase == phase]
+    def largest(self, phase: str, part: str = "") -> Turn | None:
+        """The loop of a phase, or of a scope in it, with most products a turn."""
+        scopes = {part} if part else set()
+        found = [
+            turn
+            for turn in self.turns
+            if turn.phase == phase and scopes <= set(turn.scope.split("/"))
+        ]
         return max(found, key=lambda turn: turn.cost.products, default=None)
 
 
@@ -205,9 +212,10 @@ class Counted:
         return Parts(once, turns)
 
     def _flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
-        """The instructions of a computation; of branches and calls, those inside."""
+        """The instructions of a computation; of branches, calls, loops of loops, those inside."""
         for each in self.program.computations[computation]:
-            if each.opcode in ("conditional", "call"):
+            of_loops = each.opcode == "while" and _OF_LOOPS.search(each.scope)
+            if of_loops or each.opcode in ("conditional", "call"):
                 for name in self.program.called(each):
                     yield from self._flat(name)
             else:

@@ -67,7 +67,13 @@ class Findings(NamedTuple):
     @property
     def round(self) -> Cost:
         """Of all slots."""
-        turn = self.parts.largest(GENERATE)
+        turn = self.parts.largest(GENERATE, "rounds")
+        return turn.cost if turn else Cost()
+
+    @property
+    def prefill(self) -> Cost:
+        """Of a pass over pieces of prompts."""
+        turn = self.parts.largest(GENERATE, "prefill")
         return turn.cost if turn else Cost()
 
     @property
@@ -78,7 +84,8 @@ class Findings(NamedTuple):
             "a micro-batch": self.micro_batch,
             "the update": once.get(LEARN, Cost()),
             "sync": once.get(SYNC, Cost()),
-            "before the rounds": once.get(GENERATE, Cost()),
+            "beside the rounds": once.get(GENERATE, Cost()),
+            "a pass over prompts": self.prefill,
             "a round": self.round,
         }
 
@@ -90,7 +97,7 @@ def read(text: str, expected: Expected, card: Card | None) -> Findings:
     counted = Counted(program, mesh)
     rarely = {GENERATE} if expected.draft_learns else {GENERATE, LEARN}
     parts = counted.parts({GENERATE: expected.blocks}, rarely)
-    loop = parts.largest(GENERATE)
+    loop = parts.largest(GENERATE, "rounds")
     inside = program.reached(list(loop.computations)) if loop else set()
     if expected.command_buffers:
         for cost in filter(None, (parts.once.get(GENERATE), loop and loop.cost)):

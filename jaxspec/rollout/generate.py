@@ -65,6 +65,8 @@ def advance(
     def one(state: DecodeState, length: int) -> DecodeState:
         return fill(one_round(target, drafter, draft, state, settings, length))
 
+    # `compiled/counts.py` finds the loop by its scope
+    @jax.named_scope("rounds")
     def rounds(state: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
             length = draft.length if draft else 0
@@ -86,7 +88,8 @@ def advance(
         return read_and_run(state)
     # Rounds end where an evicted row gets a slot again. So text is read in one place, whoever
     # needs it, and each body of rounds is compiled without.
-    return lax.while_loop(lambda state: _unfinished(state, 0, limit), read_and_run, state)
+    with jax.named_scope("of_loops"):
+        return lax.while_loop(lambda state: _unfinished(state, 0, limit), read_and_run, state)
 
 
 def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[Array, ""]:
@@ -153,7 +156,9 @@ def _rounds_of_choice(
             )
         return carry
 
-    return lax.while_loop(lambda carry: unfinished(carry[0]), every_length, with_choice(state))[0]
+    start = with_choice(state)
+    with jax.named_scope("of_loops"):
+        return lax.while_loop(lambda carry: unfinished(carry[0]), every_length, start)[0]
 
 
 def _choice(

@@ -115,6 +115,26 @@ def test_a_loop_that_decides_by_itself_is_told_apart_or_taken_for_causal_attenti
     assert Counted(program, MESH).of(program.entry, around=9.0).products == 5 * 2 * T * D * D
 
 
+def test_a_loop_of_loops_counts_as_these_and_a_scope_tells_them_apart() -> None:
+    def both(x: jax.Array, weights: jax.Array, most: jax.Array) -> jax.Array:
+        def more(y: jax.Array) -> jax.Array:
+            return jnp.sum(y) < most
+
+        def each(y: jax.Array) -> jax.Array:
+            with jax.named_scope("prefill"):
+                y = lax.while_loop(more, lambda y: jnp.tanh(y @ weights @ weights), y)
+            with jax.named_scope("rounds"):
+                return lax.while_loop(more, lambda y: jnp.sin(y @ weights), y)
+
+        with jax.named_scope("of_loops"):
+            return lax.while_loop(more, each, x)
+
+    program = program_of(jax.named_scope("generate")(both), array(T, D), array(D, D), array())
+    parts = Counted(program, MESH).parts({}, ())
+    found = [parts.largest("generate", part) for part in ("", "prefill", "rounds", "refill")]
+    assert [turn and turn.cost.products / (2 * T * D * D) for turn in found] == [2, 2, 1, None]
+
+
 @pytest.mark.parametrize(
     ("name", "products"), [("flash", 2), ("sm100_dkv_kernel", 4), ("dq_kernel", 3)]
 )
