@@ -316,6 +316,7 @@ def _build_generator(
         """The draft reads what is new at once, and then drafts token by token."""
         shard = mesh.shape[meshes.TENSOR], meshes.threads() if meshes.lone_cpu(mesh) else 0
         policy = fastest(config.model, *shard, ((length + 1) * slots,))
+        policy = policy._replace(unrolled=policy.unrolled and not rollout.engine.stack_layers)
         own = kind_of(rollout.draft.kind).learned
         if own is None:
             return policy, WeightLayout()

@@ -14,6 +14,7 @@ _ENGINE = (
     "rollout.engine.slots",
     "rollout.engine.page_size",
     "rollout.engine.pages",
+    "rollout.engine.stack_layers",
     "rollout.engine.command_buffers",
 )
 SPEED = ("staged", "rollout.slice_rounds", "batch.micro_tokens", "optimizer.offload", *_ENGINE)

@@ -7,6 +7,7 @@ but outside TPUs XLA multiplies every row with every expert there: 128 times the
 235B, and 34 GB of temporaries for 4,096 tokens of one layer.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 SMALLEST, LARGEST = 8, 1024
 """Pairs of a block: fewer do not fill a product's tile, more do not make it faster."""
 
-Weights = tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]]
-"""Of the experts' gates, of what is gated, and of the way back."""
+Weights = tuple[Float[Array, "*L E D F"], Float[Array, "*L E D F"], Float[Array, "*L E F D"]]
+"""Of the experts' gates, of what is gated, and of the way back; maybe of a stack of L layers."""
 
 
 class _Blocks(NamedTuple):
@@ -72,6 +73,7 @@ def swiglu_of_experts(
     weights: Float[Array, "T k"],
     experts: Weights,
     holders: int = 1,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "T D"]:
     """The sum of each token's SwiGLU layers (Shazeer, arXiv 2002.05202) with their `weights`, in at
     least float32.
@@ -83,21 +85,32 @@ def swiglu_of_experts(
       experts: gate, up and down; with a part of F, the sum of all parts' results is that of the
         whole.
       holders: of so many who hold experts these are one; the others have as many of the pairs.
+      layer: of a stack of layers, whose `experts` have one more axis in front. It has no gradient.
     """
+    if layer is not None:
+        return _by_blocks(tokens, chosen, weights, experts, holders, layer)
     return _summed(tokens, chosen, weights, experts, holders)
 
 
 def _by_blocks(
-    tokens: Array, chosen: Array, weights: Array, experts: Weights, holders: int
+    tokens: Array,
+    chosen: Array,
+    weights: Array,
+    experts: Weights,
+    holders: int,
+    layer: Int[Array, ""] | None,
 ) -> Array:
     count, per_token = chosen.shape
-    blocks = _dealt(chosen, len(experts[0]), holders)
+    here = experts[0].shape[-3]
+    blocks = _dealt(chosen, here, holders)
     ends = jnp.cumsum(blocks.counts, dtype=jnp.int32)
 
     def add(number: Int[Array, ""], total: Float[Array, "T D"]) -> Float[Array, "T D"]:
         expert = jnp.sum(ends <= number, dtype=jnp.int32)
         pairs, there = blocks.of(expert, number - (ends - blocks.counts)[expert])
-        gate, up, down = (weight[expert] for weight in experts)
+        # one expert of a stack: a layer of it would be copied with all its experts
+        place = expert if layer is None else (layer, expert)
+        gate, up, down = (weight[place] for weight in experts)
         x = tokens[pairs // per_token]
         outputs = (jax.nn.silu(x @ gate) * (x @ up)) @ down
         share = weights.reshape(-1)[pairs].astype(total.dtype)
@@ -105,7 +118,12 @@ def _by_blocks(
         return total.at[rows].add(outputs.astype(total.dtype) * share[:, None], mode="drop")
 
     nothing = jnp.zeros(tokens.shape, np.promote_types(tokens.dtype, np.float32))
-    return _in_turn(len(experts[0]) * blocks.turns, ends[-1], add, nothing)
+    return _in_turn(here * blocks.turns, ends[-1], add, nothing)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(tokens: Array, chosen: Array, weights: Array, experts: Weights, holders: int) -> Array:
+    return _by_blocks(tokens, chosen, weights, experts, holders, None)
 
 
 def _backward(
@@ -163,8 +181,7 @@ def _over_rows(x: Float[Array, "b I"], gradient: Float[Array, "b O"], wide: Any)
 def _forward(
     tokens: Array, chosen: Array, weights: Array, experts: Weights, holders: int
 ) -> tuple[Array, tuple[Array, Array, Array, Weights]]:
-    return _by_blocks(tokens, chosen, weights, experts, holders), (tokens, chosen, weights, experts)
+    return _summed(tokens, chosen, weights, experts, holders), (tokens, chosen, weights, experts)
 
 
-_summed = jax.custom_vjp(_by_blocks, nondiff_argnums=(4,))
 _summed.defvjp(_forward, _backward)

@@ -55,6 +55,8 @@ class Layers(nnx.Module):
     """[R + 1, H]: of the queries and the key."""
     gate_up: nnx.Variable | None = None
     """Instead of gate and up: [D, 2, F]."""
+    place: Int[Array, ""] | None = None
+    """Of one layer, whose experts are those of the whole stack: which of its layers it is."""
 
     def __init__(self, config: ModelSpec, key: Key[Array, ""], streams: int = 1):
         """Random weights; the layers are spread evenly over `streams` residual streams."""
@@ -155,6 +157,7 @@ def finish_layer(
             experts,
             family.experts_per_token,
             family.normalize_experts,
+            layer.place,
         )
     if layer.gate_up is not None:
         both = product(normed, layer.gate_up)
@@ -294,6 +297,24 @@ def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("all_gather", "convert_element_type")
 
 
+_EXPERTS = ("expert_gate", "expert_up", "expert_down")
+
+
+def _experts(layers: Layers) -> tuple[nnx.Variable, ...] | None:
+    found = tuple(getattr(layers, name, None) for name in _EXPERTS)
+    return None if None in found else found
+
+
+def _with_experts(
+    layers: Layers, experts: tuple[Any, ...], place: Int[Array, ""] | None = None
+) -> Layers:
+    layers = jax.tree.map(lambda leaf: leaf, layers)
+    for name, weight in zip(_EXPERTS, experts, strict=True):
+        setattr(layers, name, nnx.data(weight))
+    layers.place = nnx.data(place)
+    return layers
+
+
 def _scanned(
     layer: Callable,
     layers: Layers,
@@ -303,7 +324,14 @@ def _scanned(
     config: ModelSpec,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]]]:
     """Runs stacked layers one after the other; also returns the residual stream at each of the
-    `taps`."""
+    `taps`.
+
+    With a cache experts stay in their stack, of which the layer reads those that it needs. What
+    a scan takes of a stack is copied, all experts of a layer with it.
+    """
+    experts = None if cache is None else _experts(layers)
+    if experts is not None:
+        layers = _with_experts(layers, (None, None, None))
     # Where layer i writes its input; the last entry is never read.
     places = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
     tapped = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
@@ -311,6 +339,8 @@ def _scanned(
     def one(carry, xs):
         x, cache, tapped = carry
         weights, index, place = xs
+        if experts is not None:
+            weights = _with_experts(weights, experts, index)
         if taps:
             tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)
         return (*layer(x, cache, weights, index), tapped), None

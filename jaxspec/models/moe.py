@@ -31,6 +31,7 @@ def mixture(
     experts: Weights,
     per_token: int,
     normalize: bool,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T D"]:
     """Sum of the SwiGLU layers of each token's `per_token` likeliest experts, weighted by their
     probabilities; no token is dropped.
@@ -40,37 +41,46 @@ def mixture(
 
     Where `experts` are fewer than the router's, every member of the mesh axis `expert` is a
     holder of so many of them, and tokens go to those that hold theirs, and back.
+
+    With `layer`, `experts` are those of a stack of layers, of which this is one.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = wide_product(tokens[None], router)[0]
     weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), per_token)
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    holders = router.shape[1] // len(experts[0])
+    holders = router.shape[1] // experts[0].shape[-3]
 
-    def of_width(tokens: Array, routed: Routed, experts: Weights) -> Array:
+    def of_width(
+        tokens: Array, routed: Routed, experts: Weights, layer: Int[Array, ""] | None
+    ) -> Array:
         """Of a part of the experts' width, on each member of `tensor`; all are added up at home,
         where there are fewer tokens than have arrived at a holder."""
         if holders == 1:
-            outputs = swiglu_of_experts(tokens, *routed, experts)
+            outputs = swiglu_of_experts(tokens, *routed, experts, layer=layer)
         else:
-            outputs = _in_parts(tokens, routed, experts, holders)
+            outputs = _in_parts(tokens, routed, experts, holders, layer)
         return summed_over_members(outputs.astype(tokens.dtype))
 
-    split = P(None, None, TENSOR), P(None, None, TENSOR), P(None, TENSOR)
-    run = on_each_member(of_width, (P(), P(), split), P())
-    return run(tokens, Routed(chosen, weights), experts).reshape(x.shape)
+    front = () if layer is None else (None,)
+    columns, rows = P(*front, None, None, TENSOR), P(*front, None, TENSOR)
+    run = on_each_member(of_width, (P(), P(), (columns, columns, rows), P()), P())
+    return run(tokens, Routed(chosen, weights), experts, layer).reshape(x.shape)
 
 
 def _in_parts(
-    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, holders: int
+    tokens: Float[Array, "T D"],
+    routed: Routed,
+    experts: Weights,
+    holders: int,
+    layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
     """`_among_holders` of some tokens at a time, so that what arrives stays small."""
     count, parts = len(tokens), -(-holders * tokens.nbytes // PART_BYTES)
     if parts == 1:
-        return _among_holders(tokens, routed, experts, holders)
+        return _among_holders(tokens, routed, experts, holders, layer)
     size = -(-count // parts)
-    missing, nowhere = parts * size - count, holders * len(experts[0])
+    missing, nowhere = parts * size - count, holders * experts[0].shape[-3]
     chosen = jnp.pad(routed.chosen, ((0, missing), (0, 0)), constant_values=nowhere)
     rest = tokens, routed.weights
     padded = [jnp.pad(leaf, ((0, missing), (0, 0))) for leaf in rest]
@@ -79,21 +89,25 @@ def _in_parts(
     # for the backward pass tokens are sent again, and not kept where they arrived
     @jax.checkpoint
     def part(one: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
-        return _among_holders(one[0], Routed(one[1], one[2]), experts, holders)
+        return _among_holders(one[0], Routed(one[1], one[2]), experts, holders, layer)
 
     outputs = lax.map(part, tuple(split))
     return outputs.reshape(-1, outputs.shape[-1])[:count]
 
 
 def _among_holders(
-    tokens: Float[Array, "T D"], routed: Routed, experts: Weights, holders: int
+    tokens: Float[Array, "T D"],
+    routed: Routed,
+    experts: Weights,
+    holders: int,
+    layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
     """The same where each of the `holders` of `expert` has tokens and experts of its own.
 
     A token goes once to every holder of one of its experts, with all that it needs there,
     and comes back as the weighted sum of those.
     """
-    here = len(experts[0])
+    here = experts[0].shape[-3]
     owner = routed.chosen // here
     numbers = jnp.arange(holders, dtype=owner.dtype)[:, None, None]
     goes = jnp.any(owner == numbers, axis=2)  # [X, T]
@@ -111,7 +125,7 @@ def _among_holders(
     flat = [
         leaf.reshape(-1, leaf.shape[2]) for leaf in (received, chosen.astype(jnp.int32), weights)
     ]
-    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, holders)
+    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, holders, layer)
     back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
     back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)
     return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(back)

@@ -27,8 +27,8 @@ class WeightLayout(NamedTuple):
     fused: bool = False
     """Queries, keys and values side by side, and gate and up: one product each."""
     unrolled: bool = False
-    """Layers one by one instead of stacked: XLA copies what it slices out of a stack, on a CPU and,
-    as programs compiled for H100 show, on GPUs."""
+    """Layers one by one instead of stacked: XLA copies what it slices out of a stack on a CPU, and
+    on GPUs runs no loop over layers inside a CUDA graph."""
     transposed: tuple[str, ...] = ()
     """Products whose weights are `Transposed`: names of fused ones, or `head`."""
     blocked: tuple[str, ...] = ()

@@ -176,6 +176,20 @@ def test_an_expert_without_tokens_is_not_read_and_a_bad_token_stays_alone() -> N
         assert np.any(of_weight[untouched])
 
 
+def test_a_layer_of_a_stack_reads_the_experts_it_needs_and_no_other() -> None:
+    random = np.random.default_rng(4)
+    experts = weights_of(random, "float64")[1]
+    stacks = tuple(jnp.full((3, *weight.shape), jnp.nan).at[1].set(weight) for weight in experts)
+    tokens = jnp.asarray(random.normal(size=(9, WIDTH)))
+    chosen = jnp.asarray(random.integers(0, EXPERTS, (9, 2)), jnp.int32)
+    shares = jnp.asarray(random.uniform(size=(9, 2)))
+    program = jax.jit(swiglu_of_experts).lower(tokens, chosen, shares, stacks, layer=jnp.int32(1))
+    found = program.compile()(tokens, chosen, shares, stacks, layer=jnp.int32(1))
+    np.testing.assert_array_equal(found, swiglu_of_experts(tokens, chosen, shares, experts))
+    sizes = f"{EXPERTS}x{WIDTH}x{INNER}", f"{EXPERTS}x{INNER}x{WIDTH}"
+    assert not any(f"tensor<{size}xf64>" in program.as_text() for size in sizes)
+
+
 def test_products_are_of_the_tokens_there_are() -> None:
     """Of a program's text: every product is of one expert and one block. How many there are is
     counted where they run."""

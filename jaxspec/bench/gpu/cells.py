@@ -1,7 +1,6 @@
 """Cells of the tables: generation of some rows with some draft, as two programs, its weights and
 its prompts."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -196,14 +195,3 @@ def random_prompts(generator: Generator, count: int, options: GpuOptions, call: 
         batch=np.int32(call),
     )
     return put(asked, like)
-
-
-def with_layout(generator: Generator, unrolled: bool) -> Generator:
-    """A generator whose layers are one by one, or stacked."""
-    former = generator.lay_out
-
-    def lay_out(*about: Any) -> Any:
-        policy, draft = former(*about)
-        return policy._replace(unrolled=unrolled), draft
-
-    return replace(generator, lay_out=lay_out)

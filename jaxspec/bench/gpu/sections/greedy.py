@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.gpu.cells import answering, random_prompts, whole_on, with_layout
+from jaxspec.bench.gpu.cells import answering, random_prompts, whole_on
 from jaxspec.bench.gpu.programs import Recipe
 from jaxspec.bench.gpu.run import Plan
 from jaxspec.bench.gpu.weights import random_weights
@@ -30,7 +30,7 @@ class Variant(NamedTuple):
 
     name: str
     length: int
-    unrolled: bool = True
+    stacked: bool = False
     graphs: bool = False
 
     @property
@@ -41,7 +41,7 @@ class Variant(NamedTuple):
     @property
     def layout(self) -> str:
         """Names the program that lays its weights out."""
-        way = "layers unrolled" if self.unrolled else "layers stacked"
+        way = "layers stacked" if self.stacked else "layers unrolled"
         return f"weights of greedy answers, {'K' if self.length else 'plain'}, {way}"
 
 
@@ -51,20 +51,24 @@ def variants(plan: Plan) -> dict[str, Variant]:
     listed = [
         Variant("plain", 0),
         Variant("drafts", length),
-        Variant("drafts, layers stacked", length, unrolled=False),
+        Variant("drafts, layers stacked", length, stacked=True),
     ]
     if plan.on_gpu:
         listed.append(Variant("drafts, command buffers", length, graphs=True))
     return {variant.name: variant for variant in listed}
 
 
-def _step(plan: Plan, graphs: bool) -> Step:
+def _step(plan: Plan, variant: Variant) -> Step:
     options = plan.options
     vocab = min(options.vocab, VOCAB)
     prompt, new = min(options.prompt, PROMPT), min(options.new, NEW)
     model = dataclasses.replace(options.policy, layers=options.right_layers, vocab=vocab)
     engine = EngineConfig(
-        slots=ROWS, page_size=options.page_size, tail=False, command_buffers=graphs
+        slots=ROWS,
+        page_size=options.page_size,
+        tail=False,
+        stack_layers=variant.stacked,
+        command_buffers=variant.graphs,
     )
     draft = DraftConfig(draft_length=options.draft_length, vocab=vocab // 4)
     rollout = RolloutConfig(max_new_tokens=new, temperature=0.0, draft=draft, engine=engine)
@@ -73,13 +77,13 @@ def _step(plan: Plan, graphs: bool) -> Step:
 
 
 def _generator(plan: Plan, variant: Variant) -> Generator:
-    generator = _step(plan, variant.graphs).generator
-    return with_layout(generator if variant.length else generator.plain(), variant.unrolled)
+    generator = _step(plan, variant).generator
+    return generator if variant.length else generator.plain()
 
 
 def _networks(plan: Plan, variant: Variant) -> tuple[Any, Any]:
     """Shapes of policy and draft in the train layout, in the type of generation."""
-    step = _step(plan, graphs=False)
+    step = _step(plan, variant)
 
     def networks() -> Any:
         return cast((step.fresh_policy(), step.fresh_draft()), jnp.dtype(plan.options.dtype))
