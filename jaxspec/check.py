@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from rich import box
 from rich.table import Table
 
@@ -133,10 +134,12 @@ def uncached() -> Iterator[None]:
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, False)
+    reset_cache()  # JAX asks once in a process whether programs are kept
     try:
         yield
     finally:
         jax.config.update(name, before)
+        reset_cache()
 
 
 def checked(config: Config, options: argparse.Namespace) -> Checked:

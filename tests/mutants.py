@@ -290,12 +290,11 @@ MUTANTS = [
     ),
     Mutant(
         "-",
-        "the tail forgets the rows that lost their pages in it",
+        "rounds go on without the pages that they write to",
         "rollout/slots.py",
-        "row=put(state.row, fewer.row),",
-        "row=put(state.row, fewer.row),\n        queue=state.queue,",
-        "rollout/test_slots.py::test_lengths_are_chosen_alike_in_slices[rows of the tail lose their"
-        " pages]",
+        "return admits | _too_few(state, block) if evicts else admits",
+        "return admits",
+        SLOTS,
     ),
     Mutant(
         "-",

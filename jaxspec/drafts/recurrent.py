@@ -13,7 +13,7 @@ from jaxspec.drafts.pieces import Pieces
 from jaxspec.kernels.visible import Visible
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.cache import KVCache, extend, locate
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -313,9 +313,10 @@ def _turn(
     visible: Visible,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
     """Runs the layers of one turn; a row's cache is numbered by position."""
+    places = locate(cache, positions)
     for layer in range(turn * network.stack, (turn + 1) * network.stack):
         heads = network.heads(layer, hidden, embedded, positions)
-        cache = extend(cache, layer, positions, heads.key, heads.value)
+        cache = extend(cache, layer, places, heads.key, heads.value)
         attended = attend_cache(heads.query, cache, layer, visible)
         hidden = network.finish(layer, heads.residual, attended)
     return cache, hidden

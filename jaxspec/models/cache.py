@@ -32,11 +32,20 @@ class Seat(NamedTuple):
     """The prompt's pages that they are copies of."""
 
 
+class Places(NamedTuple):
+    """Where the positions of a block lie, in every layer alike."""
+
+    pages: Int[Array, "B T"] | None
+    """None: row b has page b."""
+    inside: Int[Array, "B T"]
+    """Positions in these pages."""
+
+
 class Layout(NamedTuple):
     """A cache as pure functions over its arrays.
 
-    write(cache, layer, positions, keys, values) -> cache with a block at each row's own positions;
-      what lies beyond a row is dropped
+    locate(cache, positions) -> the places of each row's own positions; what lies beyond a row has
+      none
     read(cache, layer, first, count) -> keys [B M n H s] and values [B m M t H] of some
       n x s = m x t of each row's positions, and the numbers of these. `first` is a multiple of
       `count`, and that one of the positions that only come together; where fewer are left at the
@@ -47,7 +56,7 @@ class Layout(NamedTuple):
     put(cache, rows, some) -> the cache with these rows put back
     """
 
-    write: Callable[..., "KVCache"]
+    locate: Callable[["KVCache", Int[Array, "B T"]], Places]
     read: Callable[..., tuple[Array, Array, Int[Array, " C"]]]
     attend: Callable[..., Any]
     seat: Callable[["KVCache", Seat, "KVCache"], "KVCache"]
@@ -95,44 +104,41 @@ def no_table() -> Int[Array, "B N"]:
     return jnp.zeros((0, 0), jnp.int32)
 
 
-def extend(
-    cache: KVCache,
-    layer: LayerIndex,
-    positions: Int[Array, "B T"],
-    keys: Float[Array, "B T M H"],
-    values: Float[Array, "B T M H"],
-) -> KVCache:
-    """Writes keys and values of a block at each row's own positions, in place inside a loop;
-    positions beyond a row are dropped.
-
-    A key is stored as NaN where it or its value is not finite, so that every query that may attend
-    to it fails; such a value is stored as 0, because masked weights are 0 and 0 x NaN is NaN: a
-    token that is drafted and rejected cannot harm those before it.
-    """
+def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
+    """Returns where a block is written, for all layers of a pass; positions beyond a row are
+    dropped."""
     # XLA makes a slice update of a single write, repeats it for who reads the cache, and copies it
     # in between
     if positions.size == 1:
         beyond = jnp.full_like(positions, jnp.iinfo(positions.dtype).max)
         positions = jnp.concatenate([positions, beyond], axis=1)
-        keys, values = (jnp.concatenate([leaf, leaf], axis=1) for leaf in (keys, values))
-    finite = jnp.isfinite(values)
-    keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
-    return cache.layout.write(cache, layer, positions, keys, jnp.where(finite, values, 0))
+    return cache.layout.locate(cache, positions)
 
 
-def write_at(
+def extend(
     cache: KVCache,
     layer: LayerIndex,
-    pages: Int[Array, "B T"] | None,
-    inside: Int[Array, "B T"],
+    places: Places,
     keys: Float[Array, "B T M H"],
     values: Float[Array, "B T M H"],
 ) -> KVCache:
-    """Writes a block `inside` the pages of each position; `pages` None: row b has page b."""
+    """Writes keys and values of a block where `locate` says, in place inside a loop.
+
+    A key is stored as NaN where it or its value is not finite, so that every query that may attend
+    to it fails; such a value is stored as 0, because masked weights are 0 and 0 x NaN is NaN: a
+    token that is drafted and rejected cannot harm those before it.
+    """
+    pages, inside = places
+    if keys.shape[1] < inside.shape[1]:
+        keys, values = (jnp.concatenate([leaf, leaf], axis=1) for leaf in (keys, values))
+    finite = jnp.isfinite(values)
+    keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
+    values = jnp.where(finite, values, 0)
     width = cache.keys[0].shape[-1]
 
     def write_keys(pool: Array, layer: LayerIndex) -> Array:
-        places = {3: inside // width, 5: inside % width}
+        # a position before the text lies in no lane
+        places = {3: lax.div(inside, jnp.int32(width)), 5: lax.rem(inside, jnp.int32(width))}
         by_head = split(pool, cache.kv_heads)
         return scattered(by_head, layer, pages, places, keys).reshape(pool.shape)
 

@@ -14,12 +14,12 @@ from jaxspec.models.cache import (
     KVCache,
     LayerIndex,
     Layout,
+    Places,
     Seat,
     consecutive,
     map_both,
     map_layers,
     no_table,
-    write_at,
     zeros_like,
 )
 
@@ -89,16 +89,10 @@ def unit(cache: KVCache) -> int:
     return width if width < cache.page_size else 1
 
 
-def write(
-    cache: KVCache,
-    layer: LayerIndex,
-    positions: Int[Array, "B T"],
-    keys: Float[Array, "B T M H"],
-    values: Float[Array, "B T M H"],
-) -> KVCache:
+def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
     """See `Layout`; a table of one column names the row of each text."""
     rows = jnp.broadcast_to(cache.table, positions.shape) if cache.table.size else None
-    return write_at(cache, layer, rows, positions, keys, values)
+    return Places(rows, positions)
 
 
 def read(
@@ -164,4 +158,4 @@ def put(cache: KVCache, rows: Int[Array, " b"], some: KVCache) -> KVCache:
     )
 
 
-CONTIGUOUS = Layout(write, read, attend, seat, take, put)
+CONTIGUOUS = Layout(locate, read, attend, seat, take, put)

@@ -14,7 +14,7 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, of_layers
+from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, locate, of_layers
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import CastHead, dense, logits_of, product, rms_norm, swiglu
 from jaxspec.models.moe import mixture
@@ -223,6 +223,7 @@ class Decoder(nnx.Module):
         x = self.embedding[...][tokens].astype(self.norm.dtype)
         table = rotary_table(positions, config, x.dtype)
         starts = jnp.zeros_like(tokens) if first is None else first
+        places = None if cache is None else locate(cache, positions)
 
         def layer(
             x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
@@ -230,10 +231,10 @@ class Decoder(nnx.Module):
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
-            if cache is None:
+            if cache is None or places is None:
                 attended = attend_segments(query, key, value, starts)
             else:
-                cache = extend(cache, index, positions, key, value)
+                cache = extend(cache, index, places, key, value)
                 attended = attend_cache(query, cache, index, causal(positions))
             return finish_layer(x, attended, weights, config), cache
 

@@ -16,10 +16,10 @@ from jaxspec.models.cache import (
     KVCache,
     LayerIndex,
     Layout,
+    Places,
     Seat,
     consecutive,
     map_both,
-    write_at,
     zeros_like,
 )
 
@@ -29,13 +29,7 @@ def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
     return zeros_like(cache, pages, 1, page_size, PAGED)
 
 
-def write(
-    cache: KVCache,
-    layer: LayerIndex,
-    positions: Int[Array, "B T"],
-    keys: Float[Array, "B T M H"],
-    values: Float[Array, "B T M H"],
-) -> KVCache:
+def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
     """See `Layout`."""
     size = cache.page_size
     pages = jnp.take_along_axis(
@@ -43,8 +37,7 @@ def write(
     )
     # a negative index would count from the end of the table
     pages = jnp.where(positions < 0, cache.pages, pages)
-    inside = positions % size
-    return write_at(cache, layer, pages, inside, keys, values)
+    return Places(pages, positions % size)
 
 
 def read(
@@ -102,4 +95,4 @@ def put(cache: KVCache, rows: Int[Array, " b"], some: KVCache) -> KVCache:
     return some
 
 
-PAGED = Layout(write, read, attend, seat, take, put)
+PAGED = Layout(locate, read, attend, seat, take, put)

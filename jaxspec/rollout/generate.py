@@ -1,13 +1,13 @@
 """The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`.
 
-`generate` composes them.
+`generate` does all of it in one program.
 
 All three work on the rows of one shard; `generate`, `begin_sharded` and `advance_sharded` run them
 on every shard of a mesh, of which those that differ in `expert` alone step together.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,40 +56,86 @@ def advance(
     # A shard of few rows begins with fewer slots than its tail's first loop has.
     tail = tuple(size for size in settings.tail if size < slot_count(state))
     evicts = may_run_out(state, settings.max_new_tokens)
+    loops = _loops(target, drafter, draft, settings, limit, evicts)
 
+    def read(state: DecodeState) -> DecodeState:
+        return append_unread(target, drafter, draft, state, settings)
+
+    if not evicts and not prefilled:
+        state = read(state)
+    if loops.pauses is None:
+        return _run(loops, loops.fill(state), tail)
+
+    def fill_and_run(state: DecodeState) -> DecodeState:
+        return _run(loops, loops.fill(read(state) if evicts else state), tail)
+
+    with jax.named_scope("of_loops"):
+        return lax.while_loop(lambda state: _unfinished(state, 0, limit), fill_and_run, state)
+
+
+class _Loops(NamedTuple):
+    """What the loops of rounds consist of."""
+
+    rounds: Callable[[DecodeState, Condition, int], DecodeState]
+    """Runs rounds while the condition holds, in the loop of that number."""
+    fill: Callable[[DecodeState], DecodeState]
+    """Gives slots and pages to rows."""
+    pauses: Condition | None
+    """Whether rounds end for `fill`, or for a row to be read. None: each round fills the slots."""
+    limit: Int[Array, ""]
+    group_size: int
+
+    def goes_on(self, state: DecodeState, enough: int) -> Bool[Array, ""]:
+        """Whether another round is run of more than `enough` rows."""
+        unfinished = _unfinished(state, enough, self.limit)
+        return unfinished if self.pauses is None else unfinished & ~self.pauses(state)
+
+
+def _loops(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft | None,
+    settings: Settings,
+    limit: Int[Array, ""],
+    evicts: bool,
+) -> _Loops:
+    about_slots = settings.group_size, (draft.length if draft else 0) + 1, evicts
+
+    @jax.named_scope("refill")
     def fill(state: DecodeState) -> DecodeState:
-        block = (draft.length if draft else 0) + 1
-        with jax.named_scope("refill"):
-            return slots.refill(state, settings.group_size, block, evicts)
+        return slots.refill(state, *about_slots)
+
+    @jax.named_scope("refill")
+    def pauses(state: DecodeState) -> Bool[Array, ""]:
+        return of_any_expert(slots.must_refill(state, *about_slots)) | anything_unread(state)
+
+    @jax.named_scope("refill")
+    def go_on(state: DecodeState) -> DecodeState:
+        return slots.go_on(state, *about_slots)
+
+    # Rows that wait for pages are seated between loops: a round has no loop of its own, and no
+    # body is compiled with it. Contiguous caches are seated by rounds, since a tail copies them.
+    paged = settings.page_size > 0
+    after_round = go_on if paged else fill
 
     def one(state: DecodeState, length: int) -> DecodeState:
-        return fill(one_round(target, drafter, draft, state, settings, length))
+        return after_round(one_round(target, drafter, draft, state, settings, length))
 
     # `compiled/counts.py` finds the loop by its scope
     @jax.named_scope("rounds")
-    def rounds(state: DecodeState, unfinished: Condition, loop: int) -> DecodeState:
+    def rounds(state: DecodeState, goes_on: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
             length = draft.length if draft else 0
-            return lax.while_loop(unfinished, lambda state: one(state, length), state)
+            return lax.while_loop(goes_on, lambda state: one(state, length), state)
         return _rounds_of_choice(
             one,
             lambda state: _choice(drafter, state, settings, loop),
-            unfinished,
+            goes_on,
             state,
             settings.lengths,
         )
 
-    def read_and_run(state: DecodeState) -> DecodeState:
-        if evicts or not prefilled:
-            state = append_unread(target, drafter, draft, state, settings)
-        return _run(rounds, fill(state), limit, tail, settings.group_size)
-
-    if not evicts:
-        return read_and_run(state)
-    # Rounds end where an evicted row gets a slot again. So text is read in one place, whoever
-    # needs it, and each body of rounds is compiled without.
-    with jax.named_scope("of_loops"):
-        return lax.while_loop(lambda state: _unfinished(state, 0, limit), read_and_run, state)
+    return _Loops(rounds, fill, pauses if paged else None, limit, settings.group_size)
 
 
 def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[Array, ""]:
@@ -98,31 +144,27 @@ def _unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[
     return of_any_expert(left > enough) & (state.round[0] < limit)
 
 
-def _run(
-    rounds: Callable[[DecodeState, Condition, int], DecodeState],
-    state: DecodeState,
-    limit: Int[Array, ""],
-    tail: tuple[int, ...],
-    group_size: int,
-    loop: int = 0,
-) -> DecodeState:
+def _run(loops: _Loops, state: DecodeState, tail: tuple[int, ...], loop: int = 0) -> DecodeState:
     """Runs rounds of all slots until the rows that are left fit fewer slots, then rounds of these.
 
-    Rows are left whether they have a slot or wait, evicted, for pages: a slice that begins with
-    one waiting goes on in the same loop. All rounds end where a row must be read first.
+    Evicted rows count as left, so that a slice which begins with one goes on in the same loop.
     """
     enough = tail[0] if tail else 0
-
-    def unfinished(state: DecodeState) -> Bool[Array, ""]:
-        return _unfinished(state, enough, limit) & ~anything_unread(state)
-
-    state = rounds(state, unfinished, loop)
+    state = loops.rounds(state, lambda state: loops.goes_on(state, enough), loop)
     if not tail:
         return state
+
+    def run_fewer(state: DecodeState) -> DecodeState:
+        fewer, order = slots.gather(state, enough, loops.group_size)
+        fewer = _run(loops, fewer, tail[1:], loop + 1)
+        return slots.scatter(state, fewer, order, loops.group_size)
+
     with jax.named_scope("tail"):
-        fewer, order = slots.gather(state, enough, group_size)
-        fewer = _run(rounds, fewer, limit, tail[1:], group_size, loop + 1)
-        return slots.scatter(state, fewer, order, group_size)
+        if loops.pauses is None:
+            return run_fewer(state)
+        # nothing is moved where all slots must be refilled first
+        with jax.named_scope("of_loops"):
+            return lax.while_loop(lambda state: loops.goes_on(state, 0), run_fewer, state)
 
 
 def _rounds_of_choice(

@@ -34,17 +34,32 @@ def refill(state: DecodeState, group_size: int, block: int, evicts: bool) -> Dec
     """
     if not rows_may_wait(state):
         return state
-
-    def goes_on(state: DecodeState) -> Bool[Array, ""]:
-        free_slot = jnp.any(state.row == len(state.rollout.status))
-        return waiting(state) & free_slot & _fits(state, group_size, block)
-
-    retired = _retire(state, group_size)
     return lax.while_loop(
-        goes_on,
+        lambda state: _can_admit(state, group_size, block),
         lambda state: _admit(state, group_size, block),
-        _make_room(retired, block, evicts),
+        _make_room(_retire(state, group_size), block, evicts),
     )
+
+
+def go_on(state: DecodeState, group_size: int, block: int, evicts: bool) -> DecodeState:
+    """Frees the slots of rows that have ended, and gives the others the pages that the next round
+    writes to, unless there are too few: what `refill` does in most rounds, without its loops."""
+    state = _retire(state, group_size)
+    wanted = _wanted(state, block)
+    if evicts:
+        wanted = jnp.where(_too_few(state, block), state.pages.held, wanted)
+    return state.replace(pages=grow(state.pages, wanted))
+
+
+def must_refill(state: DecodeState, group_size: int, block: int, evicts: bool) -> Bool[Array, ""]:
+    """Whether a row can be admitted, or must be evicted, before the next round."""
+    admits = _can_admit(state, group_size, block)
+    return admits | _too_few(state, block) if evicts else admits
+
+
+def _can_admit(state: DecodeState, group_size: int, block: int) -> Bool[Array, ""]:
+    free_slot = jnp.any(state.row == len(state.rollout.status))
+    return waiting(state) & free_slot & _fits(state, group_size, block)
 
 
 def _retire(state: DecodeState, group_size: int) -> DecodeState:
@@ -142,21 +157,22 @@ def _copied(
 def _make_room(state: DecodeState, block: int, evicts: bool) -> DecodeState:
     """Gives every row the pages that the next round writes to; while there are too few, the
     youngest row is evicted and waits."""
-    count = slot_count(state)
-
-    def wanted(state: DecodeState) -> Int[Array, " A"]:
-        lengths = taken(state.rollout.lengths, rows_of_slots(state))
-        # a row that has pages keeps them: they are freed all at once when it ends or is evicted
-        needed = jnp.where(active(state), _pages_for(state, lengths, block), 0)
-        return state.pages.held.at[:count].max(needed)
-
-    def too_few(state: DecodeState) -> Bool[Array, ""]:
-        missing = jnp.sum(wanted(state) - state.pages.held, dtype=jnp.int32)
-        return missing > free(state.pages)
-
     if evicts:
-        state = lax.while_loop(too_few, _evict, state)
-    return state.replace(pages=grow(state.pages, wanted(state)))
+        state = lax.while_loop(lambda state: _too_few(state, block), _evict, state)
+    return state.replace(pages=grow(state.pages, _wanted(state, block)))
+
+
+def _wanted(state: DecodeState, block: int) -> Int[Array, " A"]:
+    """How many pages each holder has once those in slots can run a round."""
+    lengths = taken(state.rollout.lengths, rows_of_slots(state))
+    # a row that has pages keeps them: they are freed all at once when it ends or is evicted
+    needed = jnp.where(active(state), _pages_for(state, lengths, block), 0)
+    return state.pages.held.at[: slot_count(state)].max(needed)
+
+
+def _too_few(state: DecodeState, block: int) -> Bool[Array, ""]:
+    missing = jnp.sum(_wanted(state, block) - state.pages.held, dtype=jnp.int32)
+    return missing > free(state.pages)
 
 
 def _evict(state: DecodeState) -> DecodeState:

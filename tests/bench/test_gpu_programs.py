@@ -1,25 +1,23 @@
 """Programs that are written to a folder: loaded in a fresh process they give the same tokens; what
 is damaged or made for something else is named."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.bench.gpu.cells import Cell, Cells
 from jaxspec.bench.gpu.options import DEFAULTS
 from jaxspec.bench.gpu.programs import NotMade, Programs, Recipe, compile_recipe, device_options
+from jaxspec.check import uncached
 from jaxspec.compiled.serialized import (
     MANIFEST,
     ProgramFolder,
@@ -91,19 +89,6 @@ def test_loaded_in_a_fresh_process_a_generators_programs_give_the_same_tokens(
 
 def renamed(made: dict[str, Any]) -> dict[str, Any]:
     return {"begin": made["prefill"], "advance": made["rounds"]}
-
-
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Nothing is read from JAX's cache of compiled programs: that cannot be written again."""
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - it has no type
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX remembers from the first program whether it has one
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        reset_cache()
 
 
 def small(name: str = "a sum", function: Any = lambda x: x + 1) -> Recipe:

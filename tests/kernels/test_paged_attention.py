@@ -16,7 +16,7 @@ from jaxspec.kernels import paged_attention
 from jaxspec.kernels.visible import Visible, causal
 from jaxspec.mesh import AXES, DATA, make_mesh
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.cache import KVCache, extend, locate
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.paged import PAGED, empty_pages
 
@@ -82,7 +82,7 @@ def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
         for _ in range(2)
     )
     for layer in range(LAYERS):
-        cache = extend(cache, layer, slots, keys * (layer + 1), values - layer)
+        cache = extend(cache, layer, locate(cache, slots), keys * (layer + 1), values - layer)
     return cache
 
 
@@ -172,7 +172,7 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
     spoiled = jnp.full((3, 1, KV_HEADS, case.size), jnp.nan, jnp.bfloat16)
     # the third position of the second row's block
     at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)
-    cache = extend(cache, 0, at, spoiled, spoiled)
+    cache = extend(cache, 0, locate(cache, at), spoiled, spoiled)
     with interpreted():
         found = jax.jit(
             lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.visible)

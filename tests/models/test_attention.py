@@ -12,7 +12,7 @@ from jaxspec.kernels import key_chunks
 from jaxspec.kernels.visible import Visible, causal
 from jaxspec.models import attention, contiguous, paged
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend
+from jaxspec.models.cache import KVCache, extend, locate
 from jaxspec.models.contiguous import empty_cache
 from tests.dense import attend, up_to_position
 
@@ -106,7 +106,7 @@ def filled(cache: KVCache, keys: jax.Array, values: jax.Array, junk: float) -> K
         values=jax.tree.map(lambda leaf: leaf + jnp.asarray(junk, leaf.dtype), cache.values),
     )
     slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape[:2])
-    return extend(cache, 1, slots, keys, values)
+    return extend(cache, 1, locate(cache, slots), keys, values)
 
 
 class Attention:

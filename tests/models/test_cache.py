@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.kernels import key_chunks
 from jaxspec.models import contiguous, paged
-from jaxspec.models.cache import KVCache, Seat, extend
+from jaxspec.models.cache import KVCache, Seat, extend, locate
 from jaxspec.models.contiguous import CONTIGUOUS, empty_cache
 from jaxspec.models.paged import PAGED
 
@@ -155,7 +155,12 @@ def test_extend_writes_each_rows_block_at_its_slots(
                 for pool, entries in zip(wanted.both(), fresh, strict=True):
                     pool[layer, *where] = entries[row, offset]
     assert written == (6 if isinstance(table, np.ndarray) else 8)
-    write = jax.jit(extend, static_argnums=() if stacked else 1) if jitted else extend
+
+    def write(cache: KVCache, layer: Any, slots: Any, keys: Any, values: Any) -> KVCache:
+        return extend(cache, layer, locate(cache, slots), keys, values)
+
+    if jitted:
+        write = jax.jit(write, static_argnums=() if stacked else 1)
     found = write(
         before,
         jnp.int32(layer) if stacked else layer,
@@ -192,7 +197,8 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(
                 )
                 wanted.values[(layer, *where, *index)] = value if np.isfinite(value) else 0
     assert np.isnan(wanted.keys).sum() == 2 + HEADS * SIZE + 1 + HEADS * SIZE
-    found = extend(before, layer, jnp.asarray(slots), jnp.asarray(keys), jnp.asarray(values))
+    places = locate(before, jnp.asarray(slots))
+    found = extend(before, layer, places, jnp.asarray(keys), jnp.asarray(values))
     assert_is(found, wanted, before)
     assert np.isfinite(Twin(found).values).all()
 

@@ -14,17 +14,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.compiled.compiler import FLAGS, for_devices
+from jaxspec.compiled.compiler import FLAGS, ON_GPUS, for_devices
 from jaxspec.compiled.serialized import ProgramFolder, Unusable
 from jaxspec.inputs.checked import first_line
 
 Options = Mapping[str, str | bool]
-CARD_OPTIONS: Options = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_experimental_enable_fusion_autotuner": False,
-}
-"""Compiler options on GPUs. Products are left to cuBLAS, and fusions are not autotuned: both
-together cost most of the time of compiling."""
 CPU_OPTIONS: Options = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
@@ -71,7 +65,7 @@ class Made(NamedTuple):
 
 def device_options(mesh: Mesh) -> Options:
     """Compiler options for the mesh's device; those that the user's XLA_FLAGS name win."""
-    ours, given = CARD_OPTIONS if meshes.accelerated(mesh) else CPU_OPTIONS, os.environ.get(FLAGS)
+    ours, given = ON_GPUS if meshes.accelerated(mesh) else CPU_OPTIONS, os.environ.get(FLAGS)
     wanted = {name: value for name, value in ours.items() if f"--{name}" not in (given or "")}
     return {name: value for name, value in wanted.items() if _is_known(mesh, name, value)}
 
