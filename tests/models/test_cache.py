@@ -3,6 +3,7 @@ nothing lands anywhere else."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
