@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import ResolvedConfig
+from jaxspec.config.settings import DraftConfig, ResolvedConfig
 from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import ConfigError, require
@@ -307,7 +307,7 @@ def _build_generator(
         chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
         piece=PIECE if meshes.accelerated(mesh) else 0,
-        lengths=_draft_lengths(config, mesh),
+        lengths=draft_lengths(rollout.draft, mesh),
         stop=stop,
         verification=_verification(config, mesh, processing),
     )
@@ -342,9 +342,8 @@ def _build_generator(
     return generator.with_(prompts=batch.prompts, group_size=batch.group_size)
 
 
-def _draft_lengths(config: ResolvedConfig, mesh: Mesh) -> tuple[int, ...]:
-    """Draft lengths among which rounds choose; none where all rounds draft alike."""
-    draft = config.rollout.draft
+def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the draft lengths among which rounds choose; none where all rounds draft alike."""
     lengths = draft.draft_lengths if draft.drafts else ()
     if not lengths or not meshes.accelerated(mesh):
         return lengths

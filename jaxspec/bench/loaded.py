@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import mesh as meshes
 from jaxspec.bench.roofline import work_of
 from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
-from jaxspec.build import build_step
+from jaxspec.build import build_step, draft_lengths
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
@@ -54,7 +54,7 @@ def mesh_for(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
 
 def synthetic(kept: float) -> Callable[..., Verdict]:
     """A rule that keeps `kept` tokens of a round of `SYNTHETIC_LENGTH` drafts on average, by coins
-    alone, each draft as likely."""
+    alone, each draft as likely. It reads the distributions as often as `block_rule`."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -69,9 +69,14 @@ def synthetic(kept: float) -> Callable[..., Verdict]:
         coins: Float[Array, "B K"],
         next_noise: Noise,
     ) -> Verdict:
-        accepted = jnp.minimum(leading(coins < chance), offered)
-        never, whole = jnp.zeros(len(accepted), bool), jnp.zeros(len(accepted), coins.dtype)
-        return Verdict(accepted, distributions.draw_next(accepted, never, whole, next_noise))
+        target_at_draft, draft_at_draft = distributions.at_drafted(drafted)
+        log_weights = jnp.minimum(target_at_draft - draft_at_draft, 0)
+        left_over = distributions.left_over(log_weights[:, :-1])
+        # always so, which XLA does not know: it would leave the mass out
+        possible = jnp.all(left_over >= 0, axis=1)
+        accepted = jnp.where(possible, jnp.minimum(leading(coins < chance), offered), 0)
+        rejected, whole = accepted < offered, jnp.zeros(len(accepted), coins.dtype)
+        return Verdict(accepted, distributions.draw_next(accepted, rejected, whole, next_noise))
 
     return rule
 
@@ -102,7 +107,7 @@ class Loaded(NamedTuple):
         draft = build_draft(
             replace(config, rollout=replace(config.rollout, draft=wanted)).draft_spec, ()
         )
-        return generator.with_(draft=draft, lengths=wanted.draft_lengths, **rule)
+        return generator.with_(draft=draft, lengths=draft_lengths(wanted, generator.mesh), **rule)
 
     def ready(self, generator: Generator, prompts: Prompts) -> Ready:
         """Policy and draft as a generator reads them, and what it chooses lengths by."""

@@ -70,7 +70,7 @@ def compiled(
     wrapped anew because traces are kept by function."""
     with for_devices(mesh), jax.numpy_dtype_promotion("standard"):
         lowered = jax.jit(lambda *given: function(*given), donate_argnums=donate).lower(*arguments)
-        return lowered.compile(compiler_options=QUICK | dict(options or {}))
+        return lowered.compile(compiler_options=QUICK | ON_GPUS | dict(options or {}))
 
 
 class Listener(NamedTuple):

@@ -29,8 +29,8 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     `none`: plain decoding through the same code."""
     draft_length: DraftLength | Literal["auto"] = 3
     """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3
-    or 5, whichever promises most tokens a second by what was accepted so far and by what rounds
-    cost on this machine."""
+    or 5 (0, 3 or 5 on accelerators), whichever promises most tokens a second by what was accepted
+    so far and by what rounds cost on this machine."""
     sampling: DraftSampling = "auto"
     """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the
     temperature that the run itself measures to be best for each depth."""
@@ -129,7 +129,7 @@ class EngineConfig(Checked, prefix="rollout.engine."):
     and reads its text again later."""
     tail: bool = True
     """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the
-    slots."""
+    slots, on accelerators to one of an eighth."""
     stack_layers: bool = False
     """Whether the policy's layers share one body, which a loop runs for each. It compiles in about
     half the time, for deep models or many draft lengths; rounds are slower, on NVIDIA GPUs by 7 to

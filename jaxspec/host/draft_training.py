@@ -53,7 +53,7 @@ CODE = (
         *("tokens/turns.py", "tokens/chat_template.py", "tokens/template_process.py"),
     ),
     *("build.py", "step.py", "inputs/streams.py", "sampling.py"),
-    *("hf/*.py", "drafts/*.py", "rollout/*.py", "rl/*.py", "kernels/*.py"),
+    *("hf/*.py", "drafts/*.py", "rollout/**/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0

@@ -55,7 +55,7 @@ ROUNDS = 16
 REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
 """Calls of each number of rounds: at least and at most so many, and as long as they take."""
 REAL_ROUNDS = 4
-"""Rounds of real work that are timed for a length, after two others: 28 for four lengths."""
+"""Rounds of real work that are timed for a length, after two others: 21 for three lengths."""
 LOOK_EVERY = 64
 """Rounds after which the first rollout looks whether its rounds have costs that were not timed."""
 UNBOUNDED = np.iinfo(np.int32).max
@@ -326,14 +326,15 @@ class RoundTimer:
     def _cell(self, running: DecodeState) -> tuple[int, int] | None:
         """Loop and context of the next rounds, of the shard that has most to do.
 
-        None: a row waits to be recomputed, which would count as the cost of some round.
+        None: a row waits to be recomputed, which would count as the cost of some round, or all rows
+        have ended.
         """
         rollout = running.rollout
         found = self._look(
             rollout.status, rollout.lengths, rollout.prompt_lengths, running.queue.waiting
         )
         rows, longest, evicted = np.asarray(found).tolist()
-        if evicted:
+        if evicted or not rows:
             return None
         context = min(int(np.searchsorted(self._ends, longest)), len(self._ends) - 1)
         return sum(rows <= size for size in self._tail), context
@@ -374,14 +375,16 @@ def _without_ends(generator: Generator) -> Generator:
 
 def _key(generator: Generator, prompt: int) -> str:
     """What a cost table depends on."""
-    shape = generator.settings._replace(rule=getattr(generator.settings.rule, "__name__", None))
+    settings = generator.settings
+    # by name: what a function is written as differs from process to process
+    named = {"rule": getattr(settings.rule, "__name__", None)}
+    shape = settings._replace(**named, verification=settings.verification.name)
     code = sources(
-        "host/round_cost.py",
-        "compiled/roofline.py",
+        *("host/round_cost.py", "compiled/roofline.py"),
         "models/*.py",
         "kernels/*.py",
         "drafts/*.py",
-        "rollout/*.py",
+        "rollout/**/*.py",
         "sampling.py",
     )
     parts = (

@@ -114,7 +114,7 @@ def ahead(
     function: Callable, *arguments: PyTree, tell: Tell | None = None, **options: Any
 ) -> tuple[Callable, PyTree]:
     """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for. What takes long is told, by `tell` if it is given."""
+    shardings, to compile the next one for. Reports slow compiles through `tell`."""
     lowered = jax.jit(function, **options).lower(*arguments)
     with compile_progress(function, arguments, cache_folder() / "compile_seconds", tell):
         program = lowered.compile()

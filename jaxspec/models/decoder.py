@@ -56,7 +56,7 @@ class Layers(nnx.Module):
     gate_up: nnx.Variable | None = None
     """Instead of gate and up: [D, 2, F]."""
     place: Int[Array, ""] | None = None
-    """Of one layer, whose experts are those of the whole stack: which of its layers it is."""
+    """Index of this layer in the stack that its experts are read from."""
 
     def __init__(self, config: ModelSpec, key: Key[Array, ""], streams: int = 1):
         """Random weights; the layers are spread evenly over `streams` residual streams."""
@@ -301,9 +301,9 @@ def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 _EXPERTS = ("expert_gate", "expert_up", "expert_down")
 
 
-def _experts(layers: Layers) -> tuple[nnx.Variable, ...] | None:
-    found = tuple(getattr(layers, name, None) for name in _EXPERTS)
-    return None if None in found else found
+def _experts(layers: Layers) -> tuple[nnx.Variable, ...]:
+    """Gate, up and down of all experts; none where there are no experts."""
+    return tuple(getattr(layers, name) for name in _EXPERTS if hasattr(layers, name))
 
 
 def _with_experts(
@@ -330,8 +330,8 @@ def _scanned(
     With a cache experts stay in their stack, of which the layer reads those that it needs. What
     a scan takes of a stack is copied, all experts of a layer with it.
     """
-    experts = None if cache is None else _experts(layers)
-    if experts is not None:
+    experts = () if cache is None else _experts(layers)
+    if experts:
         layers = _with_experts(layers, (None, None, None))
     # Where layer i writes its input; the last entry is never read.
     places = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
@@ -340,7 +340,7 @@ def _scanned(
     def one(carry, xs):
         x, cache, tapped = carry
         weights, index, place = xs
-        if experts is not None:
+        if experts:
             weights = _with_experts(weights, experts, index)
         if taps:
             tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)

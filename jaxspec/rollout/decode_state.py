@@ -83,7 +83,8 @@ class DecodeState(Tree):
     """The row in each slot, R where there is none."""
     keys: Key[Array, " R"]
     caches: Caches
-    """The target's is valid below the last committed token, which the next round reads."""
+    """The target's is valid below the last committed token, which the next round reads, but for
+    what is `unread`."""
     draft: PyTree
     """What else the draft keeps, by slot."""
     round: Int[Array, " 1"]

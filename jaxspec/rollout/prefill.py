@@ -41,7 +41,8 @@ few enough to be there at once, without a loop of its own in each layer.
 def pass_size(prompts: int, width: int, longest: int, settings: Settings) -> PassSize:
     """Returns the size of a pass over known text: that of prompts, or of a row of `longest`."""
     positions = settings.piece or width
-    most = max(prompts * -(-width // positions), -(-longest // positions))
+    # The pieces of one row attend to all of it, each for itself: few of those at a time.
+    most = max(prompts * -(-width // positions), min(PIECES, -(-longest // positions)))
     pieces = PIECES if settings.piece else max(1, PASS_TOKENS // positions)
     return PassSize(min(pieces, most), positions)
 
@@ -169,8 +170,8 @@ def _all_waiting(
         least = smallest_pool(count, width, longest - width, 0, size)
         if number < least:
             raise ValueError(
-                f"{number} pages of {size} positions for {count} prompts and rows of {longest};"
-                f" {least} are the fewest"
+                f"rollout.engine.pages is {number}, of {size} positions, for {count} prompts and"
+                f" rows of {longest}; {least} are the fewest"
             )
         wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
         pages = grow(no_pages(number, seats + count, of_row), jnp.pad(wanted, (seats, 0)))

@@ -69,7 +69,7 @@ class Settings(NamedTuple):
     stop: StopStrings | None = None
     """What ends a response beside an end token."""
     verification: Verification = PLAIN
-    """How drafts are drawn and compared with the target; what is sampled is the same."""
+    """How drafts are drawn and compared with the target; the distribution is the same."""
 
 
 class _Round(NamedTuple):

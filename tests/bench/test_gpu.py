@@ -58,9 +58,9 @@ def printed_error(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("gpu --size tiny --prepare x --hardware h1000", ["--hardware h1000", "h100, h200"]),
         ("gpu --size tiny --prepare x --programs y --hardware h100", ["--prepare", "--programs"]),
         ("gpu --size tiny --programs nowhere", ["--programs nowhere", "no folder"]),
-        ("gpu --size tiny --new 4", ["--new 4", "at least 8"]),
+        ("gpu --size tiny --new 4", ["--new 4", "at least 16"]),
         ("gpu --size tiny --acceptance 5", ["--acceptance is 5", "at most 4"]),
-        ("gpu --size tiny --draft_vocab 1000", ["--draft_vocab 1000", "--vocab 512"]),
+        ("gpu --size tiny --draft_vocab 1000", ["--draft_vocab 1000", "--vocab 512", "at most"]),
         ("gpu --size tiny --rows 100000000", ["--rows", "100000000"]),
     ],
 )
@@ -80,6 +80,15 @@ def test_a_file_of_something_else_is_not_overwritten(
         error = printed_error(f"gpu --size tiny --sections 0 --out {file}", capsys)
         assert str(file) in error
         assert file.read_text() == content
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out.json"
+    error = printed_error(f"gpu --size tiny --sections 0 --out {out}", capsys)
+    assert f"{out} cannot be written" in error
 
 
 def installed(**versions: str) -> Any:
@@ -329,7 +338,7 @@ def test_a_section_that_fails_does_not_end_the_run(
         section = command.PARTS[number]._replace(recipes=lambda plan: [], measure=measure)
         monkeypatch.setitem(command.PARTS, number, section)
     file = tmp_path / "out.json"
-    assert main(["gpu", "--size", "tiny", "--sections", "2,3", "--out", str(file)]) == 0
+    assert main(["gpu", "--size", "tiny", "--sections", "2,3", "--out", str(file)]) == 1
     captured = capsys.readouterr()
     assert "section 2 FAILED: ZeroDivisionError: no kernel ran" in captured.out
     assert "not there, or in part: section 2" in captured.out

@@ -2,6 +2,8 @@
 draft's acceptance."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
+from jaxspec.host import round_cost
 from jaxspec.host.round_cost import measured_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
@@ -74,6 +77,31 @@ def test_costs_are_measured_once_and_kept_for_the_machine_model_and_shape(folder
     assert chooser_of(auto).round_cost.shape == (4, 3, 1)
     chooser_of(DraftConfig(kind="model", draft_length="auto"))
     assert len(list(folder.iterdir())) == 2
+
+
+NAME_OF_THE_FILE = """
+from pathlib import Path
+from tests.host.test_round_cost import MODEL, file_of
+print(file_of().name)
+"""
+
+
+def file_of() -> Path:
+    config = tiny_config(
+        MODEL, rollout=RolloutConfig(draft=DraftConfig(draft_length="auto", vocab=8))
+    )
+    return round_cost._file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
+
+
+def test_another_process_finds_the_costs(folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", NAME_OF_THE_FILE],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.strip() == file_of().name
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.length_chooser import TIMES, TimedCosts
-from jaxspec.state import RUNNING, Prompts, Ready, TrainState
+from jaxspec.state import EOS, RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.tables import load_table
 from tests.conftest import (
@@ -205,6 +205,25 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     one_slice(at.begin(ready, at.prompts))
     assert calls == [round_cost.LOOK_EVERY]
     np.testing.assert_array_equal(timer.end(), seen.cost)
+
+
+def test_rounds_that_were_not_all_run_are_no_measurement() -> None:
+    """Where all rows have ended, a call has run less rounds than it was asked for."""
+    at = engine()
+    ready = weights(at.generator, alike=True)
+    costs = TimedCosts(np.asarray(predicted_chooser(at.generator, ready).round_cost), final=False)
+    timer = RoundTimer(at.generator)
+    running = at.begin(ready, at.prompts)
+    assert timer._cell(running) == (0, 0)
+
+    def ends(ready: Ready, running: DecodeState, rounds: np.int32) -> DecodeState:
+        status = jnp.full_like(running.rollout.status, EOS)
+        return running.replace(rollout=running.rollout.replace(status=status))
+
+    before = costs.table.copy()
+    timer._one_slice(costs, ends, ready, running)
+    np.testing.assert_array_equal(costs.table, before)
+    assert not costs.has_all_lengths
 
 
 def a_state(step: Step) -> TrainState:

@@ -85,13 +85,13 @@ def prepare(options: GpuOptions) -> int:
 
 
 def measure(options: GpuOptions) -> int:
-    """Measures the sections."""
+    """Measures the sections; the exit status is 1 if a part of any failed."""
     end = time.monotonic() - process_seconds() + options.budget
     plan, driver = open_plan(options)
     screen = Screen()
     say = _sayer(screen)
     target = target_of(plan)
-    results = Results(Path(options.out), target._asdict())
+    results = Results(Path(options.out), target._asdict() | options.measured)
     sections = []
     for number in options.chosen_sections:
         if options.again or not results.has(number):
@@ -104,18 +104,19 @@ def measure(options: GpuOptions) -> int:
     )
     # all at once: threads take them in this order
     programs.expect(recipes_of(plan, sections))
-    late = []
+    late, failed = [], False
     with contextlib.closing(programs):
         for number in sections:
             if not _section(run, number):
                 late.append(number)
+            failed |= bool(run.failed)
     if late:
         say(
             f"not there, or in part: {', '.join(f'section {number}' for number in late)}; the same"
             f" command goes on with these (--budget is {options.budget:g} seconds)"
         )
     print(json.dumps(results.line), flush=True)
-    return 0
+    return 1 if failed else 0
 
 
 def _section(run: GpuRun, number: int) -> bool:
@@ -125,15 +126,16 @@ def _section(run: GpuRun, number: int) -> bool:
         run.say(f"section {number} is left out: {max(run.left, 0):.0f} s are left")
         return False
     run.screen.rule(f"{number}  {SECTIONS[number]}  ({run.left:.0f} s left)", align="left")
-    run.left_out, began = [], time.monotonic()
+    run.left_out, run.failed, began = [], [], time.monotonic()
     try:
         found = PARTS[number].measure(run)
     except Exception as error:  # noqa: BLE001 - minutes on a card are too few to lose the rest
         traceback.print_exception(error)
         found = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        run.failed.append(f"section {number}")
         run.say(f"section {number} FAILED: {found['failed']}")
     seconds = time.monotonic() - began
-    complete = not run.left_out and "failed" not in found
+    complete = not (run.left_out or run.failed)
     run.results.add(number, found | {"seconds": seconds}, complete)
     run.say(f"section {number} took {seconds:.0f} s, and is in {run.results.file}")
     return complete

@@ -27,6 +27,10 @@ Acceptance = Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1)]
 StepModel = Literal["lora", "full", "1.7b"]
 
 
+REPEATS = 3
+"""Timed slices of rounds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions(Checked, prefix="--"):
     """What `bench gpu` measures; the defaults are those of --size."""
@@ -118,17 +122,24 @@ class GpuOptions(Checked, prefix="--"):
             "--prepare FOLDER and --hardware NAME go together: the card that programs are compiled"
             " for; give both or none",
         )
-        require(bool(self.rows and self.few), "--rows and --few need a number of rows each")
-        longest = max(self.draft_length, *self.other_lengths, 0)
         require(
-            2 * (longest + 1) <= min(self.new, self.answer, self.step_new),
-            f"an answer (--new {self.new}, --answer {self.answer}, --step_new {self.step_new}) must"
-            f" have two rounds of --draft_length or --other_lengths {longest}; make it at least"
-            f" {2 * (longest + 1)}",
+            bool(self.rows and self.few),
+            f"--rows is {self.rows} and --few {self.few}; give a number of rows each, such as 64",
         )
+        longest = max(self.draft_length, *self.other_lengths, 0)
+        for names, answer, rounds in (
+            ("--new", self.new, REPEATS + 1),
+            ("--answer or --step_new", min(self.answer, self.step_new), 2),
+        ):
+            require(
+                rounds * (longest + 1) <= answer,
+                f"{names} {answer} has less than {rounds} rounds of --draft_length or"
+                f" --other_lengths {longest}; make it at least {rounds * (longest + 1)}",
+            )
         require(
             self.draft_vocab <= self.vocab,
-            f"--draft_vocab {self.draft_vocab} is larger than --vocab {self.vocab}",
+            f"--draft_vocab {self.draft_vocab} is larger than --vocab {self.vocab}; give at most"
+            " as many ids",
         )
         most = max(*self.rows, *self.few, self.step_prompts * self.group)
         tokens = max(self.prompt + max(self.new, self.answer), self.step_prompt + self.step_new)
@@ -162,6 +173,11 @@ class GpuOptions(Checked, prefix="--"):
     def lora_rank(self) -> int:
         """Rank of the adapters that a step trains; 0: it trains all weights."""
         return 16 if self.step_model == "lora" else 0
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What is measured of these sizes."""
+        return {name: getattr(self, name) for name in ("rows", "few", "other_lengths")}
 
     @property
     def sizes(self) -> dict[str, Any]:

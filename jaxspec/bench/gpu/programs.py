@@ -42,10 +42,6 @@ class Recipe:
     donate: tuple[int, ...] = ()
     options: Options = field(default_factory=dict)
     """Of the compiler, beside those of the card."""
-    out_shardings: Any = None
-    """None: everything is on the one device."""
-    served: bool = True
-    """Whether it may come from a folder."""
 
 
 class NotMade(Exception):
@@ -93,7 +89,7 @@ def compile_recipe(recipe: Recipe, mesh: Mesh, options: Options) -> Any:
         lowered = jax.jit(
             lambda *given: recipe.function(*given),
             donate_argnums=recipe.donate,
-            out_shardings=whole if recipe.out_shardings is None else recipe.out_shardings,
+            out_shardings=whole,
         ).lower(*arguments)
         return lowered.compile(compiler_options={**options, **recipe.options})
 
@@ -184,7 +180,7 @@ class Programs:
                 self._quiet.notify_all()
 
     def _loaded_or_compiled(self, recipe: Recipe, began: float) -> Made:
-        if self._folder is not None and recipe.served:
+        if self._folder is not None:
             if recipe.name in self._folder:
                 try:
                     program = self._folder.load(recipe.name, [*self.mesh.devices.flat])
@@ -221,7 +217,7 @@ def save_all(
 ) -> list[str]:
     """Compiles programs into a folder, but those that it has; returns those that failed."""
     options, lock, failed = device_options(mesh), threading.Lock(), []
-    missing = [recipe for recipe in recipes if recipe.served and not folder.intact(recipe.name)]
+    missing = [recipe for recipe in recipes if not folder.intact(recipe.name)]
     say(f"{len(recipes) - len(missing)} of {len(recipes)} programs are in {folder.folder} already")
     done = 0
 

@@ -17,7 +17,7 @@ class Results:
         """Reads what a file has of the same identity.
 
         Raises:
-          ConfigError: it is not such a file.
+          ConfigError: it is not such a file, or cannot be written.
         """
         self.file, self._runs = file, []
         if file.exists():
@@ -29,6 +29,7 @@ class Results:
             same = [{"identity": identity, "sections": {}}]
             self._runs += same
         self._run = same[-1]
+        self._write()  # before anything is measured that could not be kept
 
     def has(self, section: int) -> bool:
         """Whether a section is there, whole."""
@@ -41,6 +42,9 @@ class Results:
     def add(self, section: int, found: dict[str, Any], complete: bool) -> None:
         """Adds a section and writes the file."""
         self._run["sections"][str(section)] = {**found, "complete": complete, "at": now()}
+        self._write()
+
+    def _write(self) -> None:
         content = {"format": _FORMAT, "runs": self._runs}
         write_whole(self.file, json.dumps(content, indent=1))
 

@@ -44,7 +44,9 @@ class GpuRun:
     end: float
     """By the monotonic clock."""
     left_out: list[str] = field(default_factory=list)
-    """Of the section that is measured, for want of time."""
+    """Parts of the section that is measured, left out for want of time."""
+    failed: list[str] = field(default_factory=list)
+    """Parts of it that failed."""
 
     @property
     def options(self) -> GpuOptions:
@@ -89,9 +91,11 @@ class GpuRun:
             reason = str(error)
             if self.left <= 0:
                 self.left_out.append(name)
+                return {"left_out": reason}
         except jax.errors.JaxRuntimeError as error:
             # one cell that does not fit the device is no reason to lose the others
             reason = first_line(error)
+        self.failed.append(name)
         self.say(f"{name} FAILED: {reason}")
         return {"failed": reason}
 

@@ -46,7 +46,8 @@ class Compared(NamedTuple):
 class Verification(NamedTuple):
     """How drafts are drawn and compared; both functions take the same distributions of them."""
 
+    name: str
     draw: Callable[..., Int[Array, " B"]]
     """(draft logits [B W], their ids, the target's vocabulary, processing, produced, factor,
-    whether that may be 0, noise) -> tokens."""
+    may_be_zero, noise) -> tokens."""
     compare: Callable[[Block], Compared]

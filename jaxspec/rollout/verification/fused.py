@@ -5,8 +5,9 @@
 3. The token after the cut, at that one position of a row.
 
 Everything between is computed element by element inside each pass. The form is for processing that
-does the same, without top-k, top-p or temperature 0. The plain form is its twin: it draws the same
-tokens, but for rounding.
+does the same, without top-k, top-p or temperature 0. The plain form is its twin: of given drafts it
+keeps and draws the same tokens, but for rounding. Drafts from a vocabulary of their own are other
+draws of the same distribution.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,7 @@ def draw(
 
 
 class _Known(NamedTuple):
-    """Small arrays, from which all that is asked of target and draft follows with their logits."""
+    """Summaries of each distribution; log-probabilities follow from them and the logits."""
 
     ids: Int[Array, " W"] | None
     """The draft's vocabulary; None: the target's."""
@@ -88,7 +89,7 @@ def compare(block: Block) -> Compared:
     )
 
 
-FUSED = Verification(draw, compare)
+FUSED = Verification("fused", draw, compare)
 
 
 def _places(ids: Int[Array, " W"], vocab: int) -> Int[Array, " V"]:

@@ -43,7 +43,7 @@ def compare(block: Block) -> Compared:
     )
 
 
-PLAIN = Verification(draw, compare)
+PLAIN = Verification("plain", draw, compare)
 
 
 def distributions(

@@ -26,9 +26,7 @@ LONGEST = 240.0
 def executed_alone(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
     """Runs a variant twice in another process; a crash is a result."""
     options = plan.options
-    words = {name: getattr(options, name) for name in options.sizes} | {
-        "programs": options.programs
-    }
+    words = options.sizes | options.measured | {"programs": options.programs}
     command = [sys.executable, "-m", "jaxspec.bench.gpu.sections.alone", json.dumps(words), name]
     variables = {
         # this process has reserved most of the device's memory
@@ -58,7 +56,9 @@ def executed_alone(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     """Executes the named variant twice, and prints its tokens."""
-    options = GpuOptions(**json.loads(words[0]))
+    given = json.loads(words[0])
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    options = GpuOptions(**given | lists)
     plan, _ = open_plan(options)
     variant = greedy.variants(plan)[words[1]]
     folder = opened_folder(plan, lambda message: None)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.bench.gpu.cells import whole_on
 from jaxspec.bench.gpu.programs import Recipe
 from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Plan
+from jaxspec.compiled.counts import ATTENTION
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal
 from jaxspec.mesh import on_each_shard, plain_twins, replicated
@@ -92,8 +93,6 @@ def _text_inputs(plan: Plan) -> tuple[Any, ...]:
     return *arrays[:3], first[None], arrays[3]
 
 
-_TARGETS = "mosaic_gpu", "__gpu$xla.gpu.triton"
-"""Beginnings of the names by which programs call kernels."""
 _CHECKS: dict[str, tuple[Callable, Callable[[Plan], tuple[Any, ...]]]] = {
     "pages": (_attend_pages, _page_inputs),
     "texts": (_attend_texts, _text_inputs),
@@ -140,7 +139,7 @@ def _compared(run: GpuRun, name: str) -> dict[str, Any]:
         one, other = (np.asarray(leaf, np.float32) for leaf in (one, other))
         errors.append(float(np.abs(one - other).max() / np.abs(other).max()))
     text = made.program.as_text()
-    kernel = any(f'custom_call_target="{target}' in text for target in _TARGETS)
+    kernel = any(f'custom_call_target="{target}' in text for target in ATTENTION)
     return {
         "kernel": kernel,
         "errors": errors,

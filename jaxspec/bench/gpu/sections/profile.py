@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
 
 def profiled_cells(options: GpuOptions) -> list[Cell]:
-    """Plain steps and rounds of the cells of section 2 with most rows that are also in 3."""
+    """Plain steps and rounds of as many rows as the last of `--few` says."""
     lengths = 0, options.draft_length
     return [Cell(options.few[-1], each, options.new, options.draft_vocab) for each in lengths]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.bench.gpu.cells import Cell
 from jaxspec.bench.gpu.device import wait_for
-from jaxspec.bench.gpu.options import GpuOptions
+from jaxspec.bench.gpu.options import REPEATS, GpuOptions
 from jaxspec.bench.gpu.programs import Recipe
 from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Plan, Section
 from jaxspec.bench.measure import draw_rounds
@@ -19,8 +19,6 @@ from jaxspec.mesh import replicated
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.state import FAILED, RUNNING, Ready
 
-REPEATS = 3
-"""Timed slices of rounds."""
 MOST_ROUNDS = 32
 """Of a slice."""
 
