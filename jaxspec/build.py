@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import DraftConfig, ResolvedConfig
-from jaxspec.drafts import schedule
+from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.own_code import imported, told
@@ -26,7 +26,6 @@ from jaxspec.models.weight_layout import WeightLayout, fastest
 from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, Objective
 from jaxspec.rl.learner import Learner
-from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.round import Settings

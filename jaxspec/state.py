@@ -275,7 +275,7 @@ class GeneratorState(Tree):
 
     overlap_by_factor: Float[AnyArray, "K F"]
     """Decayed sums from which the draft's temperature is chosen; see
-    `rollout/draft_temperature.py`."""
+    `drafts/draft_temperature.py`."""
     trend: AcceptanceTrend
     """Whether the draft is worth training; see `drafts/schedule.py`."""
     chooser: LengthChooser | None = None

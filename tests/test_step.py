@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.draft_temperature import DECAY, GRID
+from jaxspec.drafts.draft_temperature import DECAY, GRID
 from jaxspec.state import Finished
 from jaxspec.step import Step
 from tests.whole_step import (

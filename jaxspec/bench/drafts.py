@@ -25,6 +25,7 @@ from jaxspec.config.check import check
 from jaxspec.config.cli import take_option
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_sets
+from jaxspec.drafts import draft_temperature
 from jaxspec.host.batches import Batches
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft
@@ -35,7 +36,7 @@ from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import draft_temperature, length_chooser
+from jaxspec.rollout import length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics
 from jaxspec.rollout.round import by_matching
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
@@ -72,7 +73,7 @@ class Bench:
     ready: Ready
     call: TimedGeneration
     measured: Float[Array, "K F"]
-    """Of the draft temperatures; see `rollout/draft_temperature.py`."""
+    """Of the draft temperatures; see `drafts/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Rollouts that are measured, on the host."""
     round_seconds: list[float] = field(default_factory=list)

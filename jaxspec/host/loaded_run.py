@@ -19,13 +19,13 @@ from jaxspec.config.check import check
 from jaxspec.config.settings import DraftConfig, LossConfig, MeshConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
+from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
 from jaxspec.host.runner import abstract, ahead, ahead_with, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.inputs.checked import read_from, require
 from jaxspec.inputs.streams import Stream
-from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState

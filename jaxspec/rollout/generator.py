@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, Num
 
-from jaxspec.drafts import schedule
+from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.inputs.streams import stream_key
 from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
@@ -24,8 +24,8 @@ from jaxspec.models.weight_layout import (
     shard_specs,
     with_even_vocabulary,
 )
-from jaxspec.rollout import draft_temperature, length_chooser
 from jaxspec.rollout import generate as loop
+from jaxspec.rollout import length_chooser
 from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.round import Settings

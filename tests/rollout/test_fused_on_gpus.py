@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.compiled.counts import Counted
 from jaxspec.compiled.hardware import HARDWARE, Card
 from jaxspec.compiled.text import Instruction, Program, Shape
+from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.base import Proposal
-from jaxspec.rollout import draft_temperature
 from jaxspec.rollout.verification.block import Block
 from jaxspec.rollout.verify import block_rule, leading, match_rule
 from jaxspec.sampling import Processing, Uniforms, level_count

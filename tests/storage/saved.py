@@ -10,8 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.drafts import schedule
-from jaxspec.rollout import draft_temperature
+from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.rollout import draft_temperature
+from jaxspec.drafts import draft_temperature
 from jaxspec.rollout.acceptance import no_statistics
 from jaxspec.state import Statistics
 
