@@ -73,7 +73,8 @@ def summarize(
     hot = each > 0
     divisor = (jnp.where(hot, each, 1) if may_be_zero else each)[..., None]
     tempered = _in_parts(logits / divisor, -jnp.inf)
-    weights = jnp.where(tempered == -jnp.inf, 0, 1).astype(logits.dtype)
+    # also of what is impossible, which any other logit outweighs: telling them would be a pass
+    weights = jnp.ones_like(tempered)
     nothing = jnp.zeros_like(weights)
     places = jnp.arange(math.prod(tempered.shape[-2:]), dtype=jnp.int32)
     places = places.reshape(tempered.shape[-2:]) if may_be_zero else jnp.int32(0)
@@ -90,14 +91,15 @@ def summarize(
     start = _Sums(jnp.full_like(zero, -jnp.inf), zero, zero, zero, jnp.int32(0), jnp.bool_(True))
     for _ in range(2):  # each part, then all parts
         sums = lax.reduce(sums, start, _joined, (sums.largest.ndim - 1,))
-    log_total = jnp.where(jnp.isfinite(sums.largest), jnp.log(sums.total), jnp.nan)
+    total = jnp.where(jnp.isfinite(sums.largest), sums.total, jnp.nan)
+    log_total = jnp.log(total)
     entropy = log_total - sums.moment / sums.total
     if may_be_zero:
         certain = jnp.where(sums.largest > -jnp.inf, zero, jnp.nan)
         log_total, entropy = (jnp.where(hot, part, certain) for part in (log_total, entropy))
     return (
         Summary(each, sums.largest, sums.place, log_total),
-        Moments(entropy, sums.outside / sums.total, sums.finite),
+        Moments(entropy, sums.outside / total, sums.finite),
     )
 
 
@@ -112,15 +114,14 @@ def _in_parts(values: Array, fill: float | bool) -> Array:
 def _joined(left: _Sums, right: _Sums) -> _Sums:
     """The sums of two parts of a vocabulary (online softmax)."""
     ahead = left.largest >= right.largest
-    gap = -jnp.abs(left.largest - right.largest)
-    # of a part without a possible token, which is -inf below any other and level with its like
-    gap = jnp.where((gap == -jnp.inf) | (left.largest == right.largest), 0, gap)
+    # also of two parts without a possible token
+    level = left.largest == right.largest
+    gap = jnp.where(level, 0, -jnp.abs(left.largest - right.largest))
     shrinks = jnp.exp(gap)
+    gap = jnp.where(gap == -jnp.inf, 0, gap)
     high = _Sums(*(jnp.where(ahead, *parts) for parts in zip(left, right, strict=True)))
     low = _Sums(*(jnp.where(ahead, *parts) for parts in zip(right, left, strict=True)))
-    first = jnp.where(
-        left.largest == right.largest, jnp.minimum(left.place, right.place), high.place
-    )
+    first = jnp.where(level, jnp.minimum(left.place, right.place), high.place)
     return _Sums(
         lax.max(left.largest, right.largest),
         high.total + shrinks * low.total,
