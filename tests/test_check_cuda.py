@@ -55,6 +55,11 @@ def test_a_step_is_compiled_for_the_named_gpu(told: dict[str, Any]) -> None:
     assert told["work"]["a round"]["kernels"] > 10
 
 
+def test_the_host_has_no_say_within_a_round(told: dict[str, Any]) -> None:
+    """A loop inside would cut the round's CUDA graph in parts, and be read back at each turn."""
+    assert told["work"]["a round"]["loops_outside_command_buffers"] == 0
+
+
 def test_collectives_of_a_round_are_between_tensor_peers_and_a_sync_gathers_once(
     told: dict[str, Any],
 ) -> None:
