@@ -214,7 +214,7 @@ def test_folders_go_away_however_a_program_ends(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     deep = f"import os\nfor _ in range(1200):\n    os.mkdir('d'); os.chdir('d')\n{RIGHT}"
-    with RewardPool(2, DEADLINE) as own:
+    with RewardPool(2, 3 * DEADLINE) as own:
         assert passes(own, deep) is True
         assert passes(own, "open('big', 'w').write('0' * 10**5)\nwhile True: pass") is not True
         assert passes(own, RIGHT) is True

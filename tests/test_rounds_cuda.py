@@ -1,0 +1,124 @@
+"""Rounds of Qwen3-8B's layers, compiled for GPUs that are not there: nothing large is copied, and
+the host has no say within a round."""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.build import build_step
+from jaxspec.compiled.counts import Counted, Turn
+from jaxspec.compiled.text import Instruction, Program
+from jaxspec.config.presets import QWEN3_8B, as_published
+from jaxspec.config.settings import (
+    BatchConfig,
+    DataConfig,
+    DraftConfig,
+    EngineConfig,
+    MeshConfig,
+    RolloutConfig,
+)
+from jaxspec.host.runner import abstract, placed
+from jaxspec.inputs.spec import LoraConfig
+from tests import cuda
+from tests.conftest import tiny_config
+
+pytestmark = cuda.needs_plugin
+
+LAYERS, SLOTS, PAGES, LENGTH = 4, 64, 600, 3
+KERNELS_OUTSIDE = 190
+"""Of a round, outside the policy's layers, with the head of the draft and its three drafts."""
+
+
+class Rounds(NamedTuple):
+    program: Program
+    round: Turn
+    smallest: int
+    """Bytes of a device's part of the smallest product's weight but keys' and values'."""
+    cache: int
+    """Bytes of a device's part of a layer's keys."""
+
+
+@functools.cache
+def rounds(lora: int, tensor: int) -> Rounds:
+    model = as_published(replace(QWEN3_8B, layers=LAYERS, dtype="bfloat16", remat=True))
+    config = tiny_config(
+        model,
+        lora=LoraConfig(rank=lora),
+        rollout=RolloutConfig(
+            max_new_tokens=1024,
+            draft=DraftConfig(draft_length=LENGTH, vocab=32_000),
+            engine=EngineConfig(tail=False, slots=SLOTS, page_size=64, pages=PAGES),
+        ),
+        batch=BatchConfig(prompts=16, group_size=4),
+        data=DataConfig(max_prompt_length=1024),
+        mesh=MeshConfig(tensor=tensor),
+    )
+    mesh = cuda.mesh_of(cuda.H200, tensor=tensor)
+    step = build_step(config, mesh, (1,), model.vocab)
+    state, _, prompts = abstract(step, 16)
+    generator = step.generator
+    synced = cuda.compiled(step.sync, mesh, state)
+    with jax.numpy_dtype_promotion("standard"):
+        shapes = jax.eval_shape(step.sync, state)
+    ready = jax.tree.map(placed, shapes, synced.output_shardings)
+    made = cuda.compiled(generator.generate, mesh, ready, prompts)
+    program = Program(made.as_text())
+    parts = Counted(program, dict(mesh.shape)).parts({"generate": 1.0}, {"generate"})
+    found = parts.largest("generate", "rounds")
+    assert found is not None
+    size = jnp.dtype(model.dtype).itemsize
+    return Rounds(
+        program,
+        found,
+        model.embed * model.heads * model.head_size * size // tensor,
+        PAGES * 64 * model.kv_heads * model.head_size * size // tensor,
+    )
+
+
+def copies(found: Rounds) -> Iterator[Instruction]:
+    """Kernels of a round that do nothing but copy."""
+    computations = found.program.computations
+    for name in found.round.computations:
+        for each in computations[name]:
+            roots = [
+                inner.opcode
+                for called in (found.program.called(each) if each.opcode == "fusion" else [])
+                for inner in computations[called]
+                if inner.root
+            ]
+            if {each.opcode, *roots} & {"copy", "transpose", "copy-start"}:
+                yield each
+
+
+CASES = pytest.mark.parametrize(
+    ("lora", "tensor"), [(0, 1), (16, 1), (0, 4)], ids=["full", "lora", "tensor 4"]
+)
+
+
+@CASES
+def test_no_weight_and_no_cache_is_copied(lora: int, tensor: int) -> None:
+    found = rounds(lora, tensor)
+    large = min(found.smallest, found.cache)
+    assert [each.name for each in copies(found) if each.bytes >= large] == []
+    assert found.cache >= found.smallest
+
+
+@CASES
+def test_a_round_has_no_loop_and_few_kernels(lora: int, tensor: int) -> None:
+    found = rounds(lora, tensor)
+    assert found.round.cost.loops == 0
+    within = [
+        each
+        for name in found.round.computations
+        for each in found.program.computations[name]
+        if re.search(r"jit\(layer\)", each.scope)
+    ]
+    assert within
+    kernels = found.round.cost.kernels
+    assert 10 * LAYERS < kernels < 15 * LAYERS + KERNELS_OUTSIDE + 12 * LAYERS * (tensor > 1)
