@@ -32,6 +32,9 @@ if (($# == 0)); then
   tests=(
     tests/test_cuda.py
     tests/test_check_cuda.py
+    tests/test_cuda_head.py
+    tests/test_rounds_cuda.py
+    tests/rollout/test_fused_on_gpus.py
     tests/bench/test_gpu_cuda.py
     tests/kernels
     tests/rl/test_learner.py::test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows
