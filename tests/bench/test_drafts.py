@@ -278,7 +278,9 @@ sys.exit(main(sys.argv[1:]))
     told = printed(command, variables, repository, timeout=900)
     *before, last = told.splitlines()
     line = json.loads(last)
-    assert line.keys() == {"bench", "machine", "versions", "answers", "generic", "rows"}
+    wanted = {"bench", "machine", "versions", "answers", "generic", "synthetic_acceptance", "rows"}
+    assert line.keys() == wanted
+    assert line["synthetic_acceptance"] == 0
     assert line["generic"] == str(tmp_path / "head")
     assert (line["bench"], line["answers"]) == ("drafts", 48)  # three batches of 16
     assert line["versions"].keys() == {"python", "jaxspec", "jax", "flax"}
