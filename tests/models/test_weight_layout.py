@@ -54,6 +54,9 @@ LAYOUTS = {
         fused=True, transposed=("qkv",), blocked=EVERY[1:]
     ),
     "fused, unrolled, in parts": WeightLayout(fused=True, unrolled=True, split=EVERY),
+    "fused, in parts, one transposed": WeightLayout(
+        fused=True, transposed=("down",), split=("qkv", "output", "gate_up", "head")
+    ),
 }
 LLAMA = FamilySpec(model_type="llama", query_key_norm=False)
 BIASES = FamilySpec(model_type="llama", query_key_norm=False, attention_bias=True, output_bias=True)
