@@ -7,6 +7,9 @@ threads of the machine wait for each other. So wherever loops have collectives, 
 and after is tied to them by data; `lax.optimization_barrier` is gone by the time a program runs.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from jaxspec.mesh import TENSOR, accelerated, on_each_member
+from jaxspec.mesh import ROLLOUT_RULES, TENSOR, accelerated, on_each_member, shardings
 
 WHOLE = P()
 Sign = Bool[Array, ""]
@@ -40,6 +43,17 @@ def computed(leaf: Array, spec: P = WHOLE) -> Sign:
     # Each member looks at its own part, and finds what the others find.
     peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
     return on_each_member(here, peers, P())(leaf)
+
+
+def all_computed(tree: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]) -> Sign:
+    """Returns a sign of all leaves of `tree`, which lie as generation reads them."""
+
+    def here(tree: Any) -> Sign:
+        return jnp.all(jnp.stack([computed(part) for part in jax.tree.leaves(tree) if part.size]))
+
+    layout = shardings(mesh, tree, axes, ROLLOUT_RULES)
+    specs = jax.tree.map(lambda sharding: sharding.spec, layout)
+    return jax.shard_map(here, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(tree)
 
 
 def after(value: Array, signs: list[Sign]) -> Array:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.inputs.streams import stream_key
+from jaxspec.kernels.order import after, all_computed, computed, needed_on
 from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast
@@ -203,10 +204,14 @@ class Generator:
         networks = to_rollout(
             (merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
         )
+        version = jnp.asarray(version, jnp.int32)
+        # prefill does not read all weights, and would run beside the collectives of the others
+        if needed_on(self.mesh):
+            version = after(version, [all_computed(networks, self.mesh, LOGICAL_AXES)])
         target, network = map(laid_out, networks, self.weight_layouts)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, choice=choice, chooser=state.chooser)
-        return Ready(target=target, drafter=drafter, version=jnp.asarray(version, jnp.int32))
+        return Ready(target=target, drafter=drafter, version=version)
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
@@ -215,6 +220,9 @@ class Generator:
     @jax.named_scope("generate")
     def generate(self, ready: Ready, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
+        if needed_on(self.mesh):
+            lengths = after(prompts.lengths, [computed(ready.version)])
+            prompts = prompts.replace(lengths=lengths)
         rollout = loop.generate(
             ready.target,
             ready.drafter,
