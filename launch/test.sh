@@ -9,6 +9,8 @@ if [[ ${1-} == --slow ]]; then
   marks=slow
   shift
 fi
+# Each of some hundred programs that tests start would translate the package anew.
+unset PYTHONDONTWRITEBYTECODE
 workers=0
 if (($(getconf _NPROCESSORS_ONLN) > 1)); then workers=2; fi
 # Fixtures compile programs, so the tests of one file share a worker. The files come in the order that conftest.py gives them,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import signal
@@ -69,6 +70,8 @@ from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
 from jaxspec.storage.cache import cache_folder  # noqa: E402
 
+# Traced programs are many objects. Looking through them for garbage would be a tenth of the time.
+gc.set_threshold(200_000, 20, 100)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")

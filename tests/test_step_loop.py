@@ -161,12 +161,8 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("data", "tensor", "kind", "rank", "algorithm"),
     [
-        (4, 2, "eagle3", 0, {}),
         (8, 1, "eagle3", 0, {}),
-        (4, 2, "mtp", 0, {}),
-        (4, 2, "model", 0, {}),
-        (4, 2, "eagle3", 2, {}),
-        (4, 2, "eagle3", 0, TWO_UPDATES),
+        (4, 2, "mtp", 0, TWO_UPDATES),
         (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
         (2, 2, "eagle3", 0, {"model": WITH_EXPERTS}),
         (4, 1, "model", 2, {"model": WITH_EXPERTS} | TWO_UPDATES),

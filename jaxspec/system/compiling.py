@@ -51,7 +51,8 @@ class CompileProgress:
     def __init__(self, title: str, file: Path, tell: Tell | None = None) -> None:
         """Seconds are kept in `file`. Lines go to `tell`, if it is given."""
         self._title, self._file, self._tell = title, file, tell
-        self._console = Screen(quiet=jax.process_index() != 0)
+        # what a program prints for others to read is on the standard output
+        self._console = Screen(quiet=jax.process_index() != 0, stderr=True)
         self._ended = threading.Event()
         # The compiler does not return before it is done, so that only a thread can speak meanwhile.
         self._thread = threading.Thread(target=self._watch, name="compile progress", daemon=True)

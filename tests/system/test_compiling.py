@@ -34,14 +34,14 @@ def test_what_takes_long_is_told_now_and_then(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compile_for(0.5, file)
-    first = capsys.readouterr().out.splitlines()
+    first = capsys.readouterr().err.splitlines()
     assert first == ["compiling the step: 0 s so far, for the first time here"] * 2
     kept = json.loads(file.read_text())
     assert kept["program"] == "the step"
     assert 0.5 <= kept["seconds"] < 5
     file.write_text(json.dumps(kept | {"seconds": 94.6}))
     compile_for(0.2, file)
-    assert capsys.readouterr().out == "compiling the step: 0 s so far, 95 s the last time\n"
+    assert capsys.readouterr().err == "compiling the step: 0 s so far, 95 s the last time\n"
 
 
 def test_what_is_soon_there_is_not_spoken_of(
@@ -68,7 +68,7 @@ def test_damaged_seconds_count_as_none(
     file.parent.mkdir()
     file.write_text(text)
     compile_for(0.2, file)
-    assert "for the first time here" in capsys.readouterr().out
+    assert "for the first time here" in capsys.readouterr().err
 
 
 def test_seconds_that_cannot_be_kept_stop_nothing(file: Path) -> None:
@@ -95,7 +95,7 @@ def test_lines_go_where_they_are_to_go(file: Path, capsys: pytest.CaptureFixture
 def test_a_terminal_shows_a_bar_that_goes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
-        compiling, "Screen", lambda quiet: Screen(file=shown, force_terminal=True, width=100)
+        compiling, "Screen", lambda **_: Screen(file=shown, force_terminal=True, width=100)
     )
     compile_for(1.0, file)
     text = shown.getvalue()
