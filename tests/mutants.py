@@ -55,7 +55,7 @@ MUTANTS = [
         "rollout/verification/plain.py",
         "residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)",
         "residual = jnp.exp(log_weight[:, None] + target)",
-        f"{ONE_ROUND}[plain-token-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-3-3-token-no zeros]",
     ),
     Mutant(
         "5",
@@ -105,7 +105,7 @@ MUTANTS = [
         "rollout/verify.py",
         "accepted = jnp.minimum(leading(keep), offered)",
         "accepted = leading(keep)",
-        f"{ONE_ROUND}[plain-token-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-3-3-token-no zeros]",
     ),
     Mutant(
         "11",
@@ -178,7 +178,7 @@ MUTANTS = [
         "rollout/verify.py",
         "log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]",
         "log_weight = jnp.zeros_like(log_weights[:, 0])",
-        f"{ONE_ROUND}[plain-block-no zeros-3-3]",
+        f"{ONE_ROUND}[plain-3-3-block-no zeros]",
     ),
     Mutant(
         "20",
@@ -334,7 +334,7 @@ MUTANTS = [
         "rollout/verification/fused.py",
         "weighted = log_weight[:, None] + _logprobs_at(block, known, accepted, tokens)",
         "weighted = _logprobs_at(block, known, accepted, tokens)",
-        f"{ONE_ROUND}[fused-block-no zeros-3-3]",
+        f"{ONE_ROUND}[fused-3-3-block-no zeros]",
     ),
     Mutant(
         "-",

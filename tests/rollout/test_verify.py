@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.rollout.harness import BELOW_ONE, RULES
+from tests.rollout.harness import BELOW_ONE, RULES, by_form
 from tests.rollout.measured import Context, Matched, Measured, Offers, Table, constant_table
 
 pytestmark = pytest.mark.usefixtures("x64", "fast_calls", "form")
@@ -88,9 +88,13 @@ CASES: dict[str, Callable[[int, int], tuple[Table, Table]]] = {
 }
 
 
-@pytest.mark.parametrize(("vocab", "length"), [(2, 1), (2, 4), (3, 3), (4, 2), (4, 4)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", [*RULES, "match"])
+@pytest.mark.parametrize(
+    ("form", "vocab", "length"),
+    by_form([(2, 1), (2, 4), (4, 2), (4, 4)], (3, 3)),
+    indirect=["form"],
+)
 def test_one_round_then_plain_decoding_has_the_targets_law(
     rule: str, case: str, vocab: int, length: int
 ) -> None:
@@ -105,9 +109,19 @@ def offered(context: Context, length: int) -> int:
     return (3 * sum(context) + 2 * len(context) + length) % (length + 1)
 
 
-@pytest.mark.parametrize(("vocab", "length", "tokens"), [(2, 4, 5), (3, 2, 4), (4, 3, 3)])
-@pytest.mark.parametrize("case", ["zeros in both", "no zeros", "one-hot draft"])
+SEVERAL = [
+    (case, *sizes)
+    for case in ("zeros in both", "no zeros", "one-hot draft")
+    for sizes in ((3, 2, 4), (2, 4, 5), (4, 3, 3))
+]
+
+
 @pytest.mark.parametrize("rule", [*RULES, "match"])
+@pytest.mark.parametrize(
+    ("form", "case", "vocab", "length", "tokens"),
+    by_form(SEVERAL[1:], SEVERAL[0]),
+    indirect=["form"],
+)
 def test_several_rounds_have_the_targets_law(
     rule: str, case: str, vocab: int, length: int, tokens: int
 ) -> None:
