@@ -26,6 +26,10 @@ _ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
 
 
+_RESTATED = 8
+"""Values of a list that are compared with one another, at most."""
+
+
 def math_equal(reference: str, answer: str) -> bool:
     """Whether an answer equals the reference; what cannot be read is not equal."""
     left, right = (list(values_of(text)) for text in (reference, answer))
@@ -44,6 +48,8 @@ def is_readable(reference: str) -> bool:
 def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
     a, b = _regions(left, right)
     if len(a) != len(b):
+        a, b = _each_once(a), _each_once(b)
+    if len(a) != len(b):
         whole, parts = (a, b) if len(a) < len(b) else (b, a)
         inner = _elements(whole[0]) if len(whole) == 1 else None
         if inner is None or len(inner) != len(parts):
@@ -56,6 +62,17 @@ def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
     if len(groups[0]) != len(groups[1]) and 1 in map(len, groups):  # names on one side alone
         return all(map(_values_equal, a, b))
     return _matched(*groups)
+
+
+def _each_once(values: list[str]) -> list[str]:
+    """Values without those that restate an earlier one, as in `1\\frac12, or \\frac32`."""
+    if len(values) > _RESTATED:
+        return values
+    found: list[str] = []
+    for value in values:
+        if not any(_values_equal(one, value) for one in found):
+            found.append(value)
+    return found
 
 
 def _matched(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> bool:

@@ -73,11 +73,11 @@ def _close(one: Any, other: Any, decimals: int | None) -> bool:
     if not rounded and one.is_Rational and other.is_Rational:
         return one == other
     try:
-        size, apart = abs(N(other, 30, maxn=400)), abs(N(one - other, 15, maxn=400))
-        if not (size.is_Float and apart.is_number):
+        size, difference = abs(N(other, 30, maxn=400)), abs(N(one - other, 15, maxn=400))
+        if not (size.is_Float and difference.is_number):
             return True
-        if decimals is not None and not letters and apart > 0.999 / 10**decimals:
+        if decimals is not None and not letters and difference > 0.999 / 10**decimals:
             return False
-        return bool(apart <= size * (2e-6 if rounded else Rational(1, 10**60)))
+        return bool(difference <= size * (2e-6 if rounded else Rational(1, 10**60)))
     except (TypeError, ValueError, ArithmeticError):
         return True

@@ -216,6 +216,7 @@ def test_verdicts(pool: RewardPool, pairs: list[tuple[str, str]], verdict: Outco
         ("5", r"First, \boxed{3}. So the answer is \boxed{5}."),
         ("5", r"\boxed{4}. Wait, that is wrong: \boxed{5}"),
         ("5", r"\boxed{5} Final answer: \boxed{5}"),
+        ("\\frac{639}{40}", r"\boxed{15\frac{39}{40}}, or \boxed{\frac{639}{40}} inches"),
     ],
 )
 def test_final_boxes_are_one_list(pool: RewardPool, reference: str, response: str) -> None:
