@@ -34,6 +34,7 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RewardConfig,
 )
+from jaxspec.data.census import take_census
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.estimates import Difference, Estimate
@@ -165,7 +166,7 @@ def evaluate(job: Job, interrupt: Interrupt, folder: Path, run: Run | None) -> i
     """Asks what is not answered yet, and tells the results."""
     with interrupt.nothing_unsaved("starting"):
         sets = load_sets(job.config, job.tokenizer)
-        for line in remarks(job.config, sets):
+        for line in (*remarks(job.config, sets), *take_census(job.config, sets)):
             job.say(line)
         claim(job, folder, run)
         scorers = scorer_of(job.config, sets)

@@ -24,6 +24,7 @@ from jaxspec import mesh as meshes
 from jaxspec.build import automatic
 from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
+from jaxspec.data.census import take_census
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.evaluator import measured
@@ -86,6 +87,8 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             this_start = workdirs.announced(job, workdir)
             sets = load_sets(config, job.tokenizer)
             for line in (*algorithms.remarks(config), *remarks(config, sets)):
+                job.say(line)
+            for line in take_census(config, sets):
                 job.say(line)
             scorers = scorer_of(config, sets)
             text = offline_text(job)

@@ -18,7 +18,7 @@ from jaxspec.evaluation.estimates import Estimate, Tally, consensus, estimates
 from jaxspec.host.batches import Batches
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed
-from jaxspec.rewards.extract import Style, dapo_form, extract, normalise
+from jaxspec.rewards.extract import Style, dapo_form, extract, normalise, opens_thought
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.state import Prompts, Rollout
 
@@ -146,7 +146,8 @@ class Evaluator:
                         answers.setdefault(key, []).append(value)
             responses = answers.pop("responses")
             if votes:
-                answers["stated"] = [_stated(text, data.answer_style) for text in responses]
+                opened = opens_thought(calls[0].problems[first].prompt)
+                answers["stated"] = [_stated(text, data.answer_style, opened) for text in responses]
             if self._with_text:
                 answers["responses"] = responses
             problem = calls[0].problems[first]
@@ -213,9 +214,9 @@ def _answer(judged: Judged, row: int) -> dict[str, Any]:
     }
 
 
-def _stated(response: str, style: Style) -> str | None:
+def _stated(response: str, style: Style, in_thought: bool) -> str | None:
     """The answer that a response states, in the form in which votes are counted."""
-    found = extract(response, style)
+    found = extract(response, style, in_thought=in_thought)
     return None if found is None else (dapo_form if style == "dapo" else normalise)(found)
 
 

@@ -18,9 +18,29 @@ DAPO_WINDOW = 300
 """Characters from the end that DAPO's rule searches."""
 
 _LANGUAGES = "", "python", "python3", "py"
-_BRACES = re.compile(r"\\[{}]|\\boxed\s{0,8}\{|[{}]")
+_BOX = (
+    r"(?:\\(?:boxed|Boxed|fbox|framebox|bbox|ovalbox|colorbox\s{0,8}\{[^{}]{0,20}\}"
+    r"|fcolorbox\s{0,8}\{[^{}]{0,20}\}\s{0,8}\{[^{}]{0,20}\})"
+    r"|\x08oxed|(?<![a-zA-Z\\])boxed)\s{0,8}(?:\[[^][{}\n]{0,40}\]\s{0,8})?\{"
+)
+"""How the content of a box begins, in the forms that models write."""
+_BOXES = re.compile(_BOX)
+_BRACES = re.compile(rf"\\[{{}}]|{_BOX}|[{{}}]")
+_OPEN_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s{1,8}|(?=[0-9]))([-+]?[0-9a-zA-Z][^\s{}$\\]{0,80})")
+"""A box without braces."""
+GAP = 70
+"""Characters between two boxes of one list, at most."""
+_CONCLUSION = re.compile(
+    r"\b(?:so|thus|hence|therefore|final(?:ly)?|but|wait|actually|instead|correct(?:ion|ed))\b",
+    re.IGNORECASE,
+)
+"""What says that boxes before it are no part of the final answer."""
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,8}(\S[^\n]*)", re.IGNORECASE)
-_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_SPACED_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]*)?\.?")
+_LIST = re.compile(r"\s*,\s+|\s+,\s*")
+_LOOSE = re.compile(r"(?<![0-9]) | (?![0-9])")
+"""Spaces that do not part two numbers."""
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
 _DAPO_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DAPO_SPELLING = (
@@ -52,17 +72,22 @@ _DAPO_FORMS = (
 )
 
 
-def extract(text: str, style: Style) -> str | None:
-    """Return the final answer that `text` states after its last `</think>`, or None if it states
-    none.
+def extract(text: str, style: Style, *, in_thought: bool = False) -> str | None:
+    """Return the final answer that `text` states outside its thoughts, or None if it states none.
+
+    `in_thought`: the text begins inside a thought, whose first mark is in the prompt. A thought
+    that never closes holds no answer.
 
     `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced
-    \\boxed{}; `answer_line`: what follows the last `Answer:`, in or out of a box or markdown
-    emphasis; `either`: the last box, else that line; `dapo`: what follows the last `Answer:` in the
-    last 300 characters, as it stands (DAPO, arXiv 2503.14476, in its code); `code`: the last whole
-    block between ``` marks. A number that is merely the last one in the text is no answer.
+    \\boxed{}, or all final ones as a list (`final_boxes`); `answer_line`: what follows the last
+    `Answer:`, in or out of a box or markdown emphasis; `either`: the last box, else that line;
+    `dapo`: what follows the last `Answer:` in the last 300 characters, as it stands (DAPO, arXiv
+    2503.14476, in its code); `code`: the last whole block between ``` marks. A number that is
+    merely the last one in the text is no answer.
     """
-    after = text.rpartition("</think>")[2]
+    if in_thought and "</think>" not in text:
+        return None
+    after = text.rpartition("</think>")[2].partition("<think>")[0]
     if style == "code":
         return _last_program(after[-CODE_WINDOW:])
     tail = after[-WINDOW:]
@@ -80,15 +105,34 @@ def extract(text: str, style: Style) -> str | None:
     return (found or "").strip() or None
 
 
+def opens_thought(prompt: str) -> bool:
+    """Whether a response to `prompt` begins inside a thought."""
+    return prompt.rstrip().endswith("<think>")
+
+
 def normalise(answer: str) -> str:
     """Return `answer` without `$`, spaces, trailing dots and thousands commas, and a number in its
-    shortest form: `042.0` is `42`."""
-    bare = re.sub(r"\s+", "", answer.replace("\\$", "").replace("$", ""))
-    if _THOUSANDS.fullmatch(bare.rstrip(".")):
+    shortest form: `042.0` is `42`.
+
+    Spaces make lists: `1, 234` is not 1234, and `1 2` is not 12.
+    """
+    bare = answer.replace("\\$", "").replace("$", "").strip()
+    parts = [_normal_part(part) for part in _LIST.split(bare)]
+    joined = ",".join(parts)
+    return ", ".join(parts) if len(parts) > 1 and _THOUSANDS.fullmatch(joined) else joined
+
+
+def _normal_part(part: str) -> str:
+    """The normal form of one part of a list."""
+    spaced = " ".join(part.split())
+    if _SPACED_THOUSANDS.fullmatch(spaced):
+        spaced = spaced.replace(" ", "")
+    bare = _LOOSE.sub("", spaced).rstrip(".")
+    if _THOUSANDS.fullmatch(bare):
         bare = bare.replace(",", "")
-    number = _NUMBER.fullmatch(bare.rstrip("."))
+    number = _NUMBER.fullmatch(bare)
     if number is None or not (number[2] or number[3]):
-        return bare.rstrip(".")
+        return bare
     whole, fraction = number[2].lstrip("0") or "0", (number[3] or "").rstrip("0")
     size = f"{whole}.{fraction}" if fraction else whole
     return f"-{size}" if number[1] == "-" and size != "0" else size
@@ -119,17 +163,47 @@ def _after_hash(text: str) -> str | None:
     return line[0] if mark and line else None
 
 
-def _last_box(text: str) -> str | None:
-    last: tuple[int, int] | None = None
-    opened: list[tuple[bool, int]] = []  # whether a box, where its content starts
+def final_boxes(text: str) -> list[str]:
+    """Return the contents of the last box and of those that make one list with it.
+
+    Between boxes of one list stand at most `GAP` characters, and nothing that announces a
+    conclusion. A box inside a box is a part of its content.
+    """
+    spans: list[tuple[int, int, int]] = []  # start of the box, of its content, and its end
+    opened: list[tuple[bool, int, int]] = []
     for brace in _BRACES.finditer(text):
         if brace[0] == "}" and opened:
-            boxed, start = opened.pop()
-            if boxed and (last is None or start > last[0]):
-                last = start, brace.start()
-        elif brace[0] == "{" or brace[0].startswith("\\boxed"):
-            opened.append((brace[0] != "{", brace.end()))
-    return None if last is None else text[slice(*last)]
+            boxed, start, content = opened.pop()
+            if boxed:
+                while spans and spans[-1][0] > start:
+                    spans.pop()
+                spans.append((start, content, brace.start()))
+        elif brace[0][-1] == "{" and brace[0] != "\\{":
+            opened.append((brace[0] != "{", brace.start(), brace.end()))
+    first = len(spans) - 1
+    while first > 0 and _is_joint(text[spans[first - 1][2] + 1 : spans[first][0]]):
+        first -= 1
+    found: list[str] = []
+    for _, content, end in spans[max(first, 0) :]:
+        inside = _BOXES.sub("{", text[content:end]).strip()
+        while (
+            inside.startswith("{") and inside.endswith("}") and not set("{},") & set(inside[1:-1])
+        ):
+            inside = inside[1:-1].strip()
+        if not found or normalise(found[-1]) != normalise(inside):
+            found.append(inside)
+    return found
+
+
+def _is_joint(between: str) -> bool:
+    return len(between) <= GAP and not _CONCLUSION.search(between)
+
+
+def _last_box(text: str) -> str | None:
+    found = final_boxes(text)
+    if not found:
+        return next(reversed(_OPEN_BOX.findall(text)), "").rstrip(".,;:") or None
+    return ", ".join(filter(None, found)) if found[-1] else None
 
 
 def _last_program(text: str) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.rewards.extract import Style, dapo_form, extract, is_number, normalise
+from jaxspec.rewards.extract import Style, dapo_form, extract, is_number, normalise, opens_thought
 from jaxspec.rewards.outcome import Outcome, Scores, nothing_known
 from jaxspec.rewards.pool import PoolError, RewardPool
 
@@ -114,7 +114,10 @@ class Scorer:
           PoolError: the pool is broken.
         """
         whole = list(zip(*rows, strict=True))
-        found = [extract(response, self._style) for _, response, _, _ in whole]
+        found = [
+            extract(response, self._style, in_thought=opens_thought(prompt))
+            for prompt, response, _, _ in whole
+        ]
         outcomes = [
             self._settled(each, answer)
             for each, (_, _, answer, _) in zip(found, whole, strict=True)

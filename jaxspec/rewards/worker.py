@@ -5,12 +5,10 @@ A task is a list that starts with its kind, an answer a value of JSON.
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import json
 import math
 import os
-import re
 import resource
 import signal
 from collections.abc import Callable
@@ -19,11 +17,10 @@ from typing import Any
 
 from jaxspec.inputs import own_code
 from jaxspec.rewards.code import adopt_orphans, is_test, passes
+from jaxspec.rewards.mathematics.equality import is_readable, math_equal
 
 MEMORY = 3 * 2**30
 """Bytes of address space of a worker that runs checks of jaxspec alone."""
-_MARKED = re.compile(r"(?<!\\)\$|\\boxed")
-"""What says where mathematics stands; an escaped dollar is money."""
 OUTCOMES = "correct", "wrong", "no_answer"
 """What a user's function may call a response."""
 
@@ -65,7 +62,7 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
                 answer = program_passes(*arguments, seconds=seconds, folder=folder)
             case "readable":
                 verifier, reference = arguments
-                answer = bool(_parsed(reference)) if verifier == "math" else is_test(reference)
+                answer = is_readable(reference) if verifier == "math" else is_test(reference)
             case _:
                 assert call is not None, "rows are given to a function only where there is one"
                 answer = rewards_of(call, *arguments)
@@ -88,27 +85,6 @@ def program_passes(
         return passes(tests, program, seconds, folder)
     except OSError as error:
         return {"error": own_code.told(error)}
-
-
-# ---- mathematics
-
-
-def math_equal(reference: str, answer: str) -> bool:
-    """Whether math-verify takes an answer for the reference. What it cannot read is not equal."""
-    from math_verify import verify  # pyright: ignore[reportMissingImports]
-
-    wanted = _parsed(reference)
-    # Its own limits on time are alarms, which cannot stop what runs inside one operation.
-    return bool(wanted) and bool(verify(wanted, _parsed(answer), timeout_seconds=None))
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(text: str) -> list[Any]:
-    """What math-verify reads in an answer; empty where it reads nothing."""
-    from math_verify import parse  # pyright: ignore[reportMissingImports]
-
-    marked = text if _MARKED.search(text) else f"\\boxed{{{text}}}"
-    return parse(marked, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 # ---- a user's function

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.rewards.extract import _ANSWER_LINE, _BRACES, WINDOW, extract, normalise
+from jaxspec.rewards.extract import (
+    _ANSWER_LINE,
+    _BRACES,
+    GAP,
+    WINDOW,
+    extract,
+    normalise,
+    opens_thought,
+)
 
 STYLES = ("hash", "boxed", "answer_line")
 
@@ -28,7 +36,30 @@ STYLES = ("hash", "boxed", "answer_line")
         ("hash", "#5</think> 6", None),
         ("hash", "#5</think> #6", "6"),
         ("boxed", r"thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        ("boxed", r"\boxed{1} or \boxed{2}", "2"),
+        ("boxed", r"\boxed{1} or \boxed{2}", "1, 2"),
+        ("boxed", r"\boxed{1}\boxed{2}, \boxed{3}", "1, 2, 3"),
+        ("boxed", r"\boxed{1}, so \boxed{2}", "2"),
+        ("boxed", rf"\boxed{{1}}{'.' * (GAP + 1)}\boxed{{2}}", "2"),
+        ("boxed", r"\boxed{5} or \boxed{5}", "5"),
+        ("boxed", r"\boxed{41, \boxed{42}}", "41, {42}"),
+        ("boxed", r"\boxed{{42}}", "42"),
+        ("boxed", r"\fbox{42}", "42"),
+        ("boxed", r"$\fbox {$42$}$", "$42$"),
+        ("boxed", r"\framebox[3cm]{42}", "42"),
+        ("boxed", r"\bbox[5px,border:2px solid]{42}", "42"),
+        ("boxed", r"\colorbox{yellow}{42}", "42"),
+        ("boxed", r"\fcolorbox{red}{white}{42}", "42"),
+        ("boxed", "\\boxed\n{42}", "42"),
+        ("boxed", r"\\boxed{42}", "42"),
+        ("boxed", "\boxed{42}", "42"),
+        ("boxed", "boxed{42}", "42"),
+        ("boxed", r"\boxed 42.", "42"),
+        ("boxed", r"$\boxed 42$", "42"),
+        ("boxed", r"unboxed{42}", None),
+        ("boxed", r"<think>\boxed{5}", None),
+        ("boxed", r"\boxed{4} <think>\boxed{5}", "4"),
+        ("boxed", r"<think>\boxed{5}</think> \boxed{6} <think> or \boxed{7}", "6"),
+        ("hash", "<think> #5", None),
         ("boxed", r"\boxed{\boxed{5}}", "5"),
         ("boxed", r"\boxed{41} and \boxed{42", "41"),
         ("boxed", r"\boxed {42}", "42"),
@@ -64,6 +95,16 @@ def test_extract(style, text, found):
         ("\\$ 18", "18"),
         ("$x = 3$", "x=3"),
         ("1,23", "1,23"),
+        ("1,234", "1234"),
+        ("1 234", "1234"),
+        ("1, 234", "1, 234"),
+        ("1 ,234", "1, 234"),
+        ("12, 345, 678", "12, 345, 678"),
+        ("1,234, 5", "1234,5"),
+        ("01, 2.0", "1,2"),
+        ("1 2", "1 2"),
+        ("4\n2", "4 2"),
+        ("0,111", "0,111"),
         ("11,2", "11,2"),
         ("-", "-"),
         ("", ""),
@@ -72,6 +113,18 @@ def test_extract(style, text, found):
 )
 def test_normalise(answer, normal):
     assert normalise(answer) == normal
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_thought_that_begins_in_the_prompt_must_close(style):
+    """A template may open it; a response that is cut off inside states nothing."""
+    text = "#42\n\\boxed{42}\nAnswer: 42"
+    assert opens_thought("user: 6*7\nassistant: <think>\n")
+    assert not opens_thought("<think>\n\n</think>\n\n")
+    assert not opens_thought("put thoughts into <think> first")
+    assert extract(text, style, in_thought=True) is None
+    assert extract(f"so</think>{text}", style, in_thought=True) == "42"
+    assert extract(text, style) == "42"
 
 
 @settings(deadline=None, max_examples=60)

@@ -86,6 +86,26 @@ def test_thought_comes_first_and_once(response: str, holds: bool) -> None:
     assert thinks_first(response) == holds
 
 
+def test_a_box_in_a_thought_that_never_closes_does_not_count() -> None:
+    responses = [r"\boxed{7}", r"\boxed{7}", r"so</think>\boxed{7}", r"<think>\boxed{7}"]
+    prompts = ["6+1=", "6+1=<think>\n", "6+1=<think>\n", "6+1="]
+    scores = Scorer("boxed")(Rows(prompts, responses, ["7"] * 4, [{}] * 4))
+    assert scores.rewards.tolist() == [1, 0, 1, 0]
+    assert scores.outcomes.tolist()[1] == scores.outcomes.tolist()[3] == Outcome.NO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"), [("1,234", "1, 234"), ("1234", "1, 234"), ("12", "1 2")]
+)
+def test_a_list_is_no_number(reference: str, answer: str) -> None:
+    assert scored([rf"\boxed{{{answer}}}"], [reference], "boxed").rewards.tolist() == [0]
+
+
+def test_several_boxes_are_a_list_without_a_verifier() -> None:
+    response = r"\boxed{1} and \boxed{2}"
+    assert scored([response] * 3, ["1, 2", "2", "1"], "boxed").rewards.tolist() == [1, 0, 0]
+
+
 def test_parts_are_added_by_weight() -> None:
     responses = [r"<think>so</think>\boxed{4}", r"\boxed{4}", r"\boxed{5}", "4"]
     options = {"parts": ("stated", "answer", "thought"), "weights": (0.1, 1.0, 0.25)}

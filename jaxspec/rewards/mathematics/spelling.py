@@ -1,0 +1,200 @@
+"""One spelling of mathematics: Unicode, spacing and wrappers become plain LaTeX. Pure string code
+that accepts any text."""
+
+# ruff: noqa: RUF001 - characters that look like others are what this is about
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SIGNS = (
+    dict.fromkeys("−–—‒﹣－", "-")
+    | dict.fromkeys("×✕⨯", r"\times ")
+    | dict.fromkeys("·∙⋅•", r"\cdot ")
+    | dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " ")
+    | dict.fromkeys("\u200b\u2060\ufeff", "")
+    | dict.fromkeys("′’ʹ", "'")
+    | {"÷": "/", "∕": "/", "⁄": "/", "∶": ":", "，": ",", "；": ";", "：": ":", "％": r"\%"}
+    | {"≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne "}
+    | {"≈": r"\approx ", "∞": r"\infty ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap "}
+    | {"∈": r"\in ", "∅": r"\emptyset ", "≡": r"\equiv ", "°": r"^{\circ}", "º": r"^{\circ}"}
+    | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "…": r"\ldots ", "∠": r"\angle "}
+    | {"€": r"\text{ euro }", "£": r"\text{ pound }", "¥": r"\text{ yen }"}
+    | {"∨": r"\lor ", "∧": r"\land ", "⟨": r"\langle ", "⟩": r"\rangle "}
+    | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}"}
+    | {"ℂ": r"\mathbb{C}"}
+)
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", "0123456789+-()n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()", strict=True))
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\(?:thinspace|enspace|nobreakspace)(?![a-zA-Z])|~|\s+")
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), other)
+    for pattern, other in (
+        (r"<\|[^|<>]{0,40}\|>", " "),  # end tokens
+        (r"\\\$", r"\\text{ dollar }"),
+        (r"\\!\s*|\\(?:displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])", ""),
+        (r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr)(?![a-zA-Z])\s*", ""),
+        (r"\\(?:d|t|c)frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:mbox|hbox|textbf|textit|textrm|textnormal|textsf|texttt|emph)(?=\s*\{)", r"\\text"),
+        (r"\\(?:math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname\*?)(?=\s*\{)", r"\\text"),
+        (r"\\(le|ge|leq|geq)(?![qs])([a-zA-Z])(?![a-zA-Z])", r"\\\1 \2"),  # \lex
+        (r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])", r"\\le "),
+        (r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset "),
+        (r"\\degree(?![a-zA-Z])", r"^{\\circ}"),
+        (r"\\lbrace(?![a-zA-Z])\s*", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\\{\s*\\\}", r"\\emptyset "),
+        (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)\{,\}(?=\d)", "."),  # a decimal comma
+        (r"(?<!\\)%", r"\\%"),
+        (r"(?<![a-zA-Z\\])(?:percent|pct)(?![a-zA-Z])", r"\\%"),
+        (r"\*\*", "^"),
+        (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"(?<![a-zA-Z\\])(\d+) +(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # 3 4/5
+        (
+            r"(?<![a-zA-Z\\])(sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infty|theta|alpha|beta"
+            r"|gamma|lambda|phi|omega|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|lcm)(?![a-zA-Z])",
+            r"\\\1 ",
+        ),
+        (r"(?<![a-zA-Z\\])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
+        (r"\\sqrt\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+        (r"\\sqrt\s+(\[\d+\]\s*)?(\d+|[a-zA-Z])", r"\\sqrt\1{\2}"),
+        (r"_\s*(?:\{\s*\\text\s*\{([^{}]*)\}\s*\}|\\text\s*\{([^{}]*)\})", r"_{\1\2}"),
+        (r"\\text\s*\{\s*(?:and|or)\s*\}", r" \\and "),
+    )
+)  # fmt: skip
+AND = re.compile(
+    r"(?:\\and|\\lor|\\land|\\vee|\\wedge)(?![a-zA-Z])"
+    r"|(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[A-Z]))"
+)
+"""Connectives of a list."""
+OPEN, CLOSE = "([{", ")]}"
+_PLAIN_TEXT = re.compile(r"\\text\s*\{((?:[^a-zA-Z{}]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))*)\}")
+_GROUPS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+|(?:,\d{3})+)(?![\d]|,\d)")
+_REPEATING = re.compile(
+    r"(?<!\d)(\d{0,40})\.(\d{0,40})(?:\\overline\s*\{(\d{1,40})\}|\\bar\s*\{(\d{1,40})\}|\\dot\s*\{?(\d)\}?)"
+)
+_WHOLE = re.compile(r"\s*(?:\*\*(.*)\*\*|__(.*)__|`(.*)`)\s*", re.DOTALL)
+_TAIL = re.compile(r"(?:[\s.,;:]|(?<!\\)\\(?:\\)?$|\\quad|\\qquad)+$")
+
+
+def respell(text: str) -> str:
+    """Return `text` in one spelling: LaTeX commands, single spaces, no thousands separators."""
+    if whole := _WHOLE.fullmatch(text):  # emphasis in markdown
+        text = next(part for part in whole.groups() if part is not None)
+    text = _SPACES.sub(" ", _from_unicode(text))
+    if "\\begin" not in text:
+        text = re.sub(r"\\{2}(?=[a-zA-Z%])", r"\\", text)  # doubled by whoever wrote it
+    for pattern, other in _REWRITES:
+        text = pattern.sub(other, text)
+    text = _PLAIN_TEXT.sub(r"\1", text)
+    text = _REPEATING.sub(_fraction_of, text)
+    text = _SPACES.sub(" ", join_thousands(text)).strip()
+    text = _TAIL.sub("", text)
+    # A leading zero cannot begin thousands.
+    return re.sub(r"^([-+]?0),(\d+)$", r"\1.\2", text)
+
+
+def join_thousands(text: str) -> str:
+    """Join digits in groups of three; inside brackets only those that spaces separate."""
+    parts, last = [], 0
+    for group in _GROUPS.finditer(text):
+        inside = depth_at(text, group.start()) > 0
+        if "," in group[2] and inside:
+            continue
+        parts += [text[last : group.start()], group[1] + re.sub("[ ,]", "", group[2])]
+        last = group.end()
+    return "".join([*parts, text[last:]])
+
+
+def without_spaces(value: str) -> str:
+    """A value without the spaces that say nothing; those between two numbers part them."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", value)
+
+
+def is_unbalanced(text: str) -> bool:
+    """Whether brackets are closed before they open, or left open."""
+    depth = 0
+    for mark in text:
+        depth += (mark in OPEN) - (mark in CLOSE)
+        if depth < 0:
+            return True
+    return depth != 0
+
+
+def encloses(text: str, mark: str) -> bool:
+    """Whether `mark` opens a text, and its last character closes that."""
+    return text[:1] == mark and text[-1:] in list(CLOSE) and not is_unbalanced(text[1:-1])
+
+
+def depth_at(text: str, end: int) -> int:
+    """Count the brackets that are open at a place."""
+    before = text[:end]
+    opened = sum(before.count(mark) for mark in OPEN)
+    return opened - sum(before.count(mark) for mark in CLOSE)
+
+
+def split_list(text: str, marks: str = ",;") -> list[str]:
+    """Split at commas, semicolons and connectives outside brackets."""
+    text = AND.sub(" \x00 ", text)
+    text = re.sub(r"\\q?quad", " ", text)
+    if "\\begin" not in text:
+        text = text.replace("\\\\", "\x00")
+    return [value for value in split_outside(text, f"{marks}\x00") if value]
+
+
+def split_outside(text: str, marks: str) -> list[str]:
+    """Split at some characters outside brackets; a NUL splits anywhere."""
+    values, depth, start = [], 0, 0
+    for place, mark in enumerate(text):
+        depth += (mark in OPEN) - (mark in CLOSE)
+        if mark in marks and (depth == 0 or mark == "\x00"):
+            values.append(text[start:place])
+            start = place + 1
+    return [value.strip() for value in [*values, text[start:]]]
+
+
+def _from_unicode(text: str) -> str:
+    if text.isascii():
+        return text
+    for signs, plain, mark in ((_RAISED, _SUPERSCRIPTS, "^"), (_LOWERED, _SUBSCRIPTS, "_")):
+        table = str.maketrans(plain)
+        text = signs.sub(lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
+    return "".join(c if c.isascii() else _character(c) for c in text)
+
+
+def _character(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    decomposed = unicodedata.normalize("NFKC", character)
+    if "⁄" in decomposed:  # ½
+        above, _, below = decomposed.partition("⁄")
+        return rf"\frac{{{above}}}{{{below}}}" if below else decomposed
+    name = unicodedata.name(character, "").split()
+    if (
+        name[:1] == ["GREEK"]
+        and len(name) == 4
+        and name[1:3] in (["SMALL", "LETTER"], ["CAPITAL", "LETTER"])
+    ):
+        letter = name[3].lower().replace("lamda", "lambda")
+        return f"\\{letter if name[1] == 'SMALL' else letter.capitalize()} "
+    return decomposed
+
+
+def _fraction_of(number: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    whole, fixed, period = number[1], number[2], number[3] or number[4] or number[5]
+    below = (10 ** len(period) - 1) * 10 ** len(fixed)
+    above = int(f"{whole}{fixed}{period}") - int(f"{whole}{fixed}" or "0")
+    return rf"\frac{{{above}}}{{{below}}}"
