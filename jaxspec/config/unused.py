@@ -148,12 +148,12 @@ WITH_ANY_DRAFT = (
         lambda c: c.dynamic_sampling.max_batches == 0,
     ),
     Unused(
-        "reward.verifier reward.run_code",
+        "reward.verifier reward.run_code reward.without_sandbox",
         "reward.parts {c.reward.all_parts}",
         lambda c: "answer" not in c.reward.all_parts,
     ),
     Unused(
-        "reward.run_code",
+        "reward.run_code reward.without_sandbox",
         "reward.verifier {c.reward.verifier}",
         lambda c: c.reward.verifier != "code",
     ),
@@ -165,8 +165,8 @@ WITH_ANY_DRAFT = (
     Unused("reward.rows", "no reward.function", lambda c: not c.reward.function),
     Unused(
         "reward.max_failed",
-        "no reward.function",
-        lambda c: not any(each.function for each in _rewards(c)),
+        "no reward.function and reward.verifier exact",
+        lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
     ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),

@@ -140,17 +140,6 @@ def test_nothing_is_left_of_a_pool_however_it_ends(pool: RewardPool) -> None:
         below = children(other._process.pid)
         assert len(below) == 2
     assert not any(map(alive, below))
-    program = (
-        "import os, signal; from jaxspec.rewards.pool import RewardPool;"
-        " pool = RewardPool(2, 1.0); pool([]);"
-        " print(pool._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    keeper = int(killed.stdout)
-    deadline = time.monotonic() + 20
-    while alive(keeper) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(keeper)
 
 
 def alive(pid: int) -> bool:
@@ -273,6 +262,25 @@ def naughty(prompts, responses, answers, rows):
     if what == "after": time.sleep(0.6)
     return [0.25 if what == "after" else 0.5]
 
+def writes_to_pipes(prompts, responses, answers, rows):
+    what = responses[0]
+    if what == "good": return [0.5]
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if what == "closes" and int(name) > 2: os.close(int(name))
+            if what == "partial": os.write(int(name), (2**20).to_bytes(4, "big") + b"x")
+            if what == "a number": os.write(int(name), b"7")
+            if what == "a message": os.write(int(name), b'\\0\\0\\0\\x19{"rewards":[[1,"wrong"]]}')
+        except OSError: pass
+    return [1.0]
+
+calls = 0
+
+def counts(prompts, responses, answers, rows):
+    global calls
+    calls += 1
+    return [calls]
+
 number = 7
 """
 
@@ -320,7 +328,7 @@ def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Pat
         "text": "'good', which is no number",
         "nan": "nan, which is not finite",
         "outcome": "'splendid', which is none of",
-        "nothing": "TypeError",
+        "nothing": "TypeError: it returned a NoneType for 1 rows",
         "large": "OverflowError",
         "beyond": "1e+300 is beyond float32",
         "array": "the outcome [1], which is none of",
@@ -338,6 +346,92 @@ def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Pat
             assert reason in judged(pool, [response]).reason
         below = children(pool._process.pid)
     assert not any(map(alive, below))
+
+
+def test_a_function_that_writes_to_its_pipe_is_ended(file: Path) -> None:
+    """Whatever comes but an answer has the worker replaced, and the others are judged."""
+    bad = ["partial", "a number", "a message", "closes"]
+    responses = [word for what in bad for word in (what, "good")]
+    with RewardPool(1, 5.0, f"{file}:writes_to_pipes") as pool:
+        began = time.monotonic()
+        scores = judged(pool, responses, rows=1)
+        assert time.monotonic() - began < 5 + SLACK
+        assert scores.known.tolist() == [False, True] * len(bad)
+        assert scores.rewards.tolist() == [0, 0.5] * len(bad)
+        assert "wrote to the connection of the pool" in scores.reason
+
+
+STARTED = "pool([]); os.kill(os.getpid(), 9)"
+FORKING = "time.sleep(0.3); os.kill(os.getpid(), 9)"
+HALF = """
+pool([])
+pool.submit([["rows", ["partial"], ["partial"], [""], [{}]]] * 4)
+time.sleep(1)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "function", "then"),
+    [(2, "", STARTED), (400, "by_row", FORKING), (2, "writes_to_pipes", HALF)],
+)
+def test_nothing_outlives_who_asks(file: Path, workers: int, function: str, then: str) -> None:
+    """Neither while the keeper forks, nor while a worker stops in the middle of a message."""
+    where, seconds = function and f"{file}:{function}", 600 + os.getpid() / 2**22
+    program = (
+        "import os, time; from jaxspec.rewards.pool import RewardPool\n"
+        f"pool = RewardPool({workers}, {seconds!r}, {where!r})\n{then}"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + SLACK
+    while (left := with_word(str(seconds))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def with_word(word: str) -> list[int]:
+    """Processes that were started with a word."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            found += [int(folder.name)] * (word.encode() in words)
+    return found
+
+
+def test_the_same_check_is_done_once(pool: RewardPool) -> None:
+    """Or else one answer that hangs would hold the batch up as often as it is given."""
+    before = time.monotonic()
+    pairs = [HANGS, ("1", "2"), ("2", "2.0")] * 30
+    assert equal(pool, pairs) == [{"timeout": True}, False, True] * 30
+    assert time.monotonic() - before < DEADLINE + SLACK
+
+
+def test_the_same_call_is_made_each_time(file: Path) -> None:
+    with RewardPool(1, 5.0, f"{file}:counts") as pool:
+        assert judged(pool, ["4"] * 4, rows=1).rewards.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_batch_ends_in_time_and_the_rest_is_not_judged() -> None:
+    pairs = [("1", f"9^{{9^{{9^{{{number}}}}}}}") for number in range(11, 91)]
+    deadline = 0.6
+    with RewardPool(2, deadline) as pool:
+        assert pool([]) == []
+        before = time.monotonic()
+        found = equal(pool, pairs)
+        most = deadline * (20 + 0.1 * len(pairs) / 2)
+        assert time.monotonic() - before < most + SLACK
+        late = found.count({"timeout": True})
+        assert late > 4
+        assert found[:late] == [{"timeout": True}] * late
+        said = [answer["unjudged"] for answer in found[late:]]
+        assert said == [pytest.approx(most)] * (len(pairs) - late)
+        [again] = equal(pool, pairs[:1])
+        assert again == {"timeout": True}
 
 
 @pytest.mark.parametrize(
