@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from jaxspec.rewards import candidate, namespaces
 _SOURCE = Path(candidate.__file__)
 _NAMESPACES = Path(namespaces.__file__)
 _BUBBLEWRAP = (
-    *("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
+    *("--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
     *(word for path in namespaces.SEEN for word in ("--ro-bind-try", path, path)),
     *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--tmpfs", "/tmp"),
 )
@@ -99,7 +100,8 @@ def _command(sandbox: str, folder: str, source: str, *arguments: str) -> list[st
             return [*python, _NAMESPACES.read_text("utf-8"), folder, source, *arguments]
         case "bubblewrap":
             place = ["--bind", folder, folder, "--chdir", folder]
-            return [*_BUBBLEWRAP, *place, *python, source, *arguments]
+            program = shutil.which("bwrap") or "bwrap"
+            return [program, *_BUBBLEWRAP, *place, *python, source, *arguments]
         case _:
             return [*python, source, *arguments]
 
