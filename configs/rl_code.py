@@ -10,7 +10,7 @@ to 974). The first of a problem's three tests is shown, because its text does no
 function is called.
 
 This runs what the policy writes, in a sandbox: docs/rewards.md says what programs can reach there.
-Where no sandbox works, --reward.without_sandbox must say that they may run all the same.
+Where no sandbox works, JAXSPEC_WITHOUT_SANDBOX=1 must say that they may run all the same.
 
 Vary: --data.digits 1..4 (steps; prompts and answers grow with it, and a message says to what),
 --sft.wrong_steps (how well it begins), --reward.parts answer stated (pays for the form too),

@@ -73,8 +73,6 @@ class RewardConfig(Checked, prefix="reward."):
     mathematics, by math-verify (extra `math`); `code`: as a program, the reference's tests pass."""
     run_code: bool = False
     """Run programs that the policy writes, which `code` needs."""
-    without_sandbox: bool = False
-    """Run them also where no sandbox works."""
     function: str = ""
     """A function of your own, as package.module:name or file.py:name: function(prompts, responses,
     answers, rows), lists of one length, returns a number for each, or (number, outcome); may be

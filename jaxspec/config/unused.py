@@ -148,12 +148,12 @@ WITH_ANY_DRAFT = (
         lambda c: c.dynamic_sampling.max_batches == 0,
     ),
     Unused(
-        "reward.verifier reward.run_code reward.without_sandbox",
+        "reward.verifier reward.run_code",
         "reward.parts {c.reward.all_parts}",
         lambda c: "answer" not in c.reward.all_parts,
     ),
     Unused(
-        "reward.run_code reward.without_sandbox",
+        "reward.run_code",
         "reward.verifier {c.reward.verifier}",
         lambda c: c.reward.verifier != "code",
     ),

@@ -41,6 +41,9 @@ _STATED: dict[Style, str] = {
     "code": "```python\npass\n```",
 }
 """Responses that a user's function is tried on."""
+# It is said of a machine, not of a run, so it is no setting.
+WITHOUT_SANDBOX = "JAXSPEC_WITHOUT_SANDBOX"
+"""Variable of the environment that lets programs run where no sandbox works."""
 _LISTED = 5
 """Rows named in a message."""
 
@@ -101,7 +104,7 @@ def _of_set(
         scorer(Rows((), (), (), ()))
         if pool is not None and verifies and settings.verifier == "code":
             [sandbox] = pool([["sandbox"]])
-            _require_sandbox(where, settings, sandbox)
+            _require_sandbox(where, sandbox)
             remarks.append(f"{where}reward.verifier code runs programs in {SANDBOXES[sandbox]}")
     except PoolError as error:
         what = f"reward.function {function}" if function else "reward.verifier"
@@ -109,12 +112,13 @@ def _of_set(
     return scorer
 
 
-def _require_sandbox(where: str, settings: RewardConfig, sandbox: str) -> None:
+def _require_sandbox(where: str, sandbox: str) -> None:
     require(
-        bool(sandbox) or settings.without_sandbox,
+        bool(sandbox) or os.environ.get(WITHOUT_SANDBOX) == "1",
         f"{where}reward.verifier code finds no sandbox for programs that the policy writes:"
         " neither namespaces nor bubblewrap work here (docs/rewards.md); run it where they do, or,"
-        f" on a machine that has nothing to lose, say so with --{where}reward.without_sandbox",
+        f" on a machine that has nothing to lose, say so with {WITHOUT_SANDBOX}=1 in the"
+        " environment",
     )
 
 

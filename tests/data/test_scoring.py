@@ -13,6 +13,8 @@ from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import count_workers, scorer_of, try_scorers
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.rewards.code import find_sandbox
+from jaxspec.rewards.pool import RewardPool
 from jaxspec.tokens.tokenizer import character_tokenizer
 
 
@@ -61,6 +63,31 @@ def test_references_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
     sets = load_sets(asked, character_tokenizer())
     with pytest.raises(ConfigError, match=r"1 reference answers cannot be read .*line 3: .*text"):
         try_scorers(asked, sets, scorer_of(asked))
+
+
+def test_a_sandbox_is_said_and_none_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ResolvedConfig(
+        data=DataConfig(answer_style="code"),
+        reward=RewardConfig(verifier="code", run_code=True, workers=1, deadline=20.0),
+    )
+    if find_sandbox():
+        [line] = scorer_of(asked).remarks
+        assert line.startswith("reward.verifier code runs programs in ")
+    found = {"sandbox": ""}
+    call = RewardPool.__call__
+
+    def without(pool: RewardPool, tasks: Any) -> Any:
+        return [
+            found.get(task[0], answer)
+            for task, answer in zip(tasks, call(pool, tasks), strict=True)
+        ]
+
+    monkeypatch.setattr(RewardPool, "__call__", without)
+    with pytest.raises(ConfigError, match=r"finds no sandbox .* JAXSPEC_WITHOUT_SANDBOX=1"):
+        scorer_of(asked)
+    monkeypatch.setenv("JAXSPEC_WITHOUT_SANDBOX", "1")
+    [line] = scorer_of(asked).remarks
+    assert "no sandbox, as none works here" in line
 
 
 OWN = """
