@@ -9,8 +9,8 @@ holds MBPP's JSON lines (columns text and test_list; its training problems are t
 to 974). The first of a problem's three tests is shown, because its text does not say what the
 function is called.
 
-This runs what the policy writes, in processes that bubblewrap shuts off where it is installed, and
-that otherwise contain accidents, not attacks: docs/rewards.md says what they can reach.
+This runs what the policy writes, in a sandbox: docs/rewards.md says what programs can reach there.
+Where no sandbox works, JAXSPEC_WITHOUT_SANDBOX=1 must say that they may run all the same.
 
 Vary: --data.digits 1..4 (steps; prompts and answers grow with it, and a message says to what),
 --sft.wrong_steps (how well it begins), --reward.parts answer stated (pays for the form too),
@@ -43,8 +43,7 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 
 def get_config(scale: str = "tiny") -> Config:
-    # Whoever chooses this config wants programs to be run. They see no files but their own with
-    # bubblewrap; without it, or user namespaces, all that the user may see (docs/rewards.md).
+    # Whoever chooses this config wants programs to be run.
     reward = RewardConfig(verifier="code", run_code=True)
     if scale == "tiny":
         return Config(

@@ -33,7 +33,7 @@ from jaxspec.config.cli import load_config
 from jaxspec.config.here import with_what_is_here
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
-from jaxspec.data.scoring import scorer_of
+from jaxspec.data.scoring import scorer_of, try_scorers
 from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host import memory
 from jaxspec.host.job import Job, at_once, make_job, start_jax
@@ -155,8 +155,9 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
     if whole.model.path:
         policy_checkpoint(whole.model, jax.eval_shape(job.step.fresh_policy))
     files = {item for item in unseen if item.startswith("data.")}
-    sets = None if files or config.mixture else load_sets(whole, job.tokenizer)
-    scorer_of(whole, sets)
+    scorers = scorer_of(whole)
+    if not files and not config.mixture:
+        try_scorers(whole, load_sets(whole, job.tokenizer), scorers)
     if times_real_rounds(job.step.generator):
         unseen.append("the phases, which draft_length auto has compiled one by one, by themselves")
     with listening() as listener, for_devices(mesh):

@@ -36,7 +36,7 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data.census import take_census
 from jaxspec.data.problems import load_sets, remarks
-from jaxspec.data.scoring import scorer_of
+from jaxspec.data.scoring import scorer_of, try_scorers
 from jaxspec.evaluation.estimates import Difference, Estimate
 from jaxspec.evaluation.evaluator import Evaluator, Part, Record
 from jaxspec.evaluation.program import with_own_program
@@ -165,11 +165,12 @@ def with_weights(config: Config, run: Run) -> ResolvedConfig:
 def evaluate(job: Job, interrupt: Interrupt, folder: Path, run: Run | None) -> int:
     """Asks what is not answered yet, and tells the results."""
     with interrupt.nothing_unsaved("starting"):
+        scorers = scorer_of(job.config)
         sets = load_sets(job.config, job.tokenizer)
-        for line in (*remarks(job.config, sets), *take_census(job.config, sets)):
+        for line in (*remarks(job.config, sets), *take_census(job.config, sets), *scorers.remarks):
             job.say(line)
         claim(job, folder, run)
-        scorers = scorer_of(job.config, sets)
+        try_scorers(job.config, sets, scorers)
         job = replace(job, step=replace(job.step, learner=remembering_nothing(job.step.learner)))
         began = time.perf_counter()
         evaluator = with_own_program(job, sets, scorers, with_text=True)

@@ -26,7 +26,7 @@ from jaxspec.config import algorithms
 from jaxspec.config.settings import numbers_of
 from jaxspec.data.census import take_census
 from jaxspec.data.problems import load_sets, remarks
-from jaxspec.data.scoring import scorer_of
+from jaxspec.data.scoring import scorer_of, try_scorers
 from jaxspec.evaluation.evaluator import measured
 from jaxspec.evaluation.in_run import Evaluations, in_run
 from jaxspec.host import memory
@@ -85,12 +85,13 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with contextlib.ExitStack() as stack:
         with interrupt.nothing_unsaved("starting"):
             this_start = workdirs.announced(job, workdir)
+            scorers = scorer_of(config)  # reading the problems may take long
             sets = load_sets(config, job.tokenizer)
-            for line in (*algorithms.remarks(config), *remarks(config, sets)):
+            for line in (*algorithms.remarks(config), *remarks(config, sets), *scorers.remarks):
                 job.say(line)
             for line in take_census(config, sets):
                 job.say(line)
-            scorers = scorer_of(config, sets)
+            try_scorers(config, sets, scorers)
             text = offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run

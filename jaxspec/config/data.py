@@ -76,7 +76,7 @@ class RewardConfig(Checked, prefix="reward."):
     function: str = ""
     """A function of your own, as package.module:name or file.py:name: function(prompts, responses,
     answers, rows), lists of one length, returns a number for each, or (number, outcome); may be
-    async."""
+    async. Functions with the parameters of verl's compute_score or of TRL's are called as there."""
     parts: tuple[RewardPart, ...] = ()
     """What is added up: `answer` is 1 where the verifier accepts it, `stated` where there is one in
     data.answer_style, `thought` where <think>...</think> comes first, once, and something after it;
@@ -84,14 +84,16 @@ class RewardConfig(Checked, prefix="reward."):
     weights: tuple[Weight, ...] = ()
     """Of each of the parts; empty: 1."""
     workers: Natural = 0
-    """Processes of each process of the run; 0: a core less than there are, at most 8."""
+    """Processes of each process of the run, at most 4 for each core and one for each 512 MiB of
+    memory; 0: a core less than there are, at most 8."""
     deadline: Positive = 3.0
     """Seconds for one answer, or one call of the function. An answer that the verifier is late with
     counts as wrong, as `timeout`; rows that the function is late with are left out."""
     rows: Count = 32
     """Responses that the function is called with, at most."""
     max_failed: Annotated[float, Range(least=0, most=1)] = 0.1
-    """Share of a rollout's responses that the function may fail on before the run ends."""
+    """Share of a rollout's responses that nothing may be known of before the run ends: the function
+    failed on them, or others of the batch took all its time."""
 
     def check(self) -> None:
         require(

@@ -165,8 +165,8 @@ WITH_ANY_DRAFT = (
     Unused("reward.rows", "no reward.function", lambda c: not c.reward.function),
     Unused(
         "reward.max_failed",
-        "no reward.function",
-        lambda c: not any(each.function for each in _rewards(c)),
+        "no reward.function and reward.verifier exact",
+        lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
     ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),

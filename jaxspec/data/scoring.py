@@ -4,6 +4,7 @@ rollout."""
 import contextlib
 import importlib.util
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import ProblemSets
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import listed, shown
+from jaxspec.rewards.code import SANDBOXES
+from jaxspec.rewards.extract import Style
 from jaxspec.rewards.outcome import Scores, nothing_known
 from jaxspec.rewards.pool import PoolError, RewardPool
 from jaxspec.rewards.scorer import Ahead, Rows, Scorer, SetScorers
@@ -25,30 +28,59 @@ from jaxspec.tokens.tokenizer import Tokenizer
 
 MOST_WORKERS = 8
 """Processes where nothing says how many."""
+_BY_CORE = 4
+"""Processes for each core, at most; more of them wait for one another."""
+_BYTES = 2**29
+"""Memory for each process, at least."""
+_STATED: dict[Style, str] = {
+    "hash": "# ANSWER",
+    "boxed": "\\boxed{ANSWER}",
+    "answer_line": "Answer: ANSWER",
+    "either": "\\boxed{ANSWER}",
+    "dapo": "Answer: ANSWER",
+    "code": "```python\npass\n```",
+}
+"""Responses that a user's function is tried on."""
+# It is said of a machine, not of a run, so it is no setting.
+WITHOUT_SANDBOX = "JAXSPEC_WITHOUT_SANDBOX"
+"""Variable of the environment that lets programs run where no sandbox works."""
 _LISTED = 5
 """Rows named in a message."""
 
 
-def scorer_of(config: ResolvedConfig, sets: ProblemSets | None = None) -> SetScorers:
-    """What judges the responses of a run; its workers, if it has any, are ready, and can read all
-    reference answers of the sets.
+def scorer_of(config: ResolvedConfig) -> SetScorers:
+    """What judges the responses of a run; its workers, if it has any, are ready.
 
     Raises:
-      ConfigError: a user's function cannot be imported; a verifier is not installed or not sound;
-        it cannot read some answers, which are listed.
+      ConfigError: a user's function cannot be imported, or does not take what it would be given; a
+        verifier is not installed or not sound.
     """
     pools: dict[str, RewardPool] = {}
+    remarks: list[str] = []
+    scorers = [_of_set(where, each, pools, remarks) for where, each in config.judged_sets.items()]
+    return SetScorers(scorers, remarks)
+
+
+def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) -> None:
+    """Tries what judges a run on its problems.
+
+    Raises:
+      ConfigError: a verifier cannot read some reference answers, which are listed; a user's
+        function gives no reward for made-up responses to a problem.
+    """
     named = [*config.judged_sets.items()]
-    scorers = [_of_set(where, each, pools) for where, each in named]
-    for number, problems in sets.with_judges() if sets else ():
+    for number, problems in sets.with_judges():
         where, each = named[number]
         _require_readable(where, each.reward, scorers[number], problems)
-    return SetScorers(scorers)
+        if len(problems):
+            _require_rewarded(where, each, scorers[number], problems[0])
 
 
-def _of_set(where: str, each: SetConfig, pools: dict[str, RewardPool]) -> Scorer:
+def _of_set(
+    where: str, each: SetConfig, pools: dict[str, RewardPool], remarks: list[str]
+) -> Scorer:
     """What judges the responses to a set of problems; those with the same function share a pool of
-    workers. `where` comes before the names of settings in messages."""
+    workers. `where` comes before the names of settings in messages; adds to `remarks`."""
     settings, function = each.reward, each.reward.function
     verifies = settings.verifier != "exact" and "answer" in settings.all_parts
     require(
@@ -58,19 +90,54 @@ def _of_set(where: str, each: SetConfig, pools: dict[str, RewardPool]) -> Scorer
         f" --{where}reward.verifier exact",
     )
     if (verifies or function) and function not in pools:
-        workers = settings.workers or min(MOST_WORKERS, max(1, meshes.cores() - 1))
+        workers = count_workers(settings.workers)
         pools[function] = RewardPool(workers, settings.deadline, function)
     pool = pools[function] if verifies or function else None
     style, parts = each.data.answer_style, settings.all_parts
     scorer = Scorer(style, parts, settings.all_weights, pool, settings.verifier, settings.rows)
     try:
         if pool is not None:
-            pool([])  # hears whether the function was imported
+            # This also hears whether the function was imported.
+            [form] = pool([["form"]])
+            if form and "function" in parts:
+                remarks.append(f"{where}reward.function {function} is called in {form}")
         scorer(Rows((), (), (), ()))
+        if pool is not None and verifies and settings.verifier == "code":
+            [sandbox] = pool([["sandbox"]])
+            _require_sandbox(where, sandbox)
+            remarks.append(f"{where}reward.verifier code runs programs in {SANDBOXES[sandbox]}")
     except PoolError as error:
         what = f"reward.function {function}" if function else "reward.verifier"
         raise ConfigError(f"{where}{what}: {error}") from error
     return scorer
+
+
+def _require_sandbox(where: str, sandbox: str) -> None:
+    require(
+        bool(sandbox) or os.environ.get(WITHOUT_SANDBOX) == "1",
+        f"{where}reward.verifier code finds no sandbox for programs that the policy writes:"
+        " neither namespaces nor bubblewrap work here (docs/rewards.md); run it where they do, or,"
+        f" on a machine that has nothing to lose, say so with {WITHOUT_SANDBOX}=1 in the"
+        " environment",
+    )
+
+
+def count_workers(workers: int) -> int:
+    """Returns the number of worker processes; `workers` is that of `reward.workers`.
+
+    Raises:
+      ConfigError: it is more than this machine can run.
+    """
+    cores = meshes.cores()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = max(1, min(_BY_CORE * cores, memory // _BYTES))
+    require(
+        workers <= most,
+        f"reward.workers is {workers}, and this machine, with {cores} cores and"
+        f" {memory / 2**30:.0f} GiB of memory, runs at most {most} ({_BY_CORE} for each core,"
+        f" {_BYTES // 2**20} MiB for each); set --reward.workers {most} or less",
+    )
+    return workers or min(MOST_WORKERS, max(1, cores - 1), most)
 
 
 def _require_readable(
@@ -87,6 +154,29 @@ def _require_readable(
         f"{len(bad)} reference answers cannot be read by {where}reward.verifier"
         f" {settings.verifier}: {listed(first)}{' and others' * (len(bad) > _LISTED)}; correct or"
         " remove them, or choose another verifier",
+    )
+
+
+def _require_rewarded(where: str, each: SetConfig, scorer: Scorer, problem: Problem) -> None:
+    """Refuses a user's function that gives no reward for made-up responses to a problem: one that
+    states the reference answer, and one that states none."""
+    style, reward = each.data.answer_style, each.reward
+    stated = _STATED[style].replace("ANSWER", problem.answer)
+    responses = [stated, "I do not know."][: reward.rows]
+    count, named = len(responses), " and ".join(map(shown, responses))
+    reason = scorer.try_function(
+        Rows(
+            [problem.prompt] * count,
+            responses,
+            [problem.answer] * count,
+            [problem.columns] * count,
+        )
+    )
+    require(
+        not reason,
+        f"{where}reward.function {reward.function} was tried on the responses {named} to problem"
+        f" {problem.index + 1}: {reason}; mend the function"
+        + (", or raise --reward.deadline" if "not through in time" in reason else ""),
     )
 
 

@@ -86,6 +86,8 @@ def main() -> None:
     ):
         resource.setrlimit(limit, (most, most))
     sys.setrecursionlimit(5000)
+    answers.write("ready\n")
+    answers.flush()
     names: dict[str, Any] = {"__name__": "__main__"}
     kept: list[Any] = []
     for line in questions:

@@ -2,8 +2,8 @@
 process of its own, and only plain values come out of it.
 
 So neither its exit status nor an object whose `==` is always true says anything. What the process
-may do is limited by bubblewrap or namespaces where the system has them, and else by resource
-limits, which contain accidents, not attacks.
+may do is limited by namespaces or bubblewrap where the system has them, and else by limits of
+resources, which contain accidents, not attacks.
 """
 
 import ast
@@ -13,30 +13,40 @@ import functools
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxspec.rewards import candidate
+from jaxspec.rewards import candidate, namespaces
 
 _SOURCE = Path(candidate.__file__)
-_SEEN = "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix
-"""What Python needs to run."""
-_SANDBOXES: tuple[tuple[str, ...], ...] = (
-    (
-        *("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
-        *(word for path in _SEEN for word in ("--ro-bind-try", path, path)),
-        *("--tmpfs", "/tmp", "--bind", "{folder}", "{folder}", "--chdir", "{folder}"),
-    ),
-    ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"),
+_NAMESPACES = Path(namespaces.__file__)
+_BUBBLEWRAP = (
+    *("--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
+    *(word for path in namespaces.SEEN for word in ("--ro-bind-try", path, path)),
+    *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--tmpfs", "/tmp"),
 )
-"""From the strictest: no files but Python's and its own folder, no network, and no process that
-outlives it; the same, with all files."""
+SANDBOXES = {
+    "namespaces": "Linux namespaces: as a user of their own, without network, with no files but"
+    " Python's",
+    "bubblewrap": "bubblewrap: without network, with no files but Python's",
+    "": "no sandbox, as none works here: with all that you may read, write and reach",
+}
+"""How programs may run, from the strictest."""
+MEMORY = 2**30
+"""Bytes of all processes of a program together."""
+PROCESSES = 64
+_INTERVAL = 0.05
+"""Seconds between two looks at them."""
+_PATIENCE = 30.0
+"""Seconds that a sandbox may take to be tried."""
 _ROUNDS = 1000
 """Times that processes are ended which start others meanwhile."""
 
@@ -64,23 +74,36 @@ class Thing:
 
 
 @functools.cache
-def sandbox() -> tuple[str, ...]:
-    """The strictest command that works here, to put before another; `{folder}` in it stands for
-    the folder that the other runs in."""
-    here = tempfile.gettempdir()
-    for command in _SANDBOXES:
-        if (
-            shutil.which(command[0])
-            and not subprocess.run(
-                [*_in(command, here), "true"], capture_output=True, check=False
-            ).returncode
+def find_sandbox() -> str:
+    """Name of the strictest of `SANDBOXES` that works here."""
+    for name in SANDBOXES:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.suppress(OSError, subprocess.TimeoutExpired),
         ):
-            return command
-    return ()
+            tried = subprocess.run(
+                _command(name, folder, "pass"),
+                capture_output=True,
+                check=False,
+                timeout=_PATIENCE,
+            )
+            if not tried.returncode:
+                return name
+    return ""
 
 
-def _in(command: tuple[str, ...], folder: str) -> list[str]:
-    return [word.replace("{folder}", folder) for word in command]
+def _command(sandbox: str, folder: str, source: str, *arguments: str) -> list[str]:
+    """What runs a source of Python in a sandbox and a folder."""
+    python = [os.path.realpath(sys.executable), "-I", "-B", "-c"]
+    match sandbox:
+        case "namespaces":
+            return [*python, _NAMESPACES.read_text("utf-8"), folder, source, *arguments]
+        case "bubblewrap":
+            place = ["--bind", folder, folder, "--chdir", folder]
+            program = shutil.which("bwrap") or "bwrap"
+            return [program, *_BUBBLEWRAP, *place, *python, source, *arguments]
+        case _:
+            return [*python, source, *arguments]
 
 
 def is_test(tests: str) -> bool:
@@ -116,16 +139,17 @@ class _Counted(ast.NodeTransformer):
         return [node, *(ast.copy_location(each, node) for each in count)]
 
 
-def passes(tests: str, program: str, seconds: float, folder: str) -> bool:
+def passes(tests: str, program: str, seconds: float, folder: str, sandbox: str) -> bool:
     """Whether all of `tests`, a program of asserts whose author is trusted, hold of what `program`
-    defines, and there is one. The program runs in `folder`, which is made, and removed.
+    defines, and there is one. The program runs in one of `SANDBOXES`, in `folder`, which is made,
+    and removed.
 
     Raises:
       OSError: no process can be started here, which says nothing of the program.
     """
     held: list[None] = []
     # what is suppressed is of tests that fail, and of whatever they call
-    with _Process(folder, seconds) as process, contextlib.suppress(Exception, SystemExit):
+    with _Process(folder, seconds, sandbox) as process, contextlib.suppress(Exception, SystemExit):
         tree = ast.parse(tests)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         counted = ast.fix_missing_locations(_Counted().visit(tree))
@@ -144,16 +168,15 @@ def remove(folder: str) -> None:
 class _Process:
     """The process that a program runs in."""
 
-    def __init__(self, folder: str, seconds: float) -> None:
+    def __init__(self, folder: str, seconds: float, sandbox: str) -> None:
         self._folder, self._before = folder, children()
         Path(folder).mkdir(exist_ok=True)
         reads, self._to = os.pipe()
         self._from, writes = os.pipe()
-        here = [os.path.realpath(sys.executable), "-I", "-B", "-c", _SOURCE.read_text("utf-8")]
         limits = [str(reads), str(writes), str(int(seconds) + 1)]
         try:
             self._process = subprocess.Popen(
-                [*_in(sandbox(), folder), *here, *limits],
+                _command(sandbox, folder, _SOURCE.read_text("utf-8"), *limits),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -166,11 +189,29 @@ class _Process:
             os.close(writes)
         self._asks = os.fdopen(self._to, "w", encoding="utf-8")
         self._hears = os.fdopen(self._from, encoding="utf-8")
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        if not self._hears.readline():  # nothing of the program has run yet
+            self.__exit__()
+            raise OSError("the process that is to run the program has ended")
 
     def __enter__(self) -> "_Process":
         return self
 
+    def _watch(self) -> None:
+        """Ends the program once all its processes together are too many or too large: limits of the
+        system are for each of them."""
+        while not self._over.wait(_INTERVAL):
+            own = [pid for pid in children() if pid not in self._before]
+            below = [*own, *descendants(own)]
+            if len(below) > PROCESSES + len(own) or sum(map(memory, below)) > MEMORY:
+                end_descendants(self._before)
+                return
+
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watcher.join()
         with contextlib.suppress(OSError):
             self._asks.close()
         self._hears.close()
@@ -249,24 +290,66 @@ def end_descendants(spared: Collection[int] = ()) -> None:
         below = [pid for pid in children() if pid not in spared]
         if not below:
             return
+        killed = []
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in below:
+                killed.append(pid)
+        if not killed:  # to wait for others could take for ever
+            return
+        for pid in killed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
 
 def children() -> list[int]:
     """Processes that this one is the parent of."""
-    file = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+    return _children(os.getpid())
+
+
+def descendants(pids: Iterable[int]) -> list[int]:
+    """Processes below others."""
+    found, left = [], [*pids]
+    while left:
+        nearer = _children(left.pop())
+        found += nearer
+        left += nearer
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it may have ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process that no file holds."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    sizes = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", text, re.MULTILINE)
+    return 1024 * sum(map(int, sizes))
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of those below it whose parent has ended, where the system can
     (Linux)."""
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def signal_parent_death(number: int, parent: int) -> None:
+    """Has this process get a signal when its parent ends, where the system can (Linux); at once if
+    `parent` is its parent no more."""
+    _prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def _prctl(option: int, value: int) -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -4,6 +4,7 @@ accepts any text."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 Style = Literal["hash", "boxed", "answer_line", "either", "dapo", "code"]
@@ -18,6 +19,9 @@ DAPO_WINDOW = 300
 """Characters from the end that DAPO's rule searches."""
 
 _LANGUAGES = "", "python", "python3", "py"
+_FENCE = re.compile(r"(?P<mark>`{3,}|~{3,})[ {.]*(?P<language>[\w+#-]*)[^`~]*$")
+_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_WORD = re.compile(r"[^\W\d]\w*")
 _BOX = (
     r"(?:\\(?:boxed|Boxed|fbox|framebox|bbox|ovalbox|colorbox\s{0,8}\{[^{}]{0,20}\}"
     r"|fcolorbox\s{0,8}\{[^{}]{0,20}\}\s{0,8}\{[^{}]{0,20}\})"
@@ -82,8 +86,8 @@ def extract(text: str, style: Style, *, in_thought: bool = False) -> str | None:
     \\boxed{}, or all final ones as a list (`final_boxes`); `answer_line`: what follows the last
     `Answer:`, in or out of a box or markdown emphasis; `either`: the last box, else that line;
     `dapo`: what follows the last `Answer:` in the last 300 characters, as it stands (DAPO, arXiv
-    2503.14476, in its code); `code`: the last whole block between ``` marks. A number that is
-    merely the last one in the text is no answer.
+    2503.14476, in its code); `code`: the program in the last whole blocks between ``` or ~~~
+    marks. A number that is merely the last one in the text is no answer.
     """
     if in_thought and "</think>" not in text:
         return None
@@ -207,10 +211,39 @@ def _last_box(text: str) -> str | None:
 
 
 def _last_program(text: str) -> str | None:
-    pieces = text.split("```")
-    whole = pieces[1:-1:2]  # what no mark closes is cut off
-    language, _, program = whole[-1].partition("\n") if whole else ("", "", "")
-    return program if program.strip() and language.strip().lower() in _LANGUAGES else None
+    """The last block that defines a function or a class, else the last one. If it uses a name that
+    it does not define, the block before it that does comes first."""
+    programs = [block for block in _blocks(text) if block.strip()]
+    if not programs:
+        return None
+    defined = [{*_DEFINED.findall(program)} for program in programs]
+    used = [{*_WORD.findall(program)} for program in programs]
+    last = next((i for i in reversed(range(len(programs))) if defined[i]), len(programs) - 1)
+    parts, missing = [programs[last]], used[last] - defined[last]
+    for earlier in reversed(range(last)):
+        if missing & defined[earlier]:
+            parts.insert(0, programs[earlier])
+            missing = (missing | used[earlier]) - defined[earlier]
+    return "\n".join(parts)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Whole blocks of Python, or of no language, between marks of ` or ~; others are passed over,
+    and so is one that no mark closes."""
+    mark, lines, indent, python = "", [], 0, False
+    for line in text.splitlines():
+        bare = line.strip()
+        if not mark:
+            opening = _FENCE.search(line)
+            if opening:
+                mark, lines, python = opening["mark"], [], opening["language"].lower() in _LANGUAGES
+                indent = len(line) - len(line.lstrip())
+        elif bare.startswith(mark) and not bare.strip(mark[0]):
+            if python:
+                yield "\n".join(lines) + "\n"
+            mark = ""
+        else:
+            lines.append(line[indent:] if not line[:indent].strip() else line)
 
 
 def _last_answer_line(text: str) -> str | None:

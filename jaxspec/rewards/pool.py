@@ -2,6 +2,7 @@
 user's function does."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+_PATIENCE = 60.0
+"""Seconds that the keeper may take to end."""
 
 
 class PoolError(Exception):
@@ -31,8 +35,10 @@ class RewardPool:
 
     def __init__(self, workers: int, seconds: float, function: str = "") -> None:
         here, away = socket.socketpair()
-        command = [sys.executable, "-m", "jaxspec.rewards.keeper", str(away.fileno())]
+        ends = str(away.fileno()), str(os.getpid())
+        command = [sys.executable, "-m", "jaxspec.rewards.keeper", *ends]
         self._lock, self._count = threading.Lock(), 0
+        self._places: dict[int, list[int]] = {}
         # A session of its own: a Ctrl-C at the terminal is for who asks.
         with away:
             self._process = subprocess.Popen(
@@ -57,25 +63,39 @@ class RewardPool:
 
     def submit(self, tasks: Sequence[list[Any]]) -> int:
         """Has the workers begin with some tasks; returns the number to collect their answers by.
+        Checks of jaxspec that are the same are done once; calls of a user's function are not.
 
         Raises:
           PoolError: the pool is broken.
         """
+        unique: dict[Any, int] = {}
+        keys = [
+            position if task[0] == "rows" else json.dumps(task)
+            for position, task in enumerate(tasks)
+        ]
+        places = [unique.setdefault(key, len(unique)) for key in keys]
+        first = dict(zip(reversed(places), reversed(tasks), strict=True))
         with self._lock:
             number, self._count = self._count, self._count + 1
-            self._send({"batch": number, "tasks": list(tasks)})
+            self._send({"batch": number, "tasks": [first[place] for place in unique.values()]})
+            self._places[number] = places
             return number
 
     def collect(self, number: int) -> list[Any]:
         """The answers to the tasks of `submit`, in their order, once they are all there: of a late
-        one `{"timeout": True}`, of one whose worker died `{"died": True}`.
+        one `{"timeout": True}`, of one whose worker died `{"died": True}`, and of those that had
+        not begun when the time of the batch was over `{"unjudged": SECONDS}`.
+
+        A batch may take 20 deadlines, and for each worker's share of it a tenth of one for each
+        check and one for each call of a user's function.
 
         Raises:
           PoolError: the pool is broken.
         """
         with self._lock:
             self._send({"batch": number})
-            return self._received(number)
+            answers = self._received(number)
+            return [answers[place] for place in self._places.pop(number)]
 
     def __call__(self, tasks: Sequence[list[Any]]) -> list[Any]:
         """The answers to tasks, in their order."""
@@ -110,4 +130,8 @@ class RewardPool:
 
 def _end(process: subprocess.Popen[bytes], keeper: Connection) -> None:
     keeper.close()
-    process.wait()
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:  # its workers end with it
+        process.kill()
+        process.wait()

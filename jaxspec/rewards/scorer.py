@@ -164,6 +164,18 @@ class Scorer:
         ]
         return self._added(judged)
 
+    def try_function(self, rows: Rows) -> str:
+        """Calls the user's function on rows; returns why one has no reward, if one has none.
+
+        Raises:
+          PoolError: the pool is broken.
+        """
+        if "function" not in self._weights or self._pool is None:
+            return ""
+        [answer] = self._pool([["rows", *(list(column) for column in rows)]])
+        judged = _of_call(answer, len(rows.prompts))
+        return next((each.reason for each in judged if not each.known), "")
+
     def unreadable(self, answers: Sequence[str]) -> list[int]:
         """Which references the verifier cannot read; raises PoolError."""
         if self._verifier == "exact" or self._pool is None:
@@ -237,10 +249,15 @@ class Scorer:
 class SetScorers:
     """Scorers of several sets of problems, by the number of the set."""
 
-    def __init__(self, scorers: Sequence[Scorer]) -> None:
+    def __init__(self, scorers: Sequence[Scorer], remarks: Sequence[str] = ()) -> None:
         self._scorers = scorers
+        self.remarks = remarks
+        """What a user should know of them."""
         self.has_workers = any(scorer.has_workers for scorer in scorers)
         """Whether anything is gained by beginning early."""
+
+    def __getitem__(self, number: int) -> Scorer:
+        return self._scorers[number]
 
     def begin(self, rows: Rows, judges: Sequence[int]) -> list[tuple[list[int], Scorer, Begun]]:
         """Has rows judged by the scorers with the numbers `judges`, row by row: which of the rows,
@@ -304,13 +321,26 @@ def _verdict(answer: Any) -> Judged:
         return _settled(Outcome.CORRECT if answer else Outcome.WRONG)
     if "error" in answer:
         return Judged(0.0, Outcome.ERROR, answer["error"])
+    if "unjudged" in answer:
+        return _unjudged(answer)
     return _settled(Outcome.TIMEOUT)
+
+
+def _unjudged(answer: dict[str, float]) -> Judged:
+    """Of a row that had not begun when the time of its batch was over."""
+    reason = (
+        f"others of the batch kept the workers busy for {answer['unjudged']:.0f} s, the most that a"
+        " batch may take; raise --reward.workers, or lower --reward.deadline"
+    )
+    return Judged(0.0, Outcome.TIMEOUT, reason)
 
 
 def _of_call(answer: dict[str, Any], count: int) -> list[Judged]:
     """What a call of a user's function gives each of its rows."""
     if "timeout" in answer:
         return [Judged(0.0, Outcome.TIMEOUT, "a call was not through in time")] * count
+    if "unjudged" in answer:
+        return [_unjudged(answer)] * count
     if "rewards" not in answer:
         reason = answer.get("error", "a call ended its process")
         return [Judged(0.0, Outcome.ERROR, reason)] * count

@@ -3,29 +3,93 @@
 A task is a list that starts with its kind, an answer a value of JSON.
 """
 
-import asyncio
 import contextlib
-import inspect
 import json
-import math
 import os
 import resource
 import signal
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+import socket
+import struct
+from typing import Any, NamedTuple
 
 from jaxspec.inputs import own_code
 from jaxspec.rewards.code import adopt_orphans, is_test, passes
 from jaxspec.rewards.mathematics.equality import is_readable, math_equal
+from jaxspec.rewards.own_function import OwnFunction, adapt_function, rewards_of
 
 MEMORY = 3 * 2**30
 """Bytes of address space of a worker that runs checks of jaxspec alone."""
-OUTCOMES = "correct", "wrong", "no_answer"
-"""What a user's function may call a response."""
+
+_LENGTH = struct.Struct(">I")
+"""How the length of a message is written."""
+TOKEN = 16
+"""Bytes that begin every answer of a worker."""
+LONGEST = 2**26
+"""Bytes of an answer."""
 
 
-def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
+class Channel(NamedTuple):
+    """A worker's end of the connection to the keeper.
+
+    A user's function may find this connection among the open files and write to it. So every
+    answer begins with a token that the keeper made for this worker.
+    """
+
+    socket: socket.socket
+    token: bytes
+
+    def receive(self) -> Any:
+        """Waits for a task; None at the end of them."""
+        header = self._read(_LENGTH.size)
+        content = self._read(*_LENGTH.unpack(header)) if header else b""
+        return json.loads(content) if content else None
+
+    def send(self, answer: Any) -> None:
+        """Sends an answer, if there still is a keeper."""
+        content = json.dumps(answer).encode()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(self.token + _LENGTH.pack(len(content)) + content)
+
+    def _read(self, count: int) -> bytes:
+        """So many bytes; none at the end."""
+        parts, missing = [], count
+        while missing:
+            part = self.socket.recv(min(missing, 2**20))
+            if not part:
+                return b""
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+
+def frame_task(content: Any) -> bytes:
+    """A task as `Channel.receive` reads it."""
+    written = json.dumps(content).encode()
+    return _LENGTH.pack(len(written)) + written
+
+
+def take_answer(heard: bytearray, token: bytes) -> Any:
+    """Removes the first answer from the bytes that a worker sent; None if it is not whole yet.
+
+    Raises:
+      ValueError: they are no answer of that worker.
+    """
+    start = TOKEN + _LENGTH.size
+    if not token.startswith(heard[:TOKEN]):
+        raise ValueError("the bytes do not begin with the worker's token")
+    if len(heard) < start:
+        return None
+    [length] = _LENGTH.unpack(heard[TOKEN:start])
+    if length > LONGEST:
+        raise ValueError(f"an answer of {length:,} bytes is longer than {LONGEST:,}")
+    if len(heard) < start + length:
+        return None
+    answer = json.loads(heard[start : start + length])
+    del heard[: start + length]
+    return answer
+
+
+def work(channel: Channel, function: str, seconds: float, folder: str) -> None:
     """Answers tasks until their end; programs run in `folder`, which is made.
 
     The first message says that the worker is ready, or why it cannot be; importing is done by then,
@@ -40,97 +104,54 @@ def work(tasks: Connection, function: str, seconds: float, folder: str) -> None:
     adopt_orphans()
     own = os.getpid()
     try:
-        call = own_code.imported(function) if function else None
+        own_function = adapt_function(own_code.imported(function)) if function else None
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, and is named
-        _send(tasks, {"failed": own_code.told(error)})
+        channel.send({"failed": own_code.told(error)})
         return
     if not function:
         with contextlib.suppress(ValueError, OSError):  # not every system limits it
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    _send(tasks, {"ready": True})
-    while True:
-        try:
-            kind, *arguments = json.loads(tasks.recv_bytes())
-        except EOFError:
-            return
+    channel.send({"ready": True})
+    while (task := channel.receive()) is not None:
         # The keeper ends a worker that is late. Should there be no keeper any more, this does.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 5)
-        match kind:
-            case "math":
-                answer = math_equal(*arguments)
-            case "code":
-                answer = program_passes(*arguments, seconds=seconds, folder=folder)
-            case "readable":
-                verifier, reference = arguments
-                answer = is_readable(reference) if verifier == "math" else is_test(reference)
-            case _:
-                assert call is not None, "rows are given to a function only where there is one"
-                answer = rewards_of(call, *arguments)
+        answer = _answer(*task, own_function=own_function, seconds=seconds, folder=folder)
         if os.getpid() != own:  # a function has forked, and its child returns as well
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(tasks, answer)
+        channel.send(answer)
 
 
-def _send(tasks: Connection, answer: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
-        tasks.send_bytes(json.dumps(answer).encode())
+def _answer(
+    kind: str,
+    *arguments: Any,
+    own_function: OwnFunction | None,
+    seconds: float,
+    folder: str,
+) -> Any:
+    match kind:
+        case "math":
+            return math_equal(*arguments)
+        case "code":
+            return program_passes(*arguments, seconds=seconds, folder=folder)
+        case "readable":
+            verifier, reference = arguments
+            return is_readable(reference) if verifier == "math" else is_test(reference)
+        case "sandbox":
+            [sandbox] = arguments
+            return sandbox
+        case "form":
+            return own_function.form if own_function else ""
+        case _:
+            assert own_function is not None, "rows are given only where there is a function"
+            return rewards_of(own_function.call, *arguments)
 
 
 def program_passes(
-    tests: str, program: str, *, seconds: float, folder: str
+    tests: str, program: str, sandbox: str, *, seconds: float, folder: str
 ) -> bool | dict[str, str]:
     """Whether a program passes tests, or why that cannot be found here."""
     try:
-        return passes(tests, program, seconds, folder)
+        return passes(tests, program, seconds, folder, sandbox)
     except OSError as error:
         return {"error": own_code.told(error)}
-
-
-# ---- a user's function
-
-
-def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
-    """What a function gives for some rows: a reward with an outcome for each, or why there is
-    none."""
-    try:
-        found = call(*rows)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        found = list(found)
-    except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is told
-        return {"error": own_code.told(error)}
-    if len(found) != len(rows[0]):
-        return {"error": f"it gave {len(found)} rewards for {len(rows[0])} rows"}
-    rewards = []
-    for each in found:
-        try:
-            rewards.append(_one(each))
-        except Exception as error:  # noqa: BLE001 - the same
-            rewards.append([None, own_code.told(error)])
-    return {"rewards": rewards}
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
-
-
-def _one(given: Any) -> list[Any]:
-    """A reward and its outcome, or None and what is wrong with it."""
-    reward, outcome = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    try:
-        number = float(reward)  # pyright: ignore[reportArgumentType] - it may be anything
-    except (TypeError, ValueError):
-        return [None, f"it gave {reprs(given)}, which is no number"]
-    if not math.isfinite(number):
-        return [None, f"it gave {number}, which is not finite"]
-    if outcome is None:
-        outcome = "correct" if number > 0 else "wrong"
-    if outcome not in OUTCOMES:
-        return [None, f"it gave the outcome {reprs(outcome)}, which is none of {list(OUTCOMES)}"]
-    return [number, outcome]
-
-
-def reprs(value: Any) -> str:
-    """A value in a message."""
-    return repr(value)[: own_code.SHOWN]

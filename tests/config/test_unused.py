@@ -99,7 +99,7 @@ USELESS = [
     ),
     ("--data.prompt_format raw", "the built-in tokenizer"),
     ("--reward.deadline 9", "no reward.function and reward.verifier exact"),
-    ("--reward.verifier math --reward.max_failed 0.5", "no reward.function"),
+    ("--reward.max_failed 0.5", "no reward.function and reward.verifier exact"),
     ("--reward.function own.py:reward --reward.verifier math", "reward.parts ('function',)"),
 ]
 

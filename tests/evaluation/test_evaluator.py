@@ -105,7 +105,7 @@ def policy(job: Job) -> Policy:
 @pytest.fixture
 def evaluator(job: Job, policy: Policy) -> Evaluator:
     sets = load_sets(CONFIG, job.tokenizer)
-    batches = Batches(job, sets, scorer_of(CONFIG, sets))
+    batches = Batches(job, sets, scorer_of(CONFIG))
     return Evaluator(batches, CONFIG, 2 * GROUP, policy)
 
 

@@ -2,7 +2,6 @@
 nothing behind and holds nothing up."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +16,13 @@ from jaxspec.data.json_lines import RowParser, assertions_of
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards import code
 from jaxspec.rewards.code import is_test
+from jaxspec.rewards.extract import extract
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
 from jaxspec.rewards.scorer import Rows, Scorer
 from jaxspec.rewards.worker import program_passes
 from jaxspec.tokens.tokenizer import character_tokenizer
-from tests.rewards.test_pool import SHARED, SLACK, alive, children, needs_data
+from tests.rewards.test_pool import SHARED, SLACK, needs_data
 
 TESTS = "assert f(1) == 2\nassert abs(f(3) - 4) < 1e-6"
 RIGHT = "def f(x):\n    return x + 1"
@@ -96,26 +96,6 @@ def test_what_is_late_is_ended_in_time(pool: RewardPool, late: str) -> None:
     assert passes(pool, RIGHT) is True
 
 
-@pytest.mark.parametrize("contained", [True, False])
-def test_processes_that_it_starts_do_not_outlive_it(
-    contained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the system contains nothing, and they want a session of their own."""
-    if not contained:
-        monkeypatch.setenv("PATH", "")  # neither bubblewrap nor unshare is found
-    program = (
-        "import os, time\nfor i in range(20):\n    if os.fork() == 0:\n        os.setsid()\n"
-        f"        time.sleep(100)\n{RIGHT}"
-    )
-    with RewardPool(1, DEADLINE) as own:
-        assert passes(own, program) is True
-        assert len(below := children(own._process.pid)) == 1, "the worker"
-        assert passes(own, f"{program}\ntime.sleep(100)") == {"timeout": True}
-        assert passes(own, RIGHT) is True
-        assert len(children(own._process.pid)) == 1
-    assert not any(map(alive, below))
-
-
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
@@ -160,6 +140,39 @@ def test_the_last_whole_block_is_the_program(pool: RewardPool) -> None:
     assert outcomes == wanted
 
 
+USES = f"```python\n{RIGHT}\n```\n"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"{USES}Usage:\n```python\nprint(f(1))\n```",
+        f"{USES}Usage:\n```python\nx = f(1)\nassert x == 3\n```",
+        f"{USES}Output:\n```\n2\n```",
+        f"{USES}Run it:\n```bash\npython f.py\n```\n",
+        f"{USES}```python\ndef main():\n    print(f(1))\n\nmain()\n```",
+        "```python\ndef g(x): return x + 1\n```\n```python\ndef f(x): return g(x)\n```",
+        f"~~~\n{RIGHT}\n~~~",
+        f"~~~python\n{RIGHT}\n~~~",
+        f"````python\n{RIGHT}\n````",
+        f"```{{python}}\n{RIGHT}\n```",
+        f"```{{.python .numberLines}}\n{RIGHT}\n```",
+        f'```Python title="f.py"\n{RIGHT}\n```',
+        f"``` python\n{RIGHT}\n```",
+        "1. So:\n   ```python\n   def f(x):\n       return x + 1\n   ```",
+        f"```python\n{RIGHT}\n# ~~~\n```",
+        f"Here: ```python\n{RIGHT}\n```",
+    ],
+)
+def test_forms_of_a_program(response: str) -> None:
+    """What follows the program, and how its block is marked, does not make it wrong."""
+    program = extract(response, "code")
+    assert program is not None
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["f"](1) == 2
+
+
 def test_references_must_assert_something(pool: RewardPool) -> None:
     scorer = Scorer("code", pool=pool, verifier="code")
     references = {
@@ -200,28 +213,6 @@ def test_tests_that_the_program_leads_astray_do_not_pass(
     assert passes(pool, program, tests) is False
 
 
-def test_a_program_sees_no_network_where_the_system_contains_it(pool: RewardPool) -> None:
-    if not code.sandbox():
-        pytest.skip("neither bubblewrap nor namespaces here")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\n{RIGHT}"
-        assert passes(pool, program) is False
-
-
-def test_folders_go_away_however_a_program_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    deep = f"import os\nfor _ in range(1200):\n    os.mkdir('d'); os.chdir('d')\n{RIGHT}"
-    with RewardPool(2, 3 * DEADLINE) as own:
-        assert passes(own, deep) is True
-        assert passes(own, "open('big', 'w').write('0' * 10**5)\nwhile True: pass") is not True
-        assert passes(own, RIGHT) is True
-        assert list(tmp_path.glob("jaxspec-*/*")) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_fails_here_says_nothing_of_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +222,7 @@ def test_what_fails_here_says_nothing_of_the_program(
         raise OSError(12, "x")
 
     monkeypatch.setattr(code.subprocess, "Popen", fails)
-    answer = program_passes(TESTS, RIGHT, seconds=2.0, folder=str(tmp_path / "own"))
+    answer = program_passes(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
     assert isinstance(answer, dict)
     assert "OSError: [Errno 12] x" in answer["error"]
 

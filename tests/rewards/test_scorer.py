@@ -1,12 +1,14 @@
 """Rewards of rows: each with its outcome, rows keep their places, and what nothing is known of is
 never a zero."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxspec.rewards.outcome import Outcome, Scores
+from jaxspec.rewards.pool import RewardPool
 from jaxspec.rewards.scorer import Rows, Scorer, thinks_first
 
 
@@ -104,6 +106,28 @@ def test_a_list_is_no_number(reference: str, answer: str) -> None:
 def test_several_boxes_are_a_list_without_a_verifier() -> None:
     response = r"\boxed{1} and \boxed{2}"
     assert scored([response] * 3, ["1, 2", "2", "1"], "boxed").rewards.tolist() == [1, 0, 0]
+
+
+class Busy(RewardPool):
+    """A pool whose batch is over before most of it has begun."""
+
+    def __init__(self) -> None:
+        """Starts nothing."""
+
+    def submit(self, tasks: Sequence[list[Any]]) -> int:
+        return len(tasks)
+
+    def collect(self, number: int) -> list[Any]:
+        return [True, True, False, True] + [{"unjudged": 60.0}] * (number - 4)
+
+
+def test_what_was_not_judged_is_left_out_and_said() -> None:
+    responses = [f"\\boxed{{x^{number}}}" for number in range(3)]
+    scores = scored(responses, ["x", "y", "z"], "boxed", pool=Busy(), verifier="math")
+    assert scores.known.tolist() == [True, False, False]
+    assert scores.rewards.tolist() == [1, 0, 0]
+    assert scores.outcomes.tolist() == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.TIMEOUT]
+    assert "the workers busy for 60 s, the most that a batch may take" in scores.reason
 
 
 def test_parts_are_added_by_weight() -> None:
