@@ -6,15 +6,16 @@ from typing import Any, get_args
 
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of, learned
-from jaxspec.hf.pretrained import absolute, find_folder, policy_config
-from jaxspec.hf.tensor_files import open_tensors
+from jaxspec.hf.pretrained import ADAPTERS, absolute, find_folder, policy_config
+from jaxspec.hf.tensor_files import WEIGHTS, open_tensors, unread_weights
 from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import listed
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import PyTree
 from jaxspec.system.files import expanded
 
 Say = Callable[[str], Any]
-_MODEL, _DRAFT = "model.path", "rollout.draft.path"
+_MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 
 
 def resolved(config: Config, say: Say) -> ResolvedConfig:
@@ -33,9 +34,10 @@ def resolved(config: Config, say: Say) -> ResolvedConfig:
         model = policy_config(config.model)
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
+        _say_unread(model.path, _MODEL, WEIGHTS, say)
     if config.lora.path:
         # what is wrong is named before anything else reads it
-        find_folder(config.lora.path, "lora.path")
+        _say_unread(config.lora.path, _LORA, ADAPTERS, say)
         config = replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
     draft = config.rollout.draft
     for kind, layers in () if draft.path else _native(config.model):
@@ -59,6 +61,8 @@ def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
         f" rollout.draft.kind is {draft.kind}",
     )
     folder = find_folder(path, _DRAFT)
+    if path != config.model.path:
+        _say_unread(path, _DRAFT, WEIGHTS, say)
     draft = replace(draft, path=absolute(path))
     config = replace(config, rollout=replace(config.rollout, draft=draft))
     spec = learned(draft.kind).resolve(config.draft_spec, folder, say)
@@ -74,6 +78,20 @@ def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
     )
     rollout = replace(config.rollout, draft=draft)
     return replace(config, draft_model=own, head=spec.head, rollout=rollout)
+
+
+def _say_unread(path: str, setting: str, name: str, say: Say) -> None:
+    """Says which weights of a folder are left unread, since it may hold those of two trainings."""
+    folder = find_folder(path, setting)
+    unread = unread_weights(folder, name)
+    if ADAPTERS in unread:
+        say(
+            f"{setting} {path}: the adapters in {ADAPTERS} are not merged; --{_LORA} {path} merges"
+            " them"
+        )
+    others = [file for file in unread if file != ADAPTERS]
+    if others:
+        say(f"{setting} {path}: {name} or its index is read, and not {listed(others)}")
 
 
 def from_home(config: Config) -> Config:
