@@ -4,7 +4,15 @@ every default, written with none."""
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.hf.policy_config import KEYS, architecture_of, head_size_of, rope_json, rope_of
+from jaxspec.hf.known_keys import DECODER, HEAD, HEAD_FLAGS, check_keys
+from jaxspec.hf.policy_config import (
+    KEYS,
+    architecture_of,
+    head_size_of,
+    refuse_sliding,
+    rope_json,
+    rope_of,
+)
 from jaxspec.inputs.checked import called, read_from, require
 from jaxspec.inputs.json_keys import Keys, named, shown
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
@@ -53,6 +61,7 @@ def head_config(
     _refuse_others(keys)
     published, nested = keys.has("speculators_model_type"), keys.part("eagle_config")
     inner = keys.part("transformer_layer_config") if published else keys
+    _check_keys(keys, nested, inner)
     flags = Keys(
         {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
         source,
@@ -120,6 +129,24 @@ def _refuse_others(keys: Keys) -> None:
         f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be"
         " loaded",
     )
+
+
+def _check_keys(keys: Keys, nested: Keys, inner: Keys) -> None:
+    """Raises ConfigError for what a head does here that is not built, or that is not known."""
+    check_keys(keys, DECODER | HEAD)
+    check_keys(nested, HEAD_FLAGS)
+    if inner is not keys:
+        check_keys(inner, DECODER | HEAD_FLAGS)
+    refuse_sliding(inner)
+    for key, value in nested.content.items():
+        outer = keys.content.get(key)
+        # SpecForge has a norm_output of another meaning at the top level
+        same = value is None or outer is None or value == outer or key == "norm_output"
+        require(
+            same,
+            f"{nested.source}: {key} is {shown(value)}, and {shown(outer)} at the top level;"
+            " correct one",
+        )
 
 
 def _taps(
