@@ -2,17 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of, learned
-from jaxspec.hf.pretrained import ADAPTERS, absolute, find_folder, policy_config
+from jaxspec.hf.pretrained import (
+    ADAPTERS,
+    absolute,
+    find_folder,
+    merger,
+    policy_checkpoint,
+    policy_config,
+)
 from jaxspec.hf.tensor_files import WEIGHTS, open_tensors, unread_weights
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.models.decoder import Decoder
 from jaxspec.state import PyTree
 from jaxspec.system.files import expanded
+from jaxspec.tokens.vocabulary import TOKENIZER, check_same_tokens
 
 Say = Callable[[str], Any]
 _MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
@@ -132,6 +142,36 @@ def _native(model: ModelSpec) -> list[tuple[str, int]]:
     kinds = {name: kind_of(name).learned for name in get_args(DraftKind)}
     found = {name: own.native(names, model.layers) for name, own in kinds.items() if own}
     return [(name, layers) for name, layers in found.items() if layers]
+
+
+def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
+    """Judges the checkpoints that a config names by their headers, so that what is wrong is named
+    before anything is compiled.
+
+    `policy` has the policy's shapes, and the tokenizer so many tokens.
+
+    Raises:
+      ConfigError: as `policy_checkpoint`, `merger` and `Learned.judge` do, or a draft has another
+        tokenizer.
+    """
+    if config.model.path:
+        policy_checkpoint(config.model, policy)
+    if _is_there(config.lora.path):
+        merger(config.lora.path, policy)
+    draft, tokenizer = config.rollout.draft, config.data.tokenizer
+    if _is_there(draft.path):
+        folder = find_folder(draft.path, _DRAFT)
+        if tokenizer and str(folder) != tokenizer and (folder / TOKENIZER).is_file():
+            check_same_tokens(Path(tokenizer), folder)
+        learned(draft.kind).judge(config.draft_spec, folder, tokens)
+
+
+def _is_there(path: str) -> bool:
+    """Whether a folder is named that is not gone, or an id on the hub.
+
+    A run that is evaluated has its weights in its checkpoints, and needs the folder no more.
+    """
+    return bool(path) and (not path.startswith("/") or Path(path).is_dir())
 
 
 def read_draft(config: ResolvedConfig, abstract: PyTree) -> PyTree:

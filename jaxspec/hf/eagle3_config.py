@@ -66,12 +66,8 @@ def head_config(
         {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
         source,
     )
-    vocab = inner.whole("vocab_size", target.vocab)
+    vocab = vocabulary_of(raw, source) or target.vocab
     width = flags.whole("target_hidden_size", inner.whole("hidden_size"))
-    require(
-        vocab == target.vocab,
-        f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}",
-    )
     require(
         width == target.embed,
         f"{source}: the head was made for hidden states of width {width}; model.embed is"
@@ -105,6 +101,13 @@ def head_config(
             or vocab
         )
         return _decoder(inner, target, say), head, 0 if own_vocab == vocab else own_vocab
+
+
+def vocabulary_of(raw: Mapping[str, Any], source: str) -> int:
+    """The rows of the vocabulary that a head was made for; 0: not said."""
+    keys = Keys(raw, source)
+    inner = keys.part("transformer_layer_config") if keys.has("speculators_model_type") else keys
+    return inner.whole("vocab_size", 0, least=0)
 
 
 def _refuse_others(keys: Keys) -> None:

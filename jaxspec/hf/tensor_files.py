@@ -52,15 +52,34 @@ class Stored(NamedTuple):
     """As safetensors spells it: BF16, F32, ..."""
     shape: tuple[int, ...]
 
+    def with_rows(self, rows: int) -> Stored:
+        """The tensor with so many rows: zeros are added at the end, or rows left out there."""
+        return self._replace(shape=(rows, *self.shape[1:]))
+
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         """The part of the tensor at `index`; nothing else is read.
 
         Raises:
           ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
-        part = (
-            self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
-        )
+        held = self.opened.get_slice(self.name)
+        if tuple(held.get_shape()) != self.shape:
+            return self._read_rows(held.get_shape()[0], index or (slice(None),))
+        part = held[index] if index else self.opened.get_tensor(self.name)
+        return self._require_finite(part)
+
+    def _read_rows(self, held: int, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor whose file holds another number of rows."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        # an empty slice has the type and the other axes
+        inside = slice(min(start, held - 1), max(min(stop, held), min(start, held - 1)))
+        part = self.opened.get_slice(self.name)[(inside, *index[1:])]
+        part = self._require_finite(part)[: max(0, min(stop, held) - start)]
+        made = np.zeros((stop - start, *part.shape[1:]), part.dtype)
+        made[: len(part)] = part
+        return made
+
+    def _require_finite(self, part: np.ndarray) -> np.ndarray:
         damaged = (
             f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or"
             " infinity in float32)"
@@ -100,6 +119,27 @@ def check_header(
         f"{name} has shape {list(stored.shape)}; it must have {counts} axes, none of them of size"
         " 0; download the file again",
     )
+
+
+_PACKED = re.compile(
+    r".*\.(qweight|qzeros|weight_packed|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state.*))"
+)
+"""Tensors that packed weights have: of GPTQ and AWQ, compressed-tensors, FP8, modelopt,
+bitsandbytes."""
+
+
+def refuse_quantized(folder: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError if the files or tensors of a folder say that its weights are quantized.
+
+    Packed weights have other shapes too, so this comes before shapes are looked at.
+    """
+    remedy = "give weights that are not quantized"
+    file = folder / "hf_quant_config.json"
+    if file.is_file():
+        kind = read_keys(file).part("quantization").content.get("quant_algo")
+        require(kind is None, f"{file}: quant_algo is {shown(kind)}; {remedy}")
+    packed = listed([name for name in names if _PACKED.fullmatch(name)])
+    require(not packed, f"{folder} holds what goes with quantized weights: {packed}; {remedy}")
 
 
 def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
