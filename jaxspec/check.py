@@ -30,11 +30,11 @@ from jaxspec.compiled.hardware import HERE, Card
 from jaxspec.compiled.tables import cost_json, exchanges_table, work_table
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
+from jaxspec.config.from_checkpoint import check_folders
 from jaxspec.config.here import with_what_is_here
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import scorer_of, try_scorers
-from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.host import memory
 from jaxspec.host.job import Job, at_once, make_job, start_jax
 from jaxspec.host.runner import Runner, abstract, times_real_rounds, whole_step
@@ -152,8 +152,7 @@ def checked(config: Config, options: argparse.Namespace) -> Checked:
     mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
     used = target._replace(devices=[*mesh.devices.flat])
     job = make_job(whole, mesh)
-    if whole.model.path:
-        policy_checkpoint(whole.model, jax.eval_shape(job.step.fresh_policy))
+    check_folders(whole, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
     files = {item for item in unseen if item.startswith("data.")}
     scorers = scorer_of(whole)
     if not files and not config.mixture:

@@ -53,6 +53,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 8, "rope_parameters": YARN, "max_position_embeddings": 64},
     ),
+    "qwen3-yarn-keys": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "attention_factor": 0.8,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+            },
+            "max_position_embeddings": 64,
+        },
+    ),
+    "qwen2-mscale": (
+        "Qwen2",
+        {
+            "rope_parameters": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7},
+            "max_position_embeddings": 64,
+        },
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {

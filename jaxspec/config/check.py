@@ -34,7 +34,7 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape
         f"{processes} processes do not divide {devices} devices; give each process the same number",
     )
     tensor, expert = config.mesh.tensor, config.mesh.expert
-    fits = _fitting(devices, expert)
+    fits = _fitting(config, devices)
     sizes = (
         f"mesh.expert {expert} x mesh.tensor {tensor}" if expert > 1 else f"mesh.tensor {tensor}"
     )
@@ -60,14 +60,20 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape
     return shape
 
 
-def _fitting(devices: int, expert: int) -> str:
+def _fitting(config: ResolvedConfig, devices: int) -> str:
     """The meshes of so many devices, in words."""
+    tensor, expert = config.mesh.tensor, config.mesh.expert
+    if devices % expert:
+        experts = config.model.family.experts or 1
+        left = devices // tensor if devices % tensor == 0 else devices
+        sizes = [size for size in divisors(left) if experts % size == 0]
+        return f"mesh.expert can be {', '.join(map(str, sizes))}"
     axes = ("data", "expert", "tensor") if expert > 1 else ("data", "tensor")
-    shards, left = divmod(devices, expert)
-    sizes = [] if left else [(shards // size, expert, size) for size in divisors(shards)]
+    shards = devices // expert
+    sizes = [(shards // size, expert, size) for size in divisors(shards)]
     listed = [" x ".join(map(str, size if expert > 1 else size[::2])) for size in sizes]
     named = " x ".join(axes)
-    return f"meshes ({named}) that fit {devices} devices: {', '.join(listed) or 'none'}"
+    return f"meshes ({named}) that fit {devices} devices: {', '.join(listed)}"
 
 
 def _check_split(config: ResolvedConfig) -> None:

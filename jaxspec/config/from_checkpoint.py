@@ -2,19 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of, learned
-from jaxspec.hf.pretrained import absolute, find_folder, policy_config
-from jaxspec.hf.tensor_files import open_tensors
+from jaxspec.hf.pretrained import (
+    ADAPTERS,
+    absolute,
+    find_folder,
+    merger,
+    policy_checkpoint,
+    policy_config,
+)
+from jaxspec.hf.tensor_files import WEIGHTS, open_tensors, unread_weights
 from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import listed
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.models.decoder import Decoder
 from jaxspec.state import PyTree
 from jaxspec.system.files import expanded
+from jaxspec.tokens.vocabulary import TOKENIZER, check_same_tokens
 
 Say = Callable[[str], Any]
-_MODEL, _DRAFT = "model.path", "rollout.draft.path"
+_MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 
 
 def resolved(config: Config, say: Say) -> ResolvedConfig:
@@ -33,9 +44,10 @@ def resolved(config: Config, say: Say) -> ResolvedConfig:
         model = policy_config(config.model)
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
+        _say_unread(model.path, _MODEL, WEIGHTS, say)
     if config.lora.path:
         # what is wrong is named before anything else reads it
-        find_folder(config.lora.path, "lora.path")
+        _say_unread(config.lora.path, _LORA, ADAPTERS, say)
         config = replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
     draft = config.rollout.draft
     for kind, layers in () if draft.path else _native(config.model):
@@ -59,6 +71,8 @@ def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
         f" rollout.draft.kind is {draft.kind}",
     )
     folder = find_folder(path, _DRAFT)
+    if path != config.model.path:
+        _say_unread(path, _DRAFT, WEIGHTS, say)
     draft = replace(draft, path=absolute(path))
     config = replace(config, rollout=replace(config.rollout, draft=draft))
     spec = learned(draft.kind).resolve(config.draft_spec, folder, say)
@@ -74,6 +88,20 @@ def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:
     )
     rollout = replace(config.rollout, draft=draft)
     return replace(config, draft_model=own, head=spec.head, rollout=rollout)
+
+
+def _say_unread(path: str, setting: str, name: str, say: Say) -> None:
+    """Says which weights of a folder are left unread, since it may hold those of two trainings."""
+    folder = find_folder(path, setting)
+    unread = unread_weights(folder, name)
+    if ADAPTERS in unread:
+        say(
+            f"{setting} {path}: the adapters in {ADAPTERS} are not merged; --{_LORA} {path} merges"
+            " them"
+        )
+    others = [file for file in unread if file != ADAPTERS]
+    if others:
+        say(f"{setting} {path}: {name} or its index is read, and not {listed(others)}")
 
 
 def from_home(config: Config) -> Config:
@@ -114,6 +142,36 @@ def _native(model: ModelSpec) -> list[tuple[str, int]]:
     kinds = {name: kind_of(name).learned for name in get_args(DraftKind)}
     found = {name: own.native(names, model.layers) for name, own in kinds.items() if own}
     return [(name, layers) for name, layers in found.items() if layers]
+
+
+def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
+    """Judges the checkpoints that a config names by their headers, so that what is wrong is named
+    before anything is compiled.
+
+    `policy` has the policy's shapes, and the tokenizer so many tokens.
+
+    Raises:
+      ConfigError: as `policy_checkpoint`, `merger` and `Learned.judge` do, or a draft has another
+        tokenizer.
+    """
+    if config.model.path:
+        policy_checkpoint(config.model, policy)
+    if _is_there(config.lora.path):
+        merger(config.lora.path, policy)
+    draft, tokenizer = config.rollout.draft, config.data.tokenizer
+    if _is_there(draft.path):
+        folder = find_folder(draft.path, _DRAFT)
+        if tokenizer and str(folder) != tokenizer and (folder / TOKENIZER).is_file():
+            check_same_tokens(Path(tokenizer), folder)
+        learned(draft.kind).judge(config.draft_spec, folder, tokens)
+
+
+def _is_there(path: str) -> bool:
+    """Whether a folder is named that is not gone, or an id on the hub.
+
+    A run that is evaluated has its weights in its checkpoints, and needs the folder no more.
+    """
+    return bool(path) and (not path.startswith("/") or Path(path).is_dir())
 
 
 def read_draft(config: ResolvedConfig, abstract: PyTree) -> PyTree:

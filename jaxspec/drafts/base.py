@@ -199,6 +199,9 @@ class Learned(NamedTuple):
     unroll: Unroll
     resolve: Callable[[DraftSpec, Path, Say], DraftSpec]
     """(spec, folder, say) -> the spec with what a trained draft's files say."""
+    judge: Callable[[DraftSpec, Path, int], None]
+    """(resolved spec, folder, tokens of the tokenizer) -> nothing. Raises ConfigError for tensors
+    that `load` would refuse, by their headers alone."""
     load: Callable[[DraftSpec, Path, PyTree], PyTree]
     """(resolved spec, folder, shapes with shardings) -> its network."""
     export: Callable[[PyTree, Export], Files]

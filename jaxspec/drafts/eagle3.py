@@ -13,11 +13,18 @@ import numpy as np
 from jaxspec.drafts.base import DEEP, Export, Files, Kind, Learned, Repair, Say, Sizes
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.drafts.unroll import UNROLL
-from jaxspec.hf.draft_tensors import as_type, filled, lent, read_all
-from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config
-from jaxspec.hf.eagle3_tensors import head_arrays, head_tensors, normal_names, settle
+from jaxspec.hf.draft_tensors import as_type, check_padding, filled, lent, read_all
+from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config, vocabulary_of
+from jaxspec.hf.eagle3_tensors import (
+    check_head,
+    head_arrays,
+    head_tensors,
+    normal_names,
+    settle,
+    with_vocabulary_rows,
+)
 from jaxspec.hf.pretrained import CONFIG
-from jaxspec.hf.tensor_files import open_tensors
+from jaxspec.hf.tensor_files import Stored, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import DraftSpec, HeadConfig, HeadSpec, ModelSpec
@@ -89,7 +96,7 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     )
     if spec.head.taps:  # who names them knows better
         head = replace(head, taps=spec.head.taps)
-    tensors = read_all(normal_names(open_tensors(folder), str(folder)))
+    tensors = read_all(_tensors(folder, policy.vocab)[0])
     comparable = "embed_tokens.weight" in tensors and bool(policy.path)
     model, head = settle(model, head, tensors, lent(spec, comparable)["embedding"], say)
     if "lm_head.weight" in tensors:  # the tensors have the last word
@@ -103,8 +110,23 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     return replace(spec, own=model, head=head, vocab=vocab, ffn=0)
 
 
+def _tensors(folder: Path, vocab: int) -> tuple[dict[str, Stored], int]:
+    """A head's tensors, for a vocabulary of `vocab` rows; and how many it was made for."""
+    content = read_json(folder / CONFIG)
+    own = vocabulary_of(content, str(folder / CONFIG)) or vocab
+    tensors = normal_names(open_tensors(folder), str(folder))
+    refuse_quantized(folder, tensors)
+    return (tensors if own == vocab else with_vocabulary_rows(tensors, own, vocab)), own
+
+
+def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
+    tensors, own = _tensors(folder, spec.policy.vocab)
+    check_padding(str(folder), own, spec.policy.vocab, tokens)
+    check_head(_decoder(spec), spec.head, tensors, spec.policy, str(folder))
+
+
 def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    tensors = read_all(normal_names(open_tensors(folder), str(folder)))
+    tensors = read_all(_tensors(folder, spec.policy.vocab)[0])
     policy = lent(spec, "lm_head.weight" not in tensors)
     arrays = head_arrays(_decoder(spec), spec.head, tensors, policy, str(folder))
     return jax.tree.map(from_host, abstract, filled(abstract, arrays))
@@ -184,6 +206,7 @@ EAGLE3 = Kind(
         reads=lambda length: length + 1,
         unroll=UNROLL,
         resolve=_resolve,
+        judge=_judge,
         load=_load,
         export=_export,
         forms=("raw", "speculators"),

@@ -4,6 +4,7 @@ vocabulary with its own cache."""
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -23,6 +24,7 @@ from jaxspec.drafts.base import (
     block_positions,
 )
 from jaxspec.drafts.pieces import Pieces
+from jaxspec.hf.draft_tensors import check_padding
 from jaxspec.hf.names import policy_rows
 from jaxspec.hf.policy_config import config_json
 from jaxspec.hf.pretrained import policy_checkpoint, policy_config, tensors_of
@@ -171,10 +173,27 @@ def _unrolled(
 
 
 def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
-    """A small model of its own sizes."""
+    """A small model of its own sizes, whose vocabulary is padded or cut to the policy's."""
+    own = replace(_published(spec), vocab=spec.policy.vocab)
+    return replace(spec, own=own, vocab=0, ffn=0)
+
+
+def _published(spec: DraftSpec) -> ModelSpec:
+    """The model as its folder has it."""
     policy = spec.policy
     base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
-    return replace(spec, own=policy_config(base), vocab=0, ffn=0)
+    return policy_config(base)
+
+
+def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
+    own, rows = _decoder(spec), _published(spec).vocab
+    check_padding(str(folder), rows, spec.policy.vocab, tokens)
+    policy_checkpoint(own, jax.eval_shape(lambda: Decoder(own, jax.random.key(0))), rows)
+
+
+def _load(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
+    checkpoint = policy_checkpoint(_decoder(spec), abstract, _published(spec).vocab)
+    return checkpoint.load(lambda _: None)
 
 
 def _export(network: Decoder, wanted: Export) -> Files:
@@ -202,9 +221,8 @@ MODEL = Kind(
             vocabulary=lambda network: None,
         ),
         resolve=_resolve,
-        load=lambda spec, folder, abstract: policy_checkpoint(_decoder(spec), abstract).load(
-            lambda _: None
-        ),
+        judge=_judge,
+        load=_load,
         export=_export,
     ),
 )

@@ -1,8 +1,9 @@
 """Native multi-token prediction: the policy's own extra layers as its draft (`models/mtp.py`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,15 +15,17 @@ from jaxspec.hf.draft_tensors import (
     DRAFT_PATH,
     Arrays,
     as_type,
+    check_headers,
     collected,
     filled,
+    fitting,
     lent,
     read_all,
     written,
 )
 from jaxspec.hf.names import MIMO_MTP, Row, layer_rows, mtp_names
 from jaxspec.hf.policy_config import config_json
-from jaxspec.hf.tensor_files import check_header, open_tensors
+from jaxspec.hf.tensor_files import Stored, check_header, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import Unused, require
 from jaxspec.inputs.spec import DraftSpec, ModelSpec
 from jaxspec.mesh import from_host
@@ -112,25 +115,36 @@ def mtp_arrays(
         policy's own.
     """
     weights = dict(tensors)
-    for name in [
-        name
-        for name in weights
-        if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
-    ]:
+    copies = {name: weights.pop(name) for name in tensors if name.endswith(_COPIES)}
+    _refuse_other_copies(copies, target)
+    return _fitted(config, embedding_first, weights, target_layers, collected)
+
+
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Ends of the names of tensors that a checkpoint repeats in its MTP layers."""
+
+
+def _refuse_other_copies(copies: Arrays, target: Arrays) -> None:
+    for name, copy in copies.items():
         ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
-        same = np.array_equal(weights.pop(name), ours)
         require(
-            same,
+            np.array_equal(copy, ours),
             f"{name} is not the policy's own; MTP layers with an embedding or a head of their own"
             " cannot be loaded",
         )
+
+
+def _fitted(
+    config: ModelSpec,
+    embedding_first: bool,
+    weights: Mapping[str, Any],
+    target_layers: int,
+    fit: Callable[..., dict[str, Any]],
+) -> dict[str, Any]:
+    """The result of `fit`, `fitting` or `collected`, for the tensors of MTP layers."""
     network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
-    return collected(
-        mtp_rows(config, embedding_first, target_layers),
-        weights,
-        network,
-        "the checkpoint's MTP part",
-    )
+    rows = mtp_rows(config, embedding_first, target_layers)
+    return fit(rows, weights, network, "the checkpoint's MTP part")
 
 
 def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
@@ -157,12 +171,26 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     return replace(spec, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
 
 
-def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    tensors, layers = open_tensors(folder), spec.policy.layers
-    own = read_all({name: tensors[name] for name in mtp_names(list(tensors), layers)})
-    copies = any(
-        name.endswith((".embed_tokens.weight", ".shared_head.head.weight")) for name in own
+def _tensors(spec: DraftSpec, folder: Path) -> dict[str, Stored]:
+    tensors = open_tensors(folder)
+    own = {name: tensors[name] for name in mtp_names(list(tensors), spec.policy.layers)}
+    refuse_quantized(folder, own)
+    return own
+
+
+def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
+    own = _tensors(spec, folder)
+    check_headers(own)
+    copies = {name: own.pop(name) for name in list(own) if name.endswith(_COPIES)}
+    _refuse_other_copies(
+        {name: tensor.read() for name, tensor in copies.items()}, lent(spec, bool(copies))
     )
+    _fitted(_decoder(spec), spec.embedding_first, own, spec.policy.layers, fitting)
+
+
+def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
+    own, layers = read_all(_tensors(spec, folder)), spec.policy.layers
+    copies = any(name.endswith(_COPIES) for name in own)
     arrays = mtp_arrays(_decoder(spec), spec.embedding_first, own, lent(spec, copies), layers)
     return jax.tree.map(from_host, abstract, filled(abstract, arrays))
 
@@ -215,6 +243,7 @@ MTP = Kind(
         reads=lambda length: length + 1,
         unroll=UNROLL,
         resolve=_resolve,
+        judge=_judge,
         load=_load,
         export=_export,
         repairs=_repairs,

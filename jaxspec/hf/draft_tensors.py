@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.hf.names import Row, check_count, named_leaves, places, to_ours, to_theirs
+from jaxspec.hf.names import Place, Row, check_count, named_leaves, places, to_ours, to_theirs
 from jaxspec.hf.pretrained import find_folder
 from jaxspec.hf.tensor_files import WHOLES, Stored, check_header, open_tensors
 from jaxspec.inputs.checked import require
@@ -25,13 +25,29 @@ BUFFERS: dict[str, tuple[str, ...]] = {"d2t": WHOLES, "t2d": (*WHOLES, "BOOL")}
 have."""
 
 
-def read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:
-    """A draft's tensors; their headers are checked before."""
+def check_padding(source: str, own: int, vocab: int, tokens: int) -> None:
+    """Raises ConfigError if a draft's vocabulary of `own` rows differs from the policy's in more
+    than rows without a token, of which published models have some."""
+    fits = own == vocab or min(own, vocab) >= tokens
+    require(
+        fits,
+        f"{source}: the draft was made for a vocabulary of {own}, model.vocab is {vocab}, and the"
+        f" tokenizer has {tokens} tokens; choose a draft that shares the policy's",
+    )
+
+
+def check_headers(tensors: Mapping[str, Stored]) -> None:
+    """Raises ConfigError for a draft's tensors of a type or number of axes that none has."""
     for name, stored in tensors.items():
         if name in BUFFERS:
             check_header(stored, BUFFERS[name], (1,))
         else:
             check_header(stored)
+
+
+def read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+    """A draft's tensors; their headers are checked before."""
+    check_headers(tensors)
     return {name: stored.read() for name, stored in tensors.items()}
 
 
@@ -63,9 +79,14 @@ def lent(spec: DraftSpec, values: bool) -> dict[str, np.ndarray]:
     return {"embedding": embedding, "head": (head[0] if head else embedding).T}
 
 
-def collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
-    """Arrays by attribute path for the shapes of a network; every row must find its tensors and
-    every tensor a row."""
+def fitting(
+    rows: list[Row], tensors: Mapping[str, Stored] | Arrays, network: Any, source: str
+) -> dict[str, Place]:
+    """Places of a draft's tensors in a network, by name; only their shapes are looked at.
+
+    Raises:
+      ConfigError: a row finds no tensor, a tensor no row, or one has another shape.
+    """
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
     for row in rows:
         check_count(row, shapes[row.ours], len(tensors), source)
@@ -80,14 +101,21 @@ def collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> di
     require(
         not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for"
     )
-    found: dict[str, np.ndarray] = {}
     for name, place in wanted.items():
-        tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
         fits = (
-            f"{source}: {name} has shape {list(tensor.shape)}; the config asks for"
+            f"{source}: {name} has shape {list(tensors[name].shape)}; the config asks for"
             f" {list(place.shape)}"
         )
-        require(tensor.shape == place.shape, fits)
+        require(tensors[name].shape == place.shape, fits)
+    return wanted
+
+
+def collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
+    """Arrays by attribute path for the shapes of a network; raises as `fitting` does."""
+    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
+    found: dict[str, np.ndarray] = {}
+    for name, place in fitting(rows, tensors, network, source).items():
+        tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
         found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(
             row, tensor, shape[row.leading :]
         )

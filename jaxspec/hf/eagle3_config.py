@@ -4,7 +4,15 @@ every default, written with none."""
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.hf.policy_config import KEYS, architecture_of, head_size_of, rope_json, rope_of
+from jaxspec.hf.known_keys import DECODER, HEAD, HEAD_FLAGS, check_keys
+from jaxspec.hf.policy_config import (
+    KEYS,
+    architecture_of,
+    head_size_of,
+    refuse_sliding,
+    rope_json,
+    rope_of,
+)
 from jaxspec.inputs.checked import called, read_from, require
 from jaxspec.inputs.json_keys import Keys, named, shown
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
@@ -53,16 +61,13 @@ def head_config(
     _refuse_others(keys)
     published, nested = keys.has("speculators_model_type"), keys.part("eagle_config")
     inner = keys.part("transformer_layer_config") if published else keys
+    _check_keys(keys, nested, inner)
     flags = Keys(
         {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
         source,
     )
-    vocab = inner.whole("vocab_size", target.vocab)
+    vocab = vocabulary_of(raw, source) or target.vocab
     width = flags.whole("target_hidden_size", inner.whole("hidden_size"))
-    require(
-        vocab == target.vocab,
-        f"{source}: the head was made for a vocabulary of {vocab}; model.vocab is {target.vocab}",
-    )
     require(
         width == target.embed,
         f"{source}: the head was made for hidden states of width {width}; model.embed is"
@@ -98,6 +103,13 @@ def head_config(
         return _decoder(inner, target, say), head, 0 if own_vocab == vocab else own_vocab
 
 
+def vocabulary_of(raw: Mapping[str, Any], source: str) -> int:
+    """The rows of the vocabulary that a head was made for; 0: not said."""
+    keys = Keys(raw, source)
+    inner = keys.part("transformer_layer_config") if keys.has("speculators_model_type") else keys
+    return inner.whole("vocab_size", 0, least=0)
+
+
 def _refuse_others(keys: Keys) -> None:
     raw, source, kind = keys.content, keys.source, keys.text("speculators_model_type", "eagle3")
     marks = [*keys.texts("architectures"), kind]
@@ -120,6 +132,24 @@ def _refuse_others(keys: Keys) -> None:
         f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be"
         " loaded",
     )
+
+
+def _check_keys(keys: Keys, nested: Keys, inner: Keys) -> None:
+    """Raises ConfigError for what a head does here that is not built, or that is not known."""
+    check_keys(keys, DECODER | HEAD)
+    check_keys(nested, HEAD_FLAGS)
+    if inner is not keys:
+        check_keys(inner, DECODER | HEAD_FLAGS)
+    refuse_sliding(inner)
+    for key, value in nested.content.items():
+        outer = keys.content.get(key)
+        # SpecForge has a norm_output of another meaning at the top level
+        same = value is None or outer is None or value == outer or key == "norm_output"
+        require(
+            same,
+            f"{nested.source}: {key} is {shown(value)}, and {shown(outer)} at the top level;"
+            " correct one",
+        )
 
 
 def _taps(

@@ -2,15 +2,17 @@
 and config.json differ."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from jaxspec.hf.draft_tensors import Arrays, collected, written
+from jaxspec.hf.draft_tensors import BUFFERS, Arrays, check_headers, collected, fitting, written
 from jaxspec.hf.eagle3_config import Form
 from jaxspec.hf.names import Row, layer_rows
+from jaxspec.hf.tensor_files import Stored
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import named
 from jaxspec.inputs.spec import HeadSpec, ModelSpec
@@ -51,6 +53,7 @@ _RENAMED = {
     },
     "draft_id_to_target_id": "d2t",
 }
+_LAYER = re.compile(r"layers\.([0-9]{1,9})\.self_attn\.q_proj\.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -115,11 +118,33 @@ def settle(
         "output_bias": "layers.0.self_attn.o_proj.bias" in tensors,
     }
     config = dataclasses.replace(config, family=dataclasses.replace(config.family, **family))
+    numbers = {int(found[1]) for name in tensors if (found := _LAYER.match(name))}
+    # SafeAILab's head of the policy's 40 layers has one, whatever its config.json says
+    if numbers == set(range(len(numbers))) and len(numbers) not in (0, config.layers):
+        say(
+            f"num_hidden_layers is {len(numbers)} by the tensors, not {config.layers} as"
+            " config.json has it"
+        )
+        config = dataclasses.replace(config, layers=len(numbers))
     table = tensors.get("embed_tokens.weight")
     own = table is not None and not (
         table.shape == target_embedding.shape and np.array_equal(table, target_embedding)
     )
     return config, dataclasses.replace(head, own_embedding=own)
+
+
+def with_vocabulary_rows(tensors: Mapping[str, Stored], own: int, vocab: int) -> dict[str, Stored]:
+    """A head's tensors (by `normal_names`) for a vocabulary of `vocab` rows in place of `own`:
+    padded or cut."""
+    whole = tensors.get("lm_head.weight")
+    # a vocabulary of its own is said by d2t, whose ids stay as they are
+    names = {"embed_tokens.weight", "t2d"}
+    if whole is not None and whole.shape[:1] == (own,):
+        names |= {"lm_head.weight", "d2t"}
+    return {
+        name: tensor.with_rows(vocab) if name in names and tensor.shape[:1] == (own,) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.ndarray | None:
@@ -177,6 +202,62 @@ def vocabulary_ids(tensors: Arrays, rows: int, vocab: int, source: str) -> np.nd
     return ids.astype(np.int32)
 
 
+class _Form(NamedTuple):
+    """A head's network, and which tensors fill it."""
+
+    ids: np.ndarray | None
+    """Tokens of its own vocabulary; None: all."""
+    network: Eagle3
+    """Shapes only."""
+    rows: list[Row]
+
+    @property
+    def names(self) -> set[str]:
+        """Tensors that are no weights of it, or are lent by the policy."""
+        return {*BUFFERS, *(() if self.network.form.own_embedding else ("embed_tokens.weight",))}
+
+
+def _form(
+    config: ModelSpec,
+    head: HeadSpec,
+    tensors: Mapping[str, Stored] | Arrays,
+    sizes: tuple[int, int],
+    source: str,
+) -> _Form:
+    """The form of a head for a policy of `sizes` (vocabulary, width), from shapes and buffers."""
+    vocab, width = sizes
+    unsaid = tensors["d2t"].shape[0] if "d2t" in tensors else vocab
+    rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else unsaid
+    buffers = {
+        name: tensor.read() if isinstance(tensor, Stored) else tensor
+        for name, tensor in tensors.items()
+        if name in BUFFERS
+    }
+    ids = vocabulary_ids(buffers, rows, vocab, source)
+    policy = dataclasses.replace(config, embed=width, vocab=vocab)
+    network = jax.eval_shape(
+        lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows)
+    )
+    return _Form(ids, network, head_rows(config, head, "speculators"))
+
+
+def check_head(
+    config: ModelSpec,
+    head: HeadSpec,
+    tensors: Mapping[str, Stored],
+    policy: ModelSpec,
+    source: str,
+) -> None:
+    """Raises ConfigError for tensors of a head (by `normal_names`) that `head_arrays` would refuse;
+    of weights only the headers are read."""
+    check_headers(tensors)
+    form = _form(config, head, tensors, (policy.vocab, policy.embed), source)
+    weights = {name: tensor for name, tensor in tensors.items() if name not in form.names}
+    # a missing head is lent by the policy
+    rows = [row for row in form.rows if row.ours != "head" or row.theirs in weights]
+    fitting(rows, weights, form.network, source)
+
+
 def head_arrays(
     config: ModelSpec, head: HeadSpec, tensors: Arrays, target: Arrays, source: str
 ) -> dict[str, np.ndarray]:
@@ -186,21 +267,13 @@ def head_arrays(
     `target` has the policy's `embedding` [V D] and `head` [D V], from which a missing lm_head is
     taken. `vocabulary` is there if it is not the whole.
     """
-    vocab, width = target["embedding"].shape
-    unsaid = tensors["d2t"].shape[0] if "d2t" in tensors else vocab
-    rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else unsaid
-    ids = vocabulary_ids(tensors, rows, vocab, source)
-    weights = {name: array for name, array in tensors.items() if name not in ("d2t", "t2d")}
-    if not head.own_embedding:
-        weights.pop("embed_tokens.weight", None)
+    form = _form(config, head, tensors, target["embedding"].shape, source)
+    ids = form.ids
+    weights = {name: array for name, array in tensors.items() if name not in form.names}
     if "lm_head.weight" not in weights:
         columns = target["head"] if ids is None else target["head"][:, ids]
         weights["lm_head.weight"] = np.ascontiguousarray(columns.T)
-    policy = dataclasses.replace(config, embed=width, vocab=vocab)
-    network = jax.eval_shape(
-        lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else rows)
-    )
-    arrays = collected(head_rows(config, head, "speculators"), weights, network, source)
+    arrays = collected(form.rows, weights, form.network, source)
     return arrays if ids is None else {**arrays, "vocabulary": ids}
 
 

@@ -127,7 +127,8 @@ def check_count(row: Row, shape: tuple[int, ...], tensors: int, source: str) -> 
     sizes = dict(
         zip(re.findall(r"{(\w+)}", row.theirs), shape[row.single : row.leading], strict=True)
     )
-    keys = " and ".join(f"{_COUNTS[holder]} {size}" for holder, size in sizes.items())
+    numbers = {holder: size + row.first * (holder == "layer") for holder, size in sizes.items()}
+    keys = " and ".join(f"{_COUNTS[holder]} {number}" for holder, number in numbers.items())
     asked = (
         f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors {row.theirs}"
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxspec.hf.known_keys import DECODER, ROPE, check_keys
 from jaxspec.inputs.checked import called, read_from, require
 from jaxspec.inputs.json_keys import Keys, named, shown
 from jaxspec.inputs.spec import ARCHITECTURES, FamilySpec, ModelConfig, ModelSpec, RopeSpec, implied
@@ -33,16 +34,6 @@ KEYS = {
     },
 }
 """What settings that are read from a config.json are called there."""
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1, 1.0),
-    "quantization_config": (),
-    "use_mrope": (False,),
-    "mlp_only_layers": ([],),
-    "decoder_sparse_step": (1,),
-}
-"""Keys whose other values ask for what is not built here; None always passes."""
 
 
 def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> ModelSpec:
@@ -64,19 +55,19 @@ def model_config(raw: Mapping[str, Any], source: str, base: ModelConfig) -> Mode
         name in ARCHITECTURES,
         f"{source}: the architecture {named(str(name))} is not supported; {known}",
     )
-    for key, allowed in _REFUSED.items():
-        value = raw.get(key)
-        remedy = (
-            f"only {', '.join(map(str, allowed))} is supported"
-            if allowed
-            else "give weights that are not quantized"
-        )
-        require(value is None or value in allowed, f"{source}: {key} is {shown(value)}; {remedy}")
-    _refuse_sliding(keys)
+    own = ARCHITECTURES[str(name)].model_type
+    kind = keys.text("model_type", own)
+    require(
+        kind == own,
+        f"{source}: architectures has {name}, which is of model_type {own}, and model_type is"
+        f" {shown(kind)}; correct one of them",
+    )
+    check_keys(keys, DECODER, base.ignore)
+    refuse_sliding(keys)
     heads, embed = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     with read_from(source), called(KEYS):
         family = _family(keys, ARCHITECTURES[str(name)])
-        theta, factor, rope = rope_of(keys)
+        theta, factor, rope = rope_of(keys, base.ignore)
         if base.rope_factor != 1:
             stretched = f"which model.rope_factor {base.rope_factor:g} stretches"
             require(
@@ -110,6 +101,10 @@ def _family(keys: Keys, family: FamilySpec) -> FamilySpec:
         # by transformers 5
         renamed = keys.whole("num_local_experts") if keys.has("num_local_experts") else None
         experts, chosen = keys.whole("num_experts", renamed), keys.whole("num_experts_per_tok")
+        require(
+            renamed in (None, experts),
+            f"{keys.source}: num_experts is {experts} and num_local_experts {renamed}; correct one",
+        )
         # transformers' own default, for files that leave it out
         family = replace(
             family,
@@ -120,10 +115,13 @@ def _family(keys: Keys, family: FamilySpec) -> FamilySpec:
     return implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
 
 
-def _refuse_sliding(keys: Keys) -> None:
-    full, layers = keys.whole("max_window_layers", 0, least=0), keys.whole("num_hidden_layers")
-    slides = keys.flag("use_sliding_window", False) and full < layers
-    slides |= any(kind != "full_attention" for kind in keys.texts("layer_types"))
+def refuse_sliding(keys: Keys) -> None:
+    """Raises ConfigError if some layers attend to a window only."""
+    slides = any(kind != "full_attention" for kind in keys.texts("layer_types"))
+    if keys.flag("use_sliding_window", False):
+        full = keys.whole("max_window_layers", 0, least=0)
+        # experts' layers all slide, whatever that key says
+        slides |= full < keys.whole("num_hidden_layers") or keys.has("num_experts")
     remedy = "is not supported; only full attention is"
     require(
         not slides,
@@ -141,17 +139,35 @@ def head_size_of(keys: Keys, width: int, heads: int) -> int:
     return keys.whole("head_dim", width // heads)
 
 
-def rope_of(keys: Keys) -> tuple[float, float, RopeSpec]:
+def rope_of(keys: Keys, ignore: bool = False) -> tuple[float, float, RopeSpec]:
     """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or
-    that of transformers 5."""
+    that of transformers 5; `ignore` is as in `check_keys`."""
     source = keys.source
-    given = keys.part("rope_parameters" if keys.content.get("rope_parameters") else "rope_scaling")
+    given = _rope_part(keys)
     theta = given.number("rope_theta", keys.number("rope_theta", 10_000.0))
+    require(
+        theta == keys.number("rope_theta", theta),
+        f"{given.source}: rope_theta is {theta:g}, and {keys.content.get('rope_theta')} outside;"
+        " readers differ in which they take: correct one",
+    )
     longest = (
         int(keys.number("max_position_embeddings")) if keys.has("max_position_embeddings") else 0
     )
     kind = given.text("rope_type", given.text("type", "default"))
+    require(
+        kind == given.text("type", kind),
+        f"{given.source}: rope_type is {shown(kind)} and type {shown(given.content.get('type'))};"
+        " correct one",
+    )
+    if kind in ROPE:
+        check_keys(given, ROPE[kind], ignore)
     if kind == "default":
+        plain = given.number("factor", 1.0) == 1
+        require(
+            plain,
+            f"{given.source}: factor is {shown(given.content.get('factor'))} without a rope_type,"
+            " so that nothing is stretched; add rope_type, or take factor out",
+        )
         return theta, 1.0, RopeSpec(context=longest)
     require(
         kind in ("linear", "yarn", "llama3"),
@@ -206,9 +222,47 @@ def rope_of(keys: Keys) -> tuple[float, float, RopeSpec]:
     return theta, factor, rope
 
 
+def _rope_part(keys: Keys) -> Keys:
+    """The object about positions, under either of its names."""
+    parts = [keys.part(key) for key in ("rope_parameters", "rope_scaling") if keys.has(key)]
+    parts = [part for part in parts if part.content] or [keys.part("rope_scaling")]
+    # the base may stand outside, and the kind has two names
+    said = [
+        {"rope_type": part.content.get("type"), **part.content, "type": None, "rope_theta": None}
+        for part in parts
+    ]
+    require(
+        said[0] == said[-1],
+        f"{keys.source}: rope_parameters and rope_scaling differ, and so do readers in which they"
+        " take; correct one",
+    )
+    return parts[0]
+
+
 def _attention_factor(given: Keys, factor: float) -> float:
-    """YaRN's factor on cosines and sines where the file sets it, as a number or by DeepSeek's
-    mscale; else 0."""
+    """YaRN's factor on cosines and sines where the file sets it; else 0.
+
+    It is a number for transformers, or `attn_factor` times the usual one for vLLM and SGLang.
+    """
+    stated, usual = _stated_factor(given, factor), usual_factor(factor)
+    if not given.has("attn_factor"):
+        return stated
+    product = given.number("attn_factor") * usual
+    require(
+        not stated or math.isclose(stated, product, rel_tol=1e-4),
+        f"{given.source}: attn_factor {given.number('attn_factor'):g} times YaRN's own {usual:g} is"
+        f" {product:g}, and attention_factor or mscale say {stated:g}; correct one",
+    )
+    return stated or product
+
+
+def usual_factor(factor: float) -> float:
+    """YaRN's own factor on cosines and sines (arXiv 2309.00071, equation 22)."""
+    return 0.1 * math.log(factor) + 1
+
+
+def _stated_factor(given: Keys, factor: float) -> float:
+    """The factor as transformers reads it: a number, or by DeepSeek's mscale; else 0."""
     if given.has("attention_factor"):
         return given.number("attention_factor")
     if given.content.get("mscale") and given.content.get("mscale_all_dim"):
@@ -298,5 +352,10 @@ def rope_json(config: ModelSpec) -> dict[str, Any]:
             "beta_slow": rope.beta_slow,
             "truncate": rope.truncate,
         }
-        scaling |= {"attention_factor": rope.attention_factor} if rope.attention_factor else {}
+        if rope.attention_factor:
+            usual = usual_factor(factor)
+            scaling |= {
+                "attention_factor": rope.attention_factor,
+                "attn_factor": rope.attention_factor / usual,
+            }
     return {**written, "rope_scaling": scaling}

@@ -28,7 +28,13 @@ from jaxspec.hf.names import (
 )
 from jaxspec.hf.peft import changes_of
 from jaxspec.hf.policy_config import model_config
-from jaxspec.hf.tensor_files import FLOATS, Stored, check_header, open_tensors
+from jaxspec.hf.tensor_files import (
+    FLOATS,
+    Stored,
+    check_header,
+    open_tensors,
+    refuse_quantized,
+)
 from jaxspec.inputs.checked import ConfigError, read_from, require
 from jaxspec.inputs.json_keys import listed, read_json
 from jaxspec.inputs.spec import ModelConfig, ModelSpec
@@ -38,6 +44,8 @@ from jaxspec.state import PyTree
 from jaxspec.system.files import expanded
 
 CONFIG = "config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Tensors that have a row for each token."""
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """PEFT's names."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -140,11 +148,17 @@ def policy_config(base: ModelConfig) -> ModelSpec:
     return model_config(content, str(file), replace(base, path=absolute(base.path)))
 
 
-def policy_checkpoint(config: ModelSpec, abstract: PyTree) -> "Checkpoint":
+def policy_checkpoint(config: ModelSpec, abstract: PyTree, rows: int = 0) -> "Checkpoint":
     """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it
-    are left to drafts."""
+    are left to drafts.
+
+    Its vocabulary has `rows` rows, which are padded or cut to those of `config`; 0: those.
+    """
     folder = find_folder(config.path, "model.path")
     tensors = open_tensors(folder)
+    for name in (EMBEDDING, HEAD):
+        if name in tensors and tensors[name].shape[:1] == (rows,):
+            tensors[name] = tensors[name].with_rows(config.vocab)
     for name in mtp_names(list(tensors), config.layers):
         del tensors[name]
     return Checkpoint(folder, tensors, policy_rows(config), abstract, config.ignore)
@@ -169,6 +183,7 @@ class Checkpoint:
           ConfigError: names the tensors that are missing, have another shape, are not floats, or
             (unless `ignore`) are not known.
         """
+        refuse_quantized(folder, tensors)
         self._abstract, self._tensors = abstract, tensors
         leaves = named_leaves(abstract)
         for row in rows:
@@ -223,6 +238,14 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
         f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or"
         " correct config.json",
     )
+    narrow = listed(
+        [f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS]
+    )
+    require(
+        not narrow,
+        f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights"
+        " that are not quantized",
+    )
     wrong = [
         f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
         for name, place in by_name.items()
@@ -232,16 +255,8 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
         not wrong,
         f"{folder} holds tensors of another shape: {listed(wrong, '; ')}; correct config.json",
     )
-    narrow = listed(
-        [f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS]
-    )
-    require(
-        not narrow,
-        f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights"
-        " that are not quantized",
-    )
     known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = HEAD, EMBEDDING
     # a tied head that was written all the same
     if head in tensors and head not in known and embedding in known:
         alike = tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOATS

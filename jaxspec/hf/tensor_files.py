@@ -4,6 +4,7 @@ without a copy; and writing them."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import named, read_keys, shown
+from jaxspec.inputs.json_keys import listed, named, read_keys, shown
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -51,15 +52,34 @@ class Stored(NamedTuple):
     """As safetensors spells it: BF16, F32, ..."""
     shape: tuple[int, ...]
 
+    def with_rows(self, rows: int) -> Stored:
+        """The tensor with so many rows: zeros are added at the end, or rows left out there."""
+        return self._replace(shape=(rows, *self.shape[1:]))
+
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         """The part of the tensor at `index`; nothing else is read.
 
         Raises:
           ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
-        part = (
-            self.opened.get_slice(self.name)[index] if index else self.opened.get_tensor(self.name)
-        )
+        held = self.opened.get_slice(self.name)
+        if tuple(held.get_shape()) != self.shape:
+            return self._read_rows(held.get_shape()[0], index or (slice(None),))
+        part = held[index] if index else self.opened.get_tensor(self.name)
+        return self._require_finite(part)
+
+    def _read_rows(self, held: int, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor whose file holds another number of rows."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        # an empty slice has the type and the other axes
+        inside = slice(min(start, held - 1), max(min(stop, held), min(start, held - 1)))
+        part = self.opened.get_slice(self.name)[(inside, *index[1:])]
+        part = self._require_finite(part)[: max(0, min(stop, held) - start)]
+        made = np.zeros((stop - start, *part.shape[1:]), part.dtype)
+        made[: len(part)] = part
+        return made
+
+    def _require_finite(self, part: np.ndarray) -> np.ndarray:
         damaged = (
             f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or"
             " infinity in float32)"
@@ -101,11 +121,33 @@ def check_header(
     )
 
 
+_PACKED = re.compile(
+    r".*\.(qweight|qzeros|weight_packed|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state.*))"
+)
+"""Tensors that packed weights have: of GPTQ and AWQ, compressed-tensors, FP8, modelopt,
+bitsandbytes."""
+
+
+def refuse_quantized(folder: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError if the files or tensors of a folder say that its weights are quantized.
+
+    Packed weights have other shapes too, so this comes before shapes are looked at.
+    """
+    remedy = "give weights that are not quantized"
+    file = folder / "hf_quant_config.json"
+    if file.is_file():
+        kind = read_keys(file).part("quantization").content.get("quant_algo")
+        require(kind is None, f"{file}: quant_algo is {shown(kind)}; {remedy}")
+    packed = listed([name for name in names if _PACKED.fullmatch(name)])
+    require(not packed, f"{folder} holds what goes with quantized weights: {packed}; {remedy}")
+
+
 def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
     """Looks up every tensor of a folder: those of its index, or of the file `name`.
 
     Raises:
-      ConfigError: names the file that is missing, truncated, damaged or a pickle, and what to do.
+      ConfigError: names the file that is missing, truncated, damaged or a pickle, or the files of
+        two sets of weights, and what to do.
     """
     index = folder / f"{name}.index.json"
     if index.is_file():
@@ -125,7 +167,44 @@ def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
             f"{folder} has neither {name} nor {index.name}; give the folder of a checkpoint in"
             " safetensors"
         )
+    _refuse_second_set(folder, name, {name})
     return _header(file)
+
+
+def _refuse_second_set(folder: Path, name: str, read: set[str]) -> None:
+    """Raises ConfigError if a folder holds files of `name` beside those that would be read.
+
+    Readers differ in which of two sets they take, and either may be the older one.
+    """
+    stem = re.escape(name.removesuffix(".safetensors"))
+    shard = re.compile(rf"{stem}-\d+-of-\d+\.safetensors")
+    others = sorted(
+        file.name
+        for file in folder.glob("*.safetensors")
+        if (file.name == name or shard.fullmatch(file.name)) and file.name not in read
+    )
+    index = f"{name}.index.json"
+    chosen = name if read == {name} else f"{index} names {listed(sorted(read))}"
+    remedy = "leave the set that is meant, and move the files of the other to another folder"
+    if others == [name]:
+        remedy = f"leave the set that is meant, and move {name} or {index} to another folder"
+    require(
+        not others,
+        f"{folder} holds two sets of weights ({chosen}; and {listed(others)}), of which one may be"
+        f" of another training: {remedy}",
+    )
+
+
+_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth")
+_OTHER_WEIGHTS += ("*.gguf", "tf_model*.h5", "flax_model*.msgpack")
+"""Files of weights in a folder, in the forms of all libraries; the state of a trainer is none."""
+
+
+def unread_weights(folder: Path, name: str = WEIGHTS) -> list[str]:
+    """Names the files of weights in a folder that `open_tensors` does not read."""
+    read = {stored.file.name for stored in open_tensors(folder, name).values()}
+    found = {file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)}
+    return sorted(found - read)
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
@@ -140,6 +219,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
         )
         require(_is_plain(shard), f"{index}: {known}; download it again")
     shards = sorted(set(places.values()))
+    _refuse_second_set(folder, index.name.removesuffix(".index.json"), {*shards})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     some = (
         f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names:"
@@ -153,6 +233,14 @@ def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
             f"{folder / shard} lacks the tensor {named(tensor)}, which {index.name} places there;"
             " download it again",
         )
+    for shard, header in headers.items():
+        for tensor in header:
+            place = places.get(tensor, shard)
+            require(
+                place == shard,
+                f"{folder / shard} and {place} both hold the tensor {named(tensor)}, which"
+                f" {index.name} places in the second; download both again",
+            )
     return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
 
 

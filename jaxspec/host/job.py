@@ -23,9 +23,8 @@ from jaxspec.compiled.hardware import plugin
 from jaxspec.config.as_json import flat, to_json
 from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.from_checkpoint import check_folders, resolved
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.hf.pretrained import policy_checkpoint
 from jaxspec.inputs.checked import ConfigError, first_line, require
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
@@ -204,9 +203,8 @@ def open_job(config: ResolvedConfig) -> Job:
     initialize_processes(identity(config))
     mesh = meshes.make_mesh(*check(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)
-    if config.model.path:
-        # what is wrong is named before anything else is done
-        policy_checkpoint(config.model, jax.eval_shape(job.step.fresh_policy))
+    # what is wrong is named before anything else is done
+    check_folders(config, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
     if mesh.size < jax.device_count():
         job.say(
             f"using {mesh.size} of {jax.device_count()} devices: more data shards would not"
@@ -279,7 +277,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         if folder
         else character_tokenizer(config.data.task)
     )
-    tokenizer.check_vocab(config.model.vocab)
+    tokenizer.check_vocab(config.model.vocab, config.model.path)
     _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
         given = "model.path" if config.model.path else "data.path or data.tokenizer"

@@ -121,7 +121,8 @@ class ModelConfig(Checked, prefix="model."):
     follows but rope_factor, dtype and remat; empty: these settings, and random weights or a warm
     start."""
     ignore: bool = False
-    """Leave out tensors of the checkpoint that have no place here, instead of refusing them."""
+    """Leave out tensors of the checkpoint, and keys of its config.json, that are not known here,
+    instead of refusing them."""
     vocab: Count = 40
     """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
     layers: LayerCount = 12

@@ -183,15 +183,22 @@ class Tokenizer:
         unk = self._id("unk_token")
         return "".join(c for c in dict.fromkeys(text) if unk is not None and unk in self.encode(c))
 
-    def check_vocab(self, vocab: int) -> None:
-        """Raise `ConfigError` if a model of `vocab` rows lacks some token; more rows than tokens
-        are fine."""
-        if vocab < self.size:
-            raise ConfigError(
-                f"model.vocab is {vocab}, but the tokenizer {self.source} has {self.size} tokens;"
-                f" set --model.vocab {self.size} or more, or give the tokenizer of the model's own"
-                " folder"
-            )
+    def check_vocab(self, vocab: int, checkpoint: str = "") -> None:
+        """Raise `ConfigError` if a model of `vocab` rows, of a `checkpoint` or not, lacks some
+        token; more rows than tokens are fine."""
+        holds, remedy = "model.vocab", f"set --model.vocab {self.size} or more"
+        if checkpoint:
+            holds = f"vocab_size in {checkpoint}/config.json"
+            resized = f"resize_token_embeddings({self.size}), then save_pretrained"
+            remedy = f"give the checkpoint with more rows (transformers: {resized})"
+            if Path(self.source) != Path(checkpoint):
+                remedy = (
+                    f"leave out --data.tokenizer, so that the checkpoint's is used, or {remedy}"
+                )
+        require(
+            self.size <= vocab,
+            f"{holds} is {vocab}, but the tokenizer {self.source} has {self.size} tokens; {remedy}",
+        )
 
     def save(self, folder: str) -> None:
         """Write tokenizer.json and tokenizer_config.json into `folder`, which is made if absent."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.hf.eagle3_config import draft_config_json
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import (
     ALONE,
@@ -21,7 +22,8 @@ from tests.bad_inputs.programs import (
     put,
     trained,
 )
-from tests.conftest import save_policy
+from tests.conftest import eagle3, save_policy, tiny_network
+from tests.hf_checkpoints import draft_tensors
 
 
 def spoilt(**values: Any) -> Callable[[Path], None]:
@@ -171,6 +173,46 @@ def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert status == 2
     assert_one_line(printed, "model.norm.weight", "not finite")
+
+
+HEADS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "a missing tensor": (tensors(lambda held: held.pop("midlayer.mlp.up_proj.weight")), ["lacks"]),
+    "another width": (spoilt(intermediate_size=25), ["gate_proj.weight has shape"]),
+    "a flag that is not built": (
+        edited(
+            "config.json",
+            lambda content: content["eagle_config"].update(use_mtp_layernorm=True),
+        ),
+        ["config.json, eagle_config: use_mtp_layernorm is True"],
+    ),
+    "quantized": (
+        put("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'),
+        ["quant_algo is 'FP8'; give weights that are not quantized"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+def test_a_drafts_folder_is_judged_before_anything_is_compiled(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = HEADS[name]
+    folder, head = save_policy(tmp_path / "policy", MODEL), tmp_path / "head"
+    character_tokenizer().save(str(folder))
+    head.mkdir()
+    made = tiny_network(eagle3, MODEL, 2)
+    save_file(draft_tensors(made, "raw"), head / "model.safetensors")
+    content = draft_config_json(made.config, made.form, MODEL, "raw", 0)
+    (head / "config.json").write_text(json.dumps(content))
+    spoil(head)
+    words = [str(head), *words]
+    given = ["--model.path", str(folder), "--rollout.draft.path", str(head)]
+    rest = ["--sft.steps", "0", "--offline.steps", "0", "--workdir", "run"]
+    status, printed = ended(lambda: trained(*given, *rest), capsys)
+    assert status == 2
+    assert_one_line(printed, *words)
+    assert "compil" not in printed
 
 
 PATHS = ["--model.path", "--rollout.draft.path", "--lora.path", "--data.tokenizer"]

@@ -1,5 +1,7 @@
 """What crosses the classes of a config, and the mesh that follows from it."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxspec.config.check import check
@@ -62,6 +64,31 @@ class TestCheck:
         assert check(config, 8).rows == shape[0] * shape[2]
 
     @pytest.mark.parametrize(
+        ("mesh", "devices", "sizes"),
+        [
+            (MeshConfig(expert=3), 8, (1, 2, 4, 8)),
+            (MeshConfig(expert=3, tensor=2), 8, (1, 2, 4)),
+            (MeshConfig(expert=2), 3, (1,)),
+            (MeshConfig(expert=5), 12, (1, 2, 4)),
+        ],
+    )
+    def test_sizes_of_an_axis_of_experts_that_are_named_fit(
+        self, mesh: MeshConfig, devices: int, sizes: tuple[int, ...]
+    ) -> None:
+        config = ResolvedConfig(
+            mesh=mesh,
+            batch=BatchConfig(prompts=24),
+            model=WITH_EXPERTS,
+            sft=SftConfig(rows=96),
+            offline=OfflineConfig(rows=96),
+        )
+        with pytest.raises(ConfigError) as error:
+            check(config, devices)
+        assert str(error.value).endswith(f"mesh.expert can be {', '.join(map(str, sizes))}")
+        for size in sizes:
+            check(replace(config, mesh=replace(mesh, expert=size)), devices)
+
+    @pytest.mark.parametrize(
         ("config", "devices", "processes", "parts"),
         [
             (ResolvedConfig(), 6, 4, ["4 processes", "6 devices"]),
@@ -69,7 +96,7 @@ class TestCheck:
                 ResolvedConfig(mesh=MeshConfig(expert=3)),
                 8,
                 1,
-                ["mesh.expert 3 x mesh.tensor 1", "8 devices", "(data x expert x tensor)", "none"],
+                ["mesh.expert 3 x mesh.tensor 1", "8 devices", "mesh.expert can be 1"],
             ),
             (
                 ResolvedConfig(mesh=MeshConfig(expert=2)),

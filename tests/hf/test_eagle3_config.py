@@ -203,7 +203,6 @@ def test_positions_are_the_heads_own() -> None:
         ({**RAW, "architectures": ["EAGLEForCausalLM"]}, "EAGLE-1 or EAGLE-2"),
         ({**SPECULATORS, "speculators_model_type": "mlp", "architectures": []}, "kind mlp"),
         ({**RAW, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
-        ({**RAW, "vocab_size": 128256}, "a vocabulary of 128256; model.vocab is 151936"),
         ({**RAW, "target_hidden_size": 2048}, "width 2048; model.embed is 4096"),
         ({**RAW, "model_type": "gemma3"}, "model_type gemma3"),
         ({**RAW, "model_type": "a\nb"}, r"model_type a\\nb;"),

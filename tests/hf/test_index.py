@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.settings import Config
 from jaxspec.hf.tensor_files import WEIGHTS, open_tensors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import read_json
-from tests.hf.policy_folders import NORM, opened, split
+from jaxspec.inputs.spec import ModelConfig
+from jaxspec.tokens.tokenizer import character_tokenizer
+from tests.hf.policy_folders import NORM, file_of, opened, split
 
 
 def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +94,74 @@ def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.Mon
     assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(
         sizes.values()
     )
+
+
+def _older(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Puts the shards of another training, and their index, beside the checkpoint in one file."""
+    one = load_file(folder / WEIGHTS)
+    split(folder, monkeypatch)
+    shards = [*folder.glob("model-*.safetensors"), folder / f"{WEIGHTS}.index.json"]
+    save_file(one, folder / WEIGHTS)
+    return shards
+
+
+@pytest.mark.parametrize("kept", ["the file", "the shards"])
+def test_two_sets_of_weights_are_refused_until_one_is_moved_away(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    shards = _older(folder, monkeypatch)
+    index = f"{WEIGHTS}.index.json"
+    with pytest.raises(ConfigError, match="two sets of weights") as error:
+        opened(folder)
+    assert f"move {WEIGHTS} or {index} to another folder" in str(error.value)
+    if kept == "the shards":
+        (folder / WEIGHTS).rename(tmp_path / WEIGHTS)
+        opened(folder)
+        return
+    (folder / index).rename(tmp_path / index)
+    # vLLM and others read every file that they find
+    with pytest.raises(ConfigError, match="move the files of the other to another folder"):
+        opened(folder)
+    for shard in shards[:-1]:
+        shard.rename(tmp_path / shard.name)
+    opened(folder)
+
+
+def test_shards_that_no_index_names_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(folder, monkeypatch)
+    other = folder / "model-00001-of-00099.safetensors"
+    save_file({NORM: np.ones(16, np.float32)}, other)
+    with pytest.raises(ConfigError, match=f"two sets of weights .*{other.name}"):
+        opened(folder)
+    other.unlink()
+    opened(folder)
+
+
+def test_an_index_may_name_the_file_itself(folder: Path) -> None:
+    places = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    opened(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split(folder, monkeypatch)
+    other = next(file for file in folder.glob("model-*") if file.name != file_of(folder, NORM))
+    save_file({**load_file(other), NORM: np.ones(16, np.float32)}, other)
+    with pytest.raises(ConfigError, match=f"both hold the tensor {NORM}"):
+        opened(folder)
+
+
+def test_weights_that_are_not_read_are_said(folder: Path) -> None:
+    adapters = "adapter_model.safetensors"
+    for name in ("consolidated.safetensors", adapters):
+        save_file({NORM: np.ones(16, np.float32)}, folder / name)
+    for name in ("pytorch_model.bin", "optimizer.bin", "training_args.bin"):
+        (folder / name).write_bytes(b"")
+    character_tokenizer().save(str(folder))
+    told: list[str] = []
+    resolved(Config(model=ModelConfig(path=str(folder))), told.append)
+    assert len(told) == 2
+    assert f"{adapters} are not merged; --lora.path {folder} merges them" in told[0]
+    assert told[1].endswith("not consolidated.safetensors, pytorch_model.bin")

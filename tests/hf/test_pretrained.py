@@ -96,6 +96,7 @@ def pickled(folder: Path) -> None:
 
 
 MOE = {
+    "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,

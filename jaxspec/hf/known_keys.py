@@ -1,0 +1,116 @@
+"""Known keys of config.json, by the object that holds them.
+
+Any other key is refused, since it may change what a model computes.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxspec.inputs.checked import require
+from jaxspec.inputs.json_keys import Keys, named, shown
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words("""
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps tie_word_embeddings
+    attention_bias mlp_bias max_position_embeddings rope_theta rope_scaling rope_parameters
+    partial_rotary_factor use_sliding_window sliding_window max_window_layers layer_types use_mrope
+    mlp_only_layers decoder_sparse_step pruned_heads num_experts num_local_experts
+    num_experts_per_tok moe_intermediate_size norm_topk_prob
+    """)
+_WITHOUT_EFFECT = _words("""
+    _name_or_path name_or_path _commit_hash transformers_version auto_map torch_dtype dtype
+    use_bfloat16 torchscript use_cache pretraining_tp initializer_range gradient_checkpointing
+    attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation
+    _experts_implementation _flash_attn_2_enabled use_flash_attention_2 chunk_size_feed_forward
+    attention_dropout hidden_dropout_prob attn_pdrop embd_pdrop resid_pdrop router_aux_loss_coef
+    output_router_logits output_attentions output_hidden_states return_dict use_return_dict
+    loss_type problem_type id2label label2id num_labels task_specific_params finetuning_task
+    is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
+    tie_encoder_decoder tf_legacy_loss model_max_length max_sequence_length
+    tokenizer_model_max_length num_nextn_predict_layers unsloth_version unsloth_fixed
+    transformers.js_config tokenizer_class prefix
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    """)
+"""Names, types of storage, dropout, outputs, losses and the settings of generation."""
+_QUANTIZED = frozenset({"quantization_config", "quantization", "compression_config"})
+"""Keys by which transformers, MLX and compressed-tensors say that weights are quantized."""
+DECODER = _READ | _WITHOUT_EFFECT | _QUANTIZED
+_STRETCHED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+ROPE: Mapping[str, frozenset[str]] = {
+    "default": frozenset(_STRETCHED),
+    # its readers need no context, and take the one that is there for what it is
+    "linear": frozenset(_STRETCHED | {"original_max_position_embeddings"}),
+    "llama3": frozenset(
+        _STRETCHED | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
+    ),
+    "yarn": frozenset(
+        _STRETCHED
+        | {"original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+        | {"attention_factor", "attn_factor", "mscale", "mscale_all_dim"}
+        | {"extrapolation_factor", "apply_yarn_scaling", "finetuned"}
+    ),
+}
+"""Keys of a rope scaling by its kind. `finetuned` only says that a model was trained with it."""
+HEAD_FLAGS = _words("""
+    eagle_aux_hidden_state_layer_ids num_aux_hidden_states use_aux_hidden_state norm_before_fc
+    fc_norm use_aux_norm norm_output norm_before_residual logit_scale draft_vocab_size
+    target_hidden_size use_input_layernorm_in_first_layer use_last_layernorm use_mtp_layernorm
+    next_layer_regular parallel_draft_step parallel_draft_heads_num_layers has_lm_head head_dim
+    """)
+"""Flags of an EAGLE-3 head, at the top level or in eagle_config."""
+HEAD = HEAD_FLAGS | _words("""
+    eagle_config speculators_model_type speculators_version speculators_config
+    transformer_layer_config has_no_defaults_at_init embed_requires_grad target_model_type
+    """)
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "use_mrope": (False,),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "pruned_heads": ({}, []),
+    # of vLLM's YaRN
+    "extrapolation_factor": (1,),
+    "apply_yarn_scaling": (True,),
+    # of NVIDIA's EAGLE-3 heads
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (0, 1),
+}
+"""Keys of which only some values are built here; None always passes."""
+
+
+def check_keys(keys: Keys, known: Collection[str], ignore: bool = False) -> None:
+    """Raises ConfigError for keys that are not known, unless `ignore`, and for values that are not
+    built here."""
+    for key, value in keys.content.items():
+        if value is None:
+            continue
+        said = f"{keys.source}: {named(key)} is {shown(value)}"
+        require(key not in _QUANTIZED, f"{said}; give weights that are not quantized")
+        require(
+            ignore or key in known,
+            f"{said}, and no such key is known, so that it might change what the model computes;"
+            " if it does not, take it out of the file, or use --model.ignore for a policy",
+        )
+        if key in _VALUES:
+            # True equals 1
+            fits = any(value == one and type(value) is not bool for one in _VALUES[key])
+            fits |= any(value is one for one in _VALUES[key])
+            allowed = ", ".join(map(str, _VALUES[key]))
+            require(fits, f"{said}; only {allowed} is supported")
