@@ -79,7 +79,7 @@ def build_step(
             else schedule.every(config.draft_training.every)
         ),
         advantages=_build_advantages(config),
-        kl_in_reward=_kl_penalty(config, "reward"),
+        kl_in_reward=_kl_penalty(config, in_loss=False),
         mini_batches=config.batch.mini_batches,
         fills=config.dynamic_sampling.max_batches > 0,
     )
@@ -128,7 +128,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         losses.policy_gradient,
         surrogate=surrogate,
         correction=correction,
-        kl=_kl_penalty(config, "loss"),
+        kl=_kl_penalty(config, in_loss=True),
         entropy_weight=wanted.entropy,
     )
 
@@ -165,12 +165,13 @@ def _own_loss(name: str) -> losses.Surrogate:
     return surrogate
 
 
-def _kl_penalty(config: ResolvedConfig, where: str) -> loss_terms.KlPenalty | None:
-    """The penalty, where it is wanted there."""
+def _kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty | None:
+    """The penalty, if it is charged there."""
     kl = config.kl
-    if not kl.beta or kl.where != where:
+    if not kl.beta or (kl.where == "loss") != in_loss:
         return None
-    return loss_terms.KlPenalty(kl.beta, loss_terms.ESTIMATORS[kl.estimator], kl.importance)
+    estimator = loss_terms.ESTIMATORS[kl.chosen_estimator]
+    return loss_terms.KlPenalty(kl.beta, estimator, kl.importance, kl.where == "reward_to_go")
 
 
 def _build_learner(
@@ -183,8 +184,9 @@ def _build_learner(
         depths, decay = training.ttt_steps, training.decay
         loss, temperature = LOSSES[training.loss], processing.temperature
         objective = Objective(loss, depths, decay, temperature, kind.learned.unroll)
-    updates = config.batch.mini_batches * config.batch.epochs
-    steps = config.steps * updates
+    batch = config.batch
+    steps = config.steps * batch.mini_batches * batch.epochs
+    rows = batch.prompts * batch.group_size // batch.mini_batches
     rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, steps)
     made = {"adamw": optimizers.adamw, "muon": optimizers.muon}[wanted.kind]
 
@@ -210,7 +212,7 @@ def _build_learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
         dtype=config.model.dtype,
-        tokens=config.batch.micro_tokens or tokens_of(config, mesh),
+        tokens=batch.micro_tokens or tokens_of(config, mesh),
         processing=processing,
         policy_loss=_build_policy_loss(config),
         objective=objective,
@@ -220,9 +222,9 @@ def _build_learner(
         aggregation={
             "token": losses.by_token,
             "sequence": losses.by_sequence,
-            "constant": losses.ByConstant(config.rollout.max_new_tokens),
+            "constant": losses.ByConstant(config.rollout.max_new_tokens, rows),
         }[config.loss.aggregation],
-        epochs=config.batch.epochs,
+        epochs=batch.epochs,
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         recompute=config.loss.logprobs == "recompute",

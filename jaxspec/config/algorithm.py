@@ -128,9 +128,26 @@ class KlConfig(Checked, prefix="kl."):
 
     beta: Annotated[float, Range(least=0, remedy="a penalty, not a reward, for leaving it")] = 0.0
     """Weight of the KL divergence; 0: no reference policy is kept or read."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x."""
-    where: Literal["loss", "reward"] = "loss"
-    """Added to the loss at each token, or summed over an answer and taken from its reward."""
+    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x; auto: k3 in the loss, k1
+    in rewards. x is clamped at -20 and 20."""
+    where: Literal["loss", "reward", "reward_to_go"] = "loss"
+    """Added to the loss at each token, summed over an answer and taken from its reward, or taken
+    from the reward of each token, summed from there on (REINFORCE++)."""
     importance: bool = False
     """Whether a token in the loss weighs its probability by the policy over the recorded one."""
+
+    def check(self) -> None:
+        idle = self.beta > 0 and self.where == "loss" and self.estimator == "k1"
+        told = (
+            f"kl.estimator k1 with kl.where loss and kl.beta {self.beta:g}: the gradient of k1 is 0"
+            " on average, so that nothing keeps the policy near the reference"
+        )
+        require(not idle, f"{told}; set --kl.estimator k2 or k3, or --kl.where reward")
+
+    @property
+    def chosen_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator, by its place if it is `auto`."""
+        if self.estimator == "auto":
+            return "k3" if self.where == "loss" else "k1"
+        return self.estimator

@@ -43,7 +43,7 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         "arXiv 2402.03300",
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="sequence"),
-        KlConfig(beta=0.04, estimator="k3"),
+        KlConfig(beta=0.04),
     ),
     "dapo": Algorithm(
         "arXiv 2503.14476",
@@ -73,9 +73,11 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         LossConfig(kind="reinforce", aggregation="token"),
     ),
     "reinforce_pp": Algorithm(
-        "arXiv 2501.03262; with --advantage.baseline group, its baseline form",
+        "arXiv 2501.03262, with a --kl.beta of yours; with --advantage.baseline group, --kl.where"
+        " loss and --kl.estimator k2, its baseline form",
         AdvantageConfig(baseline="none", std="whiten"),
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="token"),
+        KlConfig(where="reward_to_go"),
     ),
 }
 """By the name that `--algorithm` takes."""
@@ -110,11 +112,26 @@ def described() -> str:
 
 def remarks(config: Config) -> list[str]:
     """What is allowed, and rarely meant."""
-    loss, bounds = config.loss, (config.loss.clip_low, config.loss.clip_high)
+    found = (_of_bounds(config.loss), _of_kl(config.kl))
+    return [f"warning: {told}" for told in found if told]
+
+
+def _of_bounds(loss: LossConfig) -> str:
+    bounds = loss.clip_low, loss.clip_high
     if loss.kind == "gspo" and not loss.function and max(bounds) > LARGEST_SEQUENCE_CLIP:
-        return [
-            f"warning: loss.kind gspo with loss.clip_low {bounds[0]:g} and loss.clip_high"
-            f" {bounds[1]:g}: the ratio of a whole answer hardly leaves 1, so that nothing is ever"
-            " clipped; usual are --loss.clip_low 3e-4 --loss.clip_high 4e-4"
-        ]
-    return []
+        return (
+            f"loss.kind gspo with loss.clip_low {bounds[0]:g} and loss.clip_high {bounds[1]:g}: the"
+            " ratio of a whole answer hardly leaves 1, so that nothing is ever clipped; usual are"
+            " --loss.clip_low 3e-4 --loss.clip_high 4e-4"
+        )
+    return ""
+
+
+def _of_kl(kl: KlConfig) -> str:
+    if kl.beta and kl.where != "loss" and kl.chosen_estimator != "k1":
+        return (
+            f"kl.estimator {kl.estimator} with kl.where {kl.where}: a reward less {kl.estimator}"
+            " does not have the gradient of the KL divergence, a reward less k1 has; set"
+            " --kl.estimator k1, or --kl.where loss"
+        )
+    return ""

@@ -283,7 +283,7 @@ class Config(Checked):
         )
 
         require(
-            not (self.overlong.filter and self.kl.beta and self.kl.where == "reward"),
+            not (self.overlong.filter and self.kl.beta and self.kl.where != "loss"),
             f"overlong.filter with kl.beta {self.kl.beta:g} in the reward: answers that were cut"
             " are not read, so their reward would be without it, and their group's baseline wrong;"
             " set --kl.where loss, or --overlong.no_filter",

@@ -170,7 +170,7 @@ WITH_ANY_DRAFT = (
     ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
-    Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),
+    Unused("kl.importance", "kl.where {c.kl.where}", lambda c: c.kl.where != "loss"),
     Unused(
         "lora.alpha lora.targets",
         "lora.rank 0, which trains no adapters,",
