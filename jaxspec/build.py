@@ -106,7 +106,7 @@ def _build_advantages(config: ResolvedConfig) -> Advantages:
 
 def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     wanted = config.loss
-    bounds = {"clip_low": wanted.clip_low, "clip_high": wanted.clip_high}
+    bounds = dict(zip(("clip_low", "clip_high"), wanted.clip_bounds, strict=True))
     clipped = bounds | {"dual_clip": wanted.dual_clip}
     surrogate = {
         "clip": partial(losses.clipped_ratio, **clipped),
@@ -187,14 +187,18 @@ def _build_learner(
     batch = config.batch
     steps = config.steps * batch.mini_batches * batch.epochs
     rows = batch.prompts * batch.group_size // batch.mini_batches
-    rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, steps)
+    rates, adam = config.learning_rates, wanted.adam
+    rate = optimizers.scheduled(
+        wanted.schedule, rates.policy, wanted.warmup_steps, steps, adam.schedule_floor
+    )
     made = {"adamw": optimizers.adamw, "muon": optimizers.muon}[wanted.kind]
 
     def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        moments = config.optimizer.moments
-        return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
+        kind = config.optimizer.moments
+        return optimizer if kind == "float32" else optimizers.kept_in(kind, optimizer)
 
-    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay))
+    moments = optimizers.Adam(*adam.betas, adam.eps, matrices_alone=adam.decay == "matrices")
+    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay, moments))
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
         if config.optimizer.offload
@@ -218,7 +222,7 @@ def _build_learner(
         objective=objective,
         taps=generator.taps,
         policy_optimizer=optimizers.Offloaded(*policy) if config.optimizer.offload else policy,
-        draft_optimizer=stored(optimizers.adamw(training.learning_rate, training.grad_clip)),
+        draft_optimizer=stored(optimizers.adamw(rates.draft, training.grad_clip)),
         aggregation={
             "token": losses.by_token,
             "sequence": losses.by_sequence,
