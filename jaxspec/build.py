@@ -197,8 +197,9 @@ def _build_learner(
         kind = config.optimizer.moments
         return optimizer if kind == "float32" else optimizers.kept_in(kind, optimizer)
 
-    moments = optimizers.Adam(*adam.betas, adam.eps, matrices_alone=adam.decay == "matrices")
-    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay, moments))
+    b1, b2 = adam.betas
+    constants = optimizers.Adam(b1, b2, adam.eps, matrices_alone=adam.decay == "matrices")
+    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay, constants))
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
         if config.optimizer.offload

@@ -302,8 +302,8 @@ class Config(Checked):
     @property
     def learning_rates(self) -> LearningRates:
         """Learning rates, with the usual ones of what is trained for `auto`."""
-        parts = (self.optimizer, self.draft_training, self.offline)
-        given = (part.learning_rate for part in parts)
+        policy, draft = self.optimizer.learning_rate, self.draft_training.learning_rate
+        given = policy, draft, self.offline.learning_rate
         return with_usual_rates(given, bool(self.model.path), self.lora.rank > 0)
 
     @property

@@ -125,7 +125,7 @@ class TestUseless:
             "--lora.path folder",
             "--batch.mini_batches 2 --loss.clip_high 0.3 --loss.dual_clip 3 --loss.reuse_below 2",
             "--loss.logprobs recompute --loss.importance icepop --loss.importance_max 3",
-            "--algorithm grpo --kl.estimator k1 --kl.importance",  # which sets kl.beta
+            "--algorithm grpo --kl.estimator k2 --kl.importance",  # which sets kl.beta
             "--kl.beta 0.1 --kl.where reward",
             (
                 "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat"
