@@ -18,7 +18,7 @@ other work kept busy.
 At all scales: token ratios clipped at 0.2 and 0.28, the mean over all tokens of a batch,
 advantages by the group's mean and standard deviation, no KL penalty, a penalty for overlong
 answers, and groups whose answers are all right or all wrong replaced by further ones.
-`--algorithm dapo` sets the same, but twice the penalty.
+`--algorithm dapo` sets the same.
 Published, in the paper: all of that, and at qwen3_8b 512 prompts of 16 answers, 16 updates a
 batch, AdamW with a constant learning rate of 1e-6, warm-up over 20 batches (320 updates), and
 answers of 20,480 tokens, of which the last 4,096 lose reward along a line. There they lose up to 1,
@@ -38,16 +38,14 @@ from pathlib import Path
 
 from jaxspec.config.algorithms import with_algorithm
 from jaxspec.config.cli import read_config
-from jaxspec.config.settings import BatchConfig, Config, DataConfig, OptimizerConfig, OverlongConfig
+from jaxspec.config.settings import BatchConfig, Config, DataConfig, OptimizerConfig
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 
 def get_config(scale: str = "tiny") -> Config:
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
-    # The paper's penalty of 1, where right and wrong differ by 2.
-    overlong = OverlongConfig(buffer=0.2, penalty=0.5)
-    dapo = replace(with_algorithm(think, "dapo"), overlong=overlong)
+    dapo = with_algorithm(think, "dapo")
     if scale == "tiny":
         return replace(dapo, batch=replace(think.batch, mini_batches=2))
     whole = scale == "qwen3_8b"
@@ -60,9 +58,7 @@ def get_config(scale: str = "tiny") -> Config:
         dapo,
         rollout=replace(think.rollout, max_new_tokens=20_480 if whole else 4096),
         batch=batch,
-        optimizer=OptimizerConfig(
-            learning_rate=1e-6, warmup_steps=20 * batch.mini_batches, weight_decay=0.1
-        ),
+        optimizer=OptimizerConfig(warmup_steps=20 * batch.mini_batches, weight_decay=0.1),
         data=DataConfig(
             prompt_column="prompt",
             answer_column="reward_model.ground_truth",

@@ -22,15 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxspec.config.cli import read_config
-from jaxspec.config.settings import Config, OfflineConfig
+from jaxspec.config.settings import Config
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 
 
 def get_config(scale: str = "tiny") -> Config:
     think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
-    if scale == "tiny":
-        return replace(think, offline=OfflineConfig(samples=4096, steps=600))
     offline = think.offline
+    if scale == "tiny":
+        return replace(think, offline=replace(offline, samples=4096, steps=600))
     longer = replace(offline, samples=2 * offline.samples, steps=4 * offline.steps)
     return replace(think, offline=longer)

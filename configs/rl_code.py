@@ -28,12 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxspec.config.cli import read_config
-from jaxspec.config.presets import TINY
 from jaxspec.config.settings import (
     BatchConfig,
     Config,
     DataConfig,
-    OfflineConfig,
     RewardConfig,
     RolloutConfig,
     SftConfig,
@@ -45,10 +43,11 @@ SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b")
 def get_config(scale: str = "tiny") -> Config:
     # Whoever chooses this config wants programs to be run.
     reward = RewardConfig(verifier="code", run_code=True)
+    think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     if scale == "tiny":
-        return Config(
+        return replace(
+            think,
             steps=50,
-            model=TINY,
             rollout=RolloutConfig(max_new_tokens=49),
             # A program takes a twentieth of a second of a core: few rows a batch.
             batch=BatchConfig(prompts=8, group_size=8),
@@ -56,9 +55,8 @@ def get_config(scale: str = "tiny") -> Config:
             data=DataConfig(task="programs", digits=3, max_prompt_length=21, answer_style="code"),
             # Copying steps is learnt sooner than adding digits.
             sft=SftConfig(steps=240, wrong_steps=0.25),
-            offline=OfflineConfig(samples=1024, steps=150),
+            offline=replace(think.offline, samples=1024, steps=150),
         )
-    think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     small = scale == "qwen3_0.6b"
     data = DataConfig(
         prompt_column="text",

@@ -29,20 +29,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxspec.config.cli import read_config
-from jaxspec.config.presets import TINY
 from jaxspec.config.settings import Config, DraftTrainingConfig, SftConfig
 
 SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b")
 
 
 def get_config(scale: str = "tiny") -> Config:
+    think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
     if scale == "tiny":
         # The policy changes far from where the draft was trained, so the draft follows with a
         # larger step.
         training = DraftTrainingConfig(learning_rate=1e-3)
         sft = SftConfig(steps=500, format="text", wrong_steps=0.1)
-        return Config(steps=60, model=TINY, sft=sft, draft_training=training)
-    think, _ = read_config(Path(__file__).with_name("rl_think.py"), scale)
+        return replace(think, steps=60, sft=sft, draft_training=training)
     # A base model has never seen the marks of a chat: it is asked in the words of a textbook.
     data = replace(think.data, prompt_format="Problem: {problem}\n\nSolution:")
     batch = replace(think.batch, group_size=2 * think.batch.group_size)

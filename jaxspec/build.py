@@ -79,7 +79,7 @@ def build_step(
             else schedule.every(config.draft_training.every)
         ),
         advantages=_build_advantages(config),
-        kl_in_reward=_kl_penalty(config, "reward"),
+        kl_in_reward=_kl_penalty(config, in_loss=False),
         mini_batches=config.batch.mini_batches,
         fills=config.dynamic_sampling.max_batches > 0,
     )
@@ -106,7 +106,7 @@ def _build_advantages(config: ResolvedConfig) -> Advantages:
 
 def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     wanted = config.loss
-    bounds = {"clip_low": wanted.clip_low, "clip_high": wanted.clip_high}
+    bounds = dict(zip(("clip_low", "clip_high"), wanted.clip_bounds, strict=True))
     clipped = bounds | {"dual_clip": wanted.dual_clip}
     surrogate = {
         "clip": partial(losses.clipped_ratio, **clipped),
@@ -128,7 +128,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         losses.policy_gradient,
         surrogate=surrogate,
         correction=correction,
-        kl=_kl_penalty(config, "loss"),
+        kl=_kl_penalty(config, in_loss=True),
         entropy_weight=wanted.entropy,
     )
 
@@ -165,12 +165,13 @@ def _own_loss(name: str) -> losses.Surrogate:
     return surrogate
 
 
-def _kl_penalty(config: ResolvedConfig, where: str) -> loss_terms.KlPenalty | None:
-    """The penalty, where it is wanted there."""
+def _kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty | None:
+    """The penalty, if it is charged there."""
     kl = config.kl
-    if not kl.beta or kl.where != where:
+    if not kl.beta or (kl.where == "loss") != in_loss:
         return None
-    return loss_terms.KlPenalty(kl.beta, loss_terms.ESTIMATORS[kl.estimator], kl.importance)
+    estimator = loss_terms.ESTIMATORS[kl.chosen_estimator]
+    return loss_terms.KlPenalty(kl.beta, estimator, kl.importance, kl.where == "reward_to_go")
 
 
 def _build_learner(
@@ -183,16 +184,22 @@ def _build_learner(
         depths, decay = training.ttt_steps, training.decay
         loss, temperature = LOSSES[training.loss], processing.temperature
         objective = Objective(loss, depths, decay, temperature, kind.learned.unroll)
-    updates = config.batch.mini_batches * config.batch.epochs
-    steps = config.steps * updates
-    rate = optimizers.scheduled(wanted.schedule, wanted.learning_rate, wanted.warmup_steps, steps)
+    batch = config.batch
+    steps = config.steps * batch.mini_batches * batch.epochs
+    rows = batch.prompts * batch.group_size // batch.mini_batches
+    rates, adam = config.learning_rates, wanted.adam
+    rate = optimizers.scheduled(
+        wanted.schedule, rates.policy, wanted.warmup_steps, steps, adam.schedule_floor
+    )
     made = {"adamw": optimizers.adamw, "muon": optimizers.muon}[wanted.kind]
 
     def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        moments = config.optimizer.moments
-        return optimizer if moments == "float32" else optimizers.kept_in(moments, optimizer)
+        kind = config.optimizer.moments
+        return optimizer if kind == "float32" else optimizers.kept_in(kind, optimizer)
 
-    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay))
+    b1, b2 = adam.betas
+    constants = optimizers.Adam(b1, b2, adam.eps, matrices_alone=adam.decay == "matrices")
+    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay, constants))
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
         if config.optimizer.offload
@@ -210,19 +217,19 @@ def _build_learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
         dtype=config.model.dtype,
-        tokens=config.batch.micro_tokens or tokens_of(config, mesh),
+        tokens=batch.micro_tokens or tokens_of(config, mesh),
         processing=processing,
         policy_loss=_build_policy_loss(config),
         objective=objective,
         taps=generator.taps,
         policy_optimizer=optimizers.Offloaded(*policy) if config.optimizer.offload else policy,
-        draft_optimizer=stored(optimizers.adamw(training.learning_rate, training.grad_clip)),
+        draft_optimizer=stored(optimizers.adamw(rates.draft, training.grad_clip)),
         aggregation={
             "token": losses.by_token,
             "sequence": losses.by_sequence,
-            "constant": losses.ByConstant(config.rollout.max_new_tokens),
+            "constant": losses.ByConstant(config.rollout.max_new_tokens, rows),
         }[config.loss.aggregation],
-        epochs=config.batch.epochs,
+        epochs=batch.epochs,
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         recompute=config.loss.logprobs == "recompute",

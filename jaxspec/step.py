@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
@@ -32,8 +32,9 @@ from jaxspec.state import Finished, Plan, Prompts, PyTree, Ready, TrainState
 
 HOST = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
-Advantages = Callable[[Float[Array, " B"], Bool[Array, " B"], Int[Array, " B"]], Float[Array, " B"]]
-"""(rewards, which rows have one, tokens of each response) -> advantages."""
+Advantages = Callable[..., Float[Array, "B ..."]]
+"""(rewards, which rows have one, counts of tokens[, costs=]) -> advantages, as in
+`rl/advantages.py`."""
 Do = Callable[..., Any]
 """(phase, function, *arguments) -> what the function gives: how a phase is run."""
 
@@ -137,17 +138,20 @@ class Step:
         return TrainState(learner=after, generator=generator), metrics | own
 
     def _rewarded(self, state: TrainState, finished: Finished) -> tuple[TrainBatch, Metrics]:
-        """What the learner reads of a rollout; where that costs reward, less what it costs to leave
-        the reference policy, with its mean."""
+        """Builds the learner's batch. If KL is charged to the reward, subtracts it first and
+        returns its mean as a metric."""
         batch, penalty = self.batch_of(finished), self.kl_in_reward
         if penalty is None:
             return batch, {}
-        kl = self.learner.reference_kl(state.learner, batch, penalty, finished.learn)
-        rewards = finished.rewards.astype(kl.dtype) - penalty.beta * kl
+        to_go = self.learner.reference_kl(state.learner, batch, penalty, finished.learn)
+        kl = to_go[:, 0]
         count = jnp.sum(finished.valid, dtype=kl.dtype)
         mean = jnp.sum(jnp.where(finished.valid, kl, 0)) / jnp.maximum(count, 1)
-        mean = jnp.where(finished.learn & (count > 0), mean, jnp.nan)
-        return self.batch_of(finished.replace(rewards=rewards)), {"reward/kl": mean}
+        metrics = {"reward/kl": jnp.where(finished.learn & (count > 0), mean, jnp.nan)}
+        if penalty.to_go:
+            return self.batch_of(finished, penalty.beta * to_go), metrics
+        rewards = finished.rewards.astype(kl.dtype) - penalty.beta * kl
+        return self.batch_of(finished.replace(rewards=rewards)), metrics
 
     def sync(self, state: TrainState) -> Ready:
         """The weights as generation reads them."""
@@ -159,17 +163,19 @@ class Step:
             policy = jax.lax.with_sharding_constraint(tied, self.learner.layout(policy))
         return self.generator.sync(policy, draft, state.generator, version)
 
-    def batch_of(self, finished: Finished) -> TrainBatch:
-        """What the learner reads of a rollout: the responses that have a reward."""
+    def batch_of(self, finished: Finished, costs: Float[Array, "B S"] | None = None) -> TrainBatch:
+        """Builds the learner's batch of the responses that have a reward; `costs` are taken from
+        it, token by token."""
         rollout = finished.rollout
         rewards = finished.rewards.astype(rollout.logprobs.dtype)
+        chosen = response_mask(rollout) & finished.valid[:, None]
+        lengths = rollout.lengths - rollout.prompt_lengths
+        counts = lengths if costs is None else chosen.astype(lengths.dtype)
         return TrainBatch(
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
-            chosen=response_mask(rollout) & finished.valid[:, None],
-            advantages=self.advantages(
-                rewards, finished.valid, rollout.lengths - rollout.prompt_lengths
-            ),
+            chosen=chosen,
+            advantages=self.advantages(rewards, finished.valid, counts, costs=costs),
             version=rollout.version,
             plan=finished.plan,
         )

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
+from jaxspec.config.algorithms import draft_remarks
 from jaxspec.config.unused import OF_DRAFT
 from jaxspec.data.problems import load_sets, remarks
 from jaxspec.host import draft_data
@@ -68,7 +69,8 @@ def main(job: Job, interrupt: Interrupt) -> int:
         )
     # bad data is named before any work
     with interrupt.nothing_unsaved("reading the data"):
-        for line in remarks(job.config, load_sets(job.config, job.tokenizer, answers=False)):
+        sets = load_sets(job.config, job.tokenizer, answers=False)
+        for line in (*draft_remarks(job.config), *remarks(job.config, sets)):
             job.say(line)
         text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = cached_draft(job, interrupt, text)

@@ -1,15 +1,52 @@
-"""Settings of the algorithm: advantages, the policy's loss, and the penalty for leaving a reference
-policy."""
+"""Settings of learning: advantages, the policy's loss, the penalty for leaving a reference policy,
+and the optimizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
 
 from jaxspec.inputs.checked import Checked, Range, require
 from jaxspec.inputs.spec import Natural, Positive
 
 Weight = Annotated[float, Range(least=0)]
+Rate = Positive | Literal["auto"]
+"""A learning rate; auto: the usual one of what is trained."""
+
+
+class UsualRate(NamedTuple):
+    """A usual learning rate, and the range in which it usually is."""
+
+    rate: float
+    least: float
+    most: float
+
+
+FULL, ADAPTERS = UsualRate(1e-6, 1e-7, 1e-5), UsualRate(2e-5, 5e-6, 2e-4)
+"""Of a loaded policy: all its weights, or adapters, which start from zero and need more."""
+DRAFT = UsualRate(1e-4, 1e-5, 1e-3)
+"""Of a draft of a loaded policy, offline and online."""
+
+
+class LearningRates(NamedTuple):
+    """Learning rates of the policy, of the draft during the run, and of the draft before it."""
+
+    policy: float
+    draft: float
+    offline: float
+
+
+SMALL = LearningRates(2e-4, 4e-4, 1e-2)
+"""Of models that are made here, without a checkpoint: so small that large steps pay."""
+
+
+def with_usual_rates(given: Iterable[Rate], loaded: bool, adapters: bool) -> LearningRates:
+    """Fills in the usual learning rates for `auto`, of policy, draft and its offline training."""
+    policy = ADAPTERS if adapters else FULL
+    usual = LearningRates(policy.rate, DRAFT.rate, DRAFT.rate) if loaded else SMALL
+    rates = zip(given, usual, strict=True)
+    return LearningRates(*(one if rate == "auto" else rate for rate, one in rates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +73,11 @@ class LossConfig(Checked, prefix="loss."):
     function: str = ""
     """A loss of your own in place of `kind`, as package.module:name or file.py:name: from the
     LossInputs of `rl/loss_terms.py`, an array of the loss at each token, or a Loss."""
-    clip_low: Weight = 0.2
-    """Ratios below 1 - clip_low are clipped; at least 1: none."""
-    clip_high: Weight = 0.28
-    """Ratios above 1 + clip_high are clipped."""
+    clip_low: Weight | Literal["auto"] = "auto"
+    """Ratios below 1 - clip_low are clipped; at least 1: none. auto: by kind, clip 0.2, gspo 3e-4,
+    cispo 1."""
+    clip_high: Weight | Literal["auto"] = "auto"
+    """Ratios above 1 + clip_high are clipped; auto: by kind, clip 0.28, gspo 4e-4, cispo 4."""
     dual_clip: Annotated[float, Range(above=1, or_zero=True)] = 0.0
     """Where an advantage is negative, the loss is at most so many times its size; 0: no bound."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
@@ -79,12 +117,28 @@ class LossConfig(Checked, prefix="loss."):
         )
 
     @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Bounds of ratios below and above 1, with the usual ones of the kind for `auto`."""
+        low, high = USUAL_CLIPS[self.kind]
+        return (
+            low if self.clip_low == "auto" else self.clip_low,
+            high if self.clip_high == "auto" else self.clip_high,
+        )
+
+    @property
     def importance_bounds(self) -> tuple[float, float]:
         """Of weights, with the usual ones in place of 0."""
         low, high = USUAL_BOUNDS[self.importance]
         return self.importance_min or low, self.importance_max or high
 
 
+USUAL_CLIPS = {
+    "clip": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "reinforce": (0.0, 0.0),
+}
+"""Bounds of ratios below and above 1, by kind of loss; reinforce has no ratio."""
 USUAL_BOUNDS = {
     "none": (0.0, 1.0),
     "tis": (0.0, 2.0),
@@ -128,9 +182,74 @@ class KlConfig(Checked, prefix="kl."):
 
     beta: Annotated[float, Range(least=0, remedy="a penalty, not a reward, for leaving it")] = 0.0
     """Weight of the KL divergence; 0: no reference policy is kept or read."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x."""
-    where: Literal["loss", "reward"] = "loss"
-    """Added to the loss at each token, or summed over an answer and taken from its reward."""
+    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x; auto: k3 in the loss, k1
+    in rewards. x is clamped at -20 and 20."""
+    where: Literal["loss", "reward", "reward_to_go"] = "loss"
+    """Added to the loss at each token, summed over an answer and taken from its reward, or taken
+    from the reward of each token, summed from there on (REINFORCE++)."""
     importance: bool = False
     """Whether a token in the loss weighs its probability by the policy over the recorded one."""
+
+    def check(self) -> None:
+        idle = self.beta > 0 and self.where == "loss" and self.estimator == "k1"
+        told = (
+            f"kl.estimator k1 with kl.where loss and kl.beta {self.beta:g}: the gradient of k1 is 0"
+            " on average, so that nothing keeps the policy near the reference"
+        )
+        require(not idle, f"{told}; set --kl.estimator k2 or k3, or --kl.where reward")
+
+    @property
+    def chosen_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator, by its place if it is `auto`."""
+        if self.estimator == "auto":
+            return "k3" if self.where == "loss" else "k1"
+        return self.estimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(Checked, prefix="optimizer.adam."):
+    """AdamW of the policy, also beside Muon. Drafts keep 0.9 and 0.95, as EAGLE trains them."""
+
+    betas: tuple[Annotated[float, Range(least=0, below=1)], ...] = (0.9, 0.999)
+    """Decay of the mean of gradients, and of that of their squares, per update."""
+    eps: Positive = 1e-8
+    """Added to the root of the mean square."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What weight decay shrinks: matrices, but no norms, biases and embeddings, or all weights."""
+    schedule_floor: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Share of the learning rate at which `linear` and `cosine` end."""
+
+    def check(self) -> None:
+        require(
+            len(self.betas) == 2,
+            f"optimizer.adam.betas has {len(self.betas)} numbers; give two, such as 0.9 0.999",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Checked, prefix="optimizer."):
+    """The policy's optimizer."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of the layers' matrices, and of adapters; embedding, head,
+    norms and biases have AdamW beside it."""
+    learning_rate: Rate = "auto"
+    """Learning rate, after warm-up; Muon's updates are as large as AdamW's. auto: 1e-6 for all
+    weights of a loaded policy, 2e-5 for adapters, 2e-4 for a small model that is made here."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after warm-up: `linear` and `cosine` end after `steps` batches, at
+    adam.schedule_floor."""
+    warmup_steps: Natural = 10
+    """Linear warm-up of the learning rate, in updates."""
+    weight_decay: Annotated[float, Range(least=0)] = 0.0
+    """Decoupled weight decay."""
+    grad_clip: Positive = 1.0
+    """Global-norm clip of the policy's gradient."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
+    bfloat16 halves them."""
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    offload: bool = False
+    """Whether the policy's moments lie in the host's memory but for its update; every update moves
+    them there and back, and is compiled by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from jaxspec.config.algorithm import ADAPTERS, DRAFT, FULL, UsualRate
 from jaxspec.config.settings import (
     AdvantageConfig,
     Config,
@@ -43,13 +44,14 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         "arXiv 2402.03300",
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="sequence"),
-        KlConfig(beta=0.04, estimator="k3"),
+        KlConfig(beta=0.04),
     ),
     "dapo": Algorithm(
         "arXiv 2503.14476",
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.28, aggregation="token"),
-        overlong=OverlongConfig(buffer=0.2),
+        # 1 where right and wrong differ by 2, as 1 and -1 do
+        overlong=OverlongConfig(buffer=0.2, penalty=0.5),
         dynamic_sampling=DynamicSamplingConfig(max_batches=10),
     ),
     "dr_grpo": Algorithm(
@@ -73,14 +75,18 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         LossConfig(kind="reinforce", aggregation="token"),
     ),
     "reinforce_pp": Algorithm(
-        "arXiv 2501.03262; with --advantage.baseline group, its baseline form",
+        "arXiv 2501.03262, with a --kl.beta of yours; with --advantage.baseline group, --kl.where"
+        " loss and --kl.estimator k2, its baseline form",
         AdvantageConfig(baseline="none", std="whiten"),
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="token"),
+        KlConfig(where="reward_to_go"),
     ),
 }
 """By the name that `--algorithm` takes."""
 LARGEST_SEQUENCE_CLIP = 0.01
 """A bound on ratios of whole answers that is above this was hardly meant for them."""
+LEAST_WEIGHT_CLIP = 1.0
+"""A bound on weights that keep their gradient and is below this was meant for token ratios."""
 
 
 def with_algorithm(config: _C, name: str) -> _C:
@@ -110,11 +116,87 @@ def described() -> str:
 
 def remarks(config: Config) -> list[str]:
     """What is allowed, and rarely meant."""
-    loss, bounds = config.loss, (config.loss.clip_low, config.loss.clip_high)
-    if loss.kind == "gspo" and not loss.function and max(bounds) > LARGEST_SEQUENCE_CLIP:
-        return [
-            f"warning: loss.kind gspo with loss.clip_low {bounds[0]:g} and loss.clip_high"
-            f" {bounds[1]:g}: the ratio of a whole answer hardly leaves 1, so that nothing is ever"
+    policy = FULL if config.lora.rank == 0 else ADAPTERS
+    found = [_of_bounds(config.loss), _of_kl(config.kl)]
+    found += [*_of_updates(config), *_of_dynamic_sampling(config)]
+    found += [_of_rate(config, "optimizer", config.learning_rates.policy, policy)]
+    return [f"warning: {told}" for told in found if told] + draft_remarks(config)
+
+
+def draft_remarks(config: Config) -> list[str]:
+    """The same of a draft's training."""
+    if not config.rollout.draft.learned:
+        return []
+    rates, found = config.learning_rates, []
+    if config.draft_training.online:
+        found.append(_of_rate(config, "draft_training", rates.draft, DRAFT))
+    if config.offline.steps:
+        found.append(_of_rate(config, "offline", rates.offline, DRAFT))
+    return [f"warning: {told}" for told in found if told]
+
+
+def _of_rate(config: Config, section: str, rate: float, usual: UsualRate) -> str:
+    """A learning rate that hardly suits what was loaded."""
+    if not config.model.path or usual.least <= rate <= usual.most:
+        return ""
+    what = {FULL: "all weights of a loaded policy", ADAPTERS: "adapters", DRAFT: "a draft"}[usual]
+    return (
+        f"{section}.learning_rate {rate:g} is outside {usual.least:g} to {usual.most:g}, which is"
+        f" usual for {what}; --{section}.learning_rate auto is {usual.rate:g}"
+    )
+
+
+def _of_bounds(loss: LossConfig) -> str:
+    low, high = loss.clip_bounds
+    bounds = f"loss.kind {loss.kind} with loss.clip_low {low:g} and loss.clip_high {high:g}"
+    if loss.kind == "gspo" and not loss.function and max(low, high) > LARGEST_SEQUENCE_CLIP:
+        return (
+            f"{bounds}: the ratio of a whole answer hardly leaves 1, so that nothing is ever"
             " clipped; usual are --loss.clip_low 3e-4 --loss.clip_high 4e-4"
-        ]
-    return []
+        )
+    if loss.kind == "cispo" and not loss.function and min(low, high) < LEAST_WEIGHT_CLIP:
+        return (
+            f"{bounds}: weights are kept in {1 - low:g} to {1 + high:g}, as bounds of token ratios"
+            " are, and these are bounds of weights; usual are --loss.clip_low 1 --loss.clip_high 4"
+        )
+    return ""
+
+
+def _of_kl(kl: KlConfig) -> str:
+    if kl.beta and kl.where != "loss" and kl.chosen_estimator != "k1":
+        return (
+            f"kl.estimator {kl.estimator} with kl.where {kl.where}: a reward less {kl.estimator}"
+            " does not have the gradient of the KL divergence, a reward less k1 has; set"
+            " --kl.estimator k1, or --kl.where loss"
+        )
+    return ""
+
+
+def _of_updates(config: Config) -> list[str]:
+    """A loss without ratio where the policy leaves the one that sampled."""
+    loss = config.loss
+    if loss.kind != "reinforce" or loss.function or config.on_policy:
+        return []
+    return [
+        "loss.kind reinforce has no ratio of policy to old policy, and a batch has several updates"
+        " or older rows: nothing corrects for what the policy learned in between; set"
+        " --loss.kind clip, or --batch.mini_batches 1 --batch.epochs 1"
+    ]
+
+
+def _of_dynamic_sampling(config: Config) -> list[str]:
+    """Groups that are left out although they have an advantage."""
+    if not config.dynamic_sampling.max_batches:
+        return []
+    causes = {
+        "advantage.baseline none": config.advantage.baseline == "none",
+        "advantage.std whiten": config.advantage.std == "whiten",
+        f"kl.where {config.kl.where}": config.kl.beta > 0 and config.kl.where != "loss",
+    }
+    found = " and ".join(cause for cause, holds in causes.items() if holds)
+    most = config.dynamic_sampling.max_batches
+    return [
+        f"dynamic_sampling.max_batches {most} with {found}: groups whose answers earn the same have"
+        " an advantage too, and are left out; set --dynamic_sampling.max_batches 0, or"
+        " --advantage.baseline group with --advantage.std sample and --kl.where loss"
+    ] * bool(found)

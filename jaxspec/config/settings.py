@@ -7,11 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from jaxspec.config.algorithm import (
+    AdamConfig,
     AdvantageConfig,
     DynamicSamplingConfig,
     KlConfig,
+    LearningRates,
     LossConfig,
+    OptimizerConfig,
     OverlongConfig,
+    Rate,
+    with_usual_rates,
 )
 from jaxspec.config.data import DataConfig, EvalConfig, RewardConfig, SetConfig, require_names
 from jaxspec.config.rollout import (
@@ -41,6 +46,7 @@ from jaxspec.inputs.spec import (
 
 __all__ = [
     "AUTO_LENGTHS",
+    "AdamConfig",
     "AdvantageConfig",
     "BatchConfig",
     "Config",
@@ -104,8 +110,9 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
     alarm: Annotated[float, Range(least=0, most=1)] = 0.3
     """Where acceptance_length falls by more than this share from one batch to the next, a warning
     says what to look at; 1: never."""
-    learning_rate: Positive = 4e-4
-    """AdamW learning rate of the online update."""
+    learning_rate: Rate = "auto"
+    """AdamW learning rate of the online update; auto: 1e-4 with a loaded policy, 4e-4 with a small
+    one that is made here."""
     grad_clip: Positive = 0.5
     """Global-norm clip of the draft's gradient, apart from the policy's."""
 
@@ -132,31 +139,6 @@ class BatchConfig(Checked, prefix="batch."):
                 f"batch.mini_batches {self.mini_batches} does not divide batch.prompts"
                 f" {self.prompts}; {', '.join(map(str, divisors(self.prompts)))} do"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Checked, prefix="optimizer."):
-    """The policy's optimizer."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` orthogonalises the updates of the layers' matrices, and of adapters; embedding, head,
-    norms and biases have AdamW beside it."""
-    learning_rate: Positive = 2e-4
-    """Learning rate, after warm-up; Muon's updates are as large as AdamW's."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after warm-up: `linear` and `cosine` end at 0 after `steps` batches."""
-    warmup_steps: Natural = 10
-    """Linear warm-up of the learning rate, in updates."""
-    weight_decay: Annotated[float, Range(least=0)] = 0.0
-    """Decoupled weight decay."""
-    grad_clip: Positive = 1.0
-    """Global-norm clip of the policy's gradient."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
-    bfloat16 halves them."""
-    offload: bool = False
-    """Whether the policy's moments lie in the host's memory but for its update; every update moves
-    them there and back, and is compiled by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +189,9 @@ class OfflineConfig(Checked, prefix="offline."):
     """Updates; 0 keeps the weights as they are: loaded, or random."""
     rows: Count = 64
     """Sequences a batch."""
-    learning_rate: Positive = 1e-2
-    """Peak AdamW learning rate; cosine decay to a tenth."""
+    learning_rate: Rate = "auto"
+    """Peak AdamW learning rate; cosine decay to a tenth. auto: 1e-4 with a loaded policy, 1e-2 with
+    a small one that is made here."""
 
     def check(self) -> None:
         batch = (
@@ -283,7 +266,7 @@ class Config(Checked):
         )
 
         require(
-            not (self.overlong.filter and self.kl.beta and self.kl.where == "reward"),
+            not (self.overlong.filter and self.kl.beta and self.kl.where != "loss"),
             f"overlong.filter with kl.beta {self.kl.beta:g} in the reward: answers that were cut"
             " are not read, so their reward would be without it, and their group's baseline wrong;"
             " set --kl.where loss, or --overlong.no_filter",
@@ -315,6 +298,13 @@ class Config(Checked):
                 each.reward, **{name: getattr(reward, name) for name in OF_THE_RUN["reward"]}
             ),
         )
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """Learning rates, with the usual ones of what is trained for `auto`."""
+        policy, draft = self.optimizer.learning_rate, self.draft_training.learning_rate
+        given = policy, draft, self.offline.learning_rate
+        return with_usual_rates(given, bool(self.model.path), self.lora.rank > 0)
 
     @property
     def on_policy(self) -> bool:

@@ -168,9 +168,19 @@ WITH_ANY_DRAFT = (
         "no reward.function and reward.verifier exact",
         lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
     ),
+    Unused(
+        "optimizer.adam.decay",
+        "optimizer.weight_decay 0",
+        lambda c: c.optimizer.weight_decay == 0,
+    ),
+    Unused(
+        "optimizer.adam.schedule_floor",
+        "optimizer.schedule constant",
+        lambda c: c.optimizer.schedule == "constant",
+    ),
     Unused("overlong.penalty", "overlong.buffer 0", lambda c: c.overlong.buffer == 0),
     Unused("kl.estimator kl.where kl.importance", "kl.beta 0", lambda c: c.kl.beta == 0),
-    Unused("kl.importance", "kl.where reward", lambda c: c.kl.where == "reward"),
+    Unused("kl.importance", "kl.where {c.kl.where}", lambda c: c.kl.where != "loss"),
     Unused(
         "lora.alpha lora.targets",
         "lora.rank 0, which trains no adapters,",

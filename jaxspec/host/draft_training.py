@@ -99,7 +99,8 @@ def train(
     config, file, mesh = job.config, folder / "learner.npz", job.mesh
     offline, draft, whole = config.offline, config.rollout.draft, meshes.replicated(mesh)
     optimizer = optimizers.adamw(
-        optimizers.cosine(offline.learning_rate, offline.steps), config.draft_training.grad_clip
+        optimizers.cosine(config.learning_rates.offline, offline.steps),
+        config.draft_training.grad_clip,
     )
     # The policy is only read.
     learner = job.step.learner.for_texts(None, draft_optimizer=optimizer, tokens=_micro(job))

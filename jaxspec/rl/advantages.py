@@ -21,24 +21,49 @@ Valid = Bool[Array, "n G"]
 """Which rows have a reward."""
 Baseline = Callable[[Rewards, Valid], Float[Array, "n G"]]
 """Rewards less what could be expected of them."""
-Scale = Callable[[Float[Array, "n G"], Rewards, Valid, Int[Array, "n G"]], Float[Array, "n G"]]
-"""(centred rewards, rewards, which rows have one, tokens of each response) -> advantages."""
+Centred = Float[Array, "n G *T"]
+"""Rewards less their baseline: one of each row, or of each of its T tokens."""
+Counts = Int[Array, "n G *T"]
+"""Tokens that each advantage is of: the length of a response, or 1 for one of its tokens."""
+Scale = Callable[[Centred, Rewards, Valid, Counts], Centred]
 
 
 def advantages(
     rewards: Float[Array, " B"],
     valid: Bool[Array, " B"],
-    lengths: Int[Array, " B"],
+    counts: Int[Array, "B ..."],
     group_size: int,
     baseline: Baseline,
     scale: Scale,
-) -> Float[Array, " B"]:
-    """The advantage of every row; the rows of a group are adjacent, and `lengths` counts the tokens
-    of each response."""
-    by_group = (part.reshape(-1, group_size) for part in (rewards, valid, lengths))
-    rewards, valid, lengths = by_group
-    centred = jnp.where(valid, baseline(rewards, valid), 0)
-    return jnp.where(valid, scale(centred, rewards, valid, lengths), 0).reshape(-1)
+    costs: Float[Array, "B ..."] | None = None,
+) -> Float[Array, "B ..."]:
+    """Computes the advantage of every row, or of every token if there are `costs`.
+
+    Args:
+      rewards: of each row; rows of a group are adjacent.
+      valid: which rows have a reward.
+      counts: tokens of each response; with `costs`, 1 for each token of a response and 0 elsewhere.
+      group_size: rows of a group.
+      baseline: takes from each reward its expectation.
+      scale: divides the rest.
+      costs: what each token takes from its reward, after the baseline.
+    """
+
+    def by_group(values: Array) -> Array:
+        return values.reshape(-1, group_size, *values.shape[1:])
+
+    rewards, valid, counts = by_group(rewards), by_group(valid), by_group(counts)
+    centred, learnt = jnp.where(valid, baseline(rewards, valid), 0), valid
+    if costs is not None:
+        learnt = valid[..., None] & (counts > 0)
+        centred = jnp.where(learnt, centred[..., None] - by_group(costs), 0)
+    scaled = jnp.where(learnt, scale(centred, rewards, valid, counts), 0)
+    return scaled.reshape(-1, *scaled.shape[2:])
+
+
+def _widened(values: Array, like: Array) -> Array:
+    """Values with an axis of 1 for each further axis of another array."""
+    return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))
 
 
 # ---- baselines
@@ -72,66 +97,57 @@ def others_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
 # ---- scales
 
 
-def unscaled(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
+def unscaled(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
     """As they are: dividing by a group's deviation weighs easy and hard prompts more than others.
 
     Source: Dr. GRPO, arXiv 2503.20783, section 3.1.
     """
-    del rewards, valid, lengths
+    del rewards, valid, counts
     return centred
 
 
-def over_population(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
+def over_population(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
     """Over the standard deviation of the group's G rewards, whose squares are divided by G."""
-    del lengths
+    del counts
     return _over(centred, _variance(rewards, valid, freedom=0))
 
 
-def over_sample(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
+def over_sample(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
     """Over the standard deviation of the group with Bessel's correction, whose squares are divided
     by G - 1: what TRL, verl and NeMo RL take."""
-    del lengths
+    del counts
     return _over(centred, _variance(rewards, valid, freedom=1))
 
 
-def over_others(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
+def over_others(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
     """Over the same of the group's other rewards, so that rows of one group have different scales
     (NeMo RL's, with a leave-one-out baseline)."""
-    del lengths
+    del counts
     return _over(centred, _variance(_spread(rewards), _others(valid), freedom=1)[..., 0])
 
 
-def over_batch(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
+def over_batch(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
     """Over the standard deviation, with Bessel's correction, of all rewards of the batch."""
-    del lengths
+    del counts
     variance = _variance(rewards.reshape(1, -1), valid.reshape(1, -1), freedom=1)
     return _over(centred, variance)
 
 
-def whitened(
-    centred: Float[Array, "n G"], rewards: Rewards, valid: Valid, lengths: Int[Array, "n G"]
-) -> Float[Array, "n G"]:
-    """Mean 0 and variance 1 over all tokens of the batch: a row counts as often as its response has
-    tokens.
+def whitened(centred: Centred, rewards: Rewards, valid: Valid, counts: Counts) -> Centred:
+    """Mean 0 and variance 1 over all tokens of the batch; exactly 0 if all are equal.
+
+    A row counts as often as its response has tokens.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
     del rewards
-    weight = jnp.where(valid, lengths, 0).astype(centred.dtype)
+    weight = jnp.where(_widened(valid, counts), counts, 0).astype(centred.dtype)
     count = jnp.maximum(jnp.sum(weight), 1)
     left = centred - jnp.sum(weight * centred) / count
     variance = jnp.sum(weight * left * left) / count
-    return left * lax.rsqrt(jnp.maximum(variance, LEAST_VARIANCE))
+    # the mean of equal numbers may be rounded, and the least variance would magnify what is left
+    differs = _differs(centred.reshape(1, -1), weight.reshape(1, -1) > 0)[0, 0]
+    return differs * left * lax.rsqrt(jnp.maximum(variance, LEAST_VARIANCE))
 
 
 # ---- statistics of the valid entries of the last axis, which stays with one entry
@@ -162,9 +178,9 @@ def _variance(
     return _differs(values, valid) * jnp.sum(left * left, axis=-1, keepdims=True) / count
 
 
-def _over(centred: Float[Array, "n G"], variance: Float[Array, "*#n"]) -> Float[Array, "n G"]:
+def _over(centred: Centred, variance: Float[Array, "..."]) -> Centred:
     """Over the standard deviation; what has none is left as it is."""
-    deviation = jnp.sqrt(variance)
+    deviation = jnp.sqrt(_widened(variance, centred))
     return centred / jnp.where(deviation > 0, deviation + EPSILON, 1)
 
 

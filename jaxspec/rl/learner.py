@@ -226,14 +226,23 @@ class Learner:
 
     def reference_kl(
         self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, wanted: Bool[Array, ""]
-    ) -> Float[Array, " B"]:
-        """The divergence of what sampled from the reference policy, summed over each response."""
+    ) -> Float[Array, "B A"]:
+        """Sums the divergence of what sampled from the reference policy over each response.
+
+        With `penalty.to_go`, over the rest of the response from each token on; the first of these
+        sums is that of the whole response.
+        """
         placed = self._placed(batch, wanted)
         reference, _ = self.passes.logprobs(_reference(state), wanted, placed)
         learnt = placed.chosen & jnp.any(placed.plan.micro >= 0, axis=0)[:, None]
         sampled = placed.sampled_logprobs.astype(reference.dtype)
-        by_place = jnp.sum(penalty.estimated(sampled, reference, learnt), axis=1)
-        return self.passes.in_row_order(by_place, placed)
+        by_token = penalty.estimated(sampled, reference, learnt)
+        to_go = (
+            lax.cumsum(by_token, axis=1, reverse=True)
+            if penalty.to_go
+            else jnp.sum(by_token, axis=1, keepdims=True)
+        )
+        return self.passes.in_row_order(to_go, placed)
 
     def _placed(self, batch: TrainBatch, wanted: Bool[Array, ""]) -> TrainBatch:
         """The batch with its rows at their places; where it is not `wanted`, nothing of it is to be

@@ -57,6 +57,26 @@ def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
     return jnp.take_along_axis(sums, inputs.first, axis=1)
 
 
+# ---- ratios of probabilities
+
+LARGEST_LOG_RATIO = 20.0
+"""Bound on every log ratio, on both sides.
+
+Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN. A log ratio beyond
+the bound has slope 0.
+"""
+
+
+def bounded(log_ratio: PerLabel) -> PerLabel:
+    """Clamps log ratios at `LARGEST_LOG_RATIO`."""
+    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def ratio_of(log_ratio: PerLabel) -> PerLabel:
+    """Ratios of probabilities, always finite unless the log ratio is NaN."""
+    return jnp.exp(bounded(log_ratio))
+
+
 # ---- importance weights
 
 Correction = Callable[[LossInputs], Loss]
@@ -82,7 +102,7 @@ class ImportanceWeights(NamedTuple):
         log_weights = inside(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
         if self.by_sequence:
             log_weights = text_sums(log_weights, inputs)
-        weights = _finite(jnp.exp(log_weights))
+        weights = _weights(log_weights)
         outside = (weights < self.least) | (weights > self.most)
         kept = jnp.minimum(weights, self.most) if self.truncate else jnp.where(outside, 0, weights)
         return _weighted(kept, outside)
@@ -97,13 +117,14 @@ class SequenceMask(NamedTuple):
     def __call__(self, inputs: LossInputs) -> Loss:
         """Weights of tokens or 0."""
         log_weights = inside(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
-        mean = _finite(jnp.exp(over_text(log_weights, inputs)))
+        mean = _weights(over_text(log_weights, inputs))
         outside = (mean < self.least) | (mean > self.most)
-        return _weighted(jnp.where(outside, 0, _finite(jnp.exp(log_weights))), outside)
+        return _weighted(jnp.where(outside, 0, _weights(log_weights)), outside)
 
 
-def _finite(weights: PerLabel) -> PerLabel:
-    return jnp.where(jnp.isfinite(weights), weights, 0)
+def _weights(log_weights: PerLabel) -> PerLabel:
+    """Weights of log weights; 0 for log weights that are not finite."""
+    return jnp.where(jnp.isfinite(log_weights), ratio_of(log_weights), 0)
 
 
 def _weighted(weights: PerLabel, outside: Bool[Array, "B T"]) -> Loss:
@@ -117,23 +138,25 @@ def _weighted(weights: PerLabel, outside: Bool[Array, "B T"]) -> Loss:
 Estimator = Callable[[PerLabel], PerLabel]
 """Of x = reference - policy logprob; see http://joschu.net/blog/kl-approx.html."""
 
-LARGEST_LOG_RATIO, LARGEST_KL = 20.0, 10.0
-"""Bounds on what goes into an estimator and what comes out of it: one label is not to be the
-whole gradient."""
-
 
 def k1(log_ratio: PerLabel) -> PerLabel:
-    """-x: unbiased, and of either sign."""
+    """Estimates KL(policy, reference) by -x: unbiased, of either sign.
+
+    A reward less k1 has the gradient of the divergence. Its own slope is 0 on average.
+    """
     return -log_ratio
 
 
 def k2(log_ratio: PerLabel) -> PerLabel:
-    """x^2 / 2: its gradient is that of the divergence."""
+    """Estimates KL(policy, reference) by x^2 / 2, whose slope is that of the divergence."""
     return log_ratio * log_ratio / 2
 
 
 def k3(log_ratio: PerLabel) -> PerLabel:
-    """exp(x) - 1 - x: unbiased and never negative (GRPO, arXiv 2402.03300, equation 4)."""
+    """Estimates KL(policy, reference) by exp(x) - 1 - x: unbiased, never negative.
+
+    Its slope is that of KL(reference, policy) (GRPO, arXiv 2402.03300, equation 4).
+    """
     return jnp.exp(log_ratio) - 1 - log_ratio
 
 
@@ -146,20 +169,20 @@ class KlPenalty(NamedTuple):
     beta: float
     estimator: Estimator
     importance: bool = False
-    """Whether a label weighs what the policy makes of it over what its sampler made."""
+    """Whether a label in the loss is weighted by policy over sampler."""
+    to_go: bool = False
+    """Whether, in the reward, a token answers for the divergence from there on alone."""
 
     def by_label(self, inputs: LossInputs) -> PerLabel:
-        """The estimated divergence at each label."""
+        """Estimates the divergence at each label."""
         estimate = self.estimated(inputs.policy_logprobs, inputs.reference_logprobs, inputs.chosen)
         if self.importance:
-            ratio = inside(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
-            estimate = estimate * lax.stop_gradient(_finite(jnp.exp(ratio)))
+            log_ratio = inside(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
+            estimate = estimate * lax.stop_gradient(_weights(log_ratio))
         return estimate
 
     def estimated(
         self, logprobs: PerLabel, reference: PerLabel, chosen: Bool[Array, "B T"]
     ) -> PerLabel:
-        """The estimate at chosen labels, within bounds; 0 at others."""
-        log_ratio = jnp.where(chosen, reference - logprobs, 0)
-        bounded = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        return jnp.clip(self.estimator(bounded), -LARGEST_KL, LARGEST_KL)
+        """Estimates the divergence at chosen labels from bounded log ratios; 0 at others."""
+        return self.estimator(bounded(jnp.where(chosen, reference - logprobs, 0)))

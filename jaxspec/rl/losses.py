@@ -18,6 +18,7 @@ from jaxspec.rl.loss_terms import (
     PerLabel,
     inside,
     over_text,
+    ratio_of,
 )
 
 PolicyLoss = Callable[[LossInputs], Loss]
@@ -65,7 +66,7 @@ def clipped_ratio(
     Source: arXiv 2402.03300, equation 3 without the KL term; asymmetric clip as in DAPO, arXiv
     2503.14476; dual clip, arXiv 1912.09729, equation 5.
     """
-    ratio = jnp.exp(_log_ratio(inputs))
+    ratio = ratio_of(_log_ratio(inputs))
     return _clipped(inputs, ratio, clip_low, clip_high, dual_clip)
 
 
@@ -76,7 +77,7 @@ def sequence_ratio(
 
     Source: GSPO, arXiv 2507.18071, equations 5 to 7.
     """
-    ratio = jnp.exp(over_text(_log_ratio(inputs), inputs))
+    ratio = ratio_of(over_text(_log_ratio(inputs), inputs))
     return _clipped(inputs, ratio, clip_low, clip_high, dual_clip)
 
 
@@ -100,7 +101,7 @@ def clipped_weight(inputs: LossInputs, clip_low: float = 1.0, clip_high: float =
 
     Source: CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
     """
-    ratio = lax.stop_gradient(jnp.exp(_log_ratio(inputs)))
+    ratio = lax.stop_gradient(ratio_of(_log_ratio(inputs)))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -clipped * inputs.advantages * inside(inputs, inputs.policy_logprobs)
     return Loss(loss, _of_ratio(ratio, ratio < 1 - clip_low, ratio > 1 + clip_high))
@@ -152,14 +153,18 @@ def by_sequence(
 
 
 class ByConstant(NamedTuple):
-    """Sums of responses over the longest response there may be: no token's weight depends on what
-    else was sampled (Dr. GRPO, arXiv 2503.20783)."""
+    """Sums of responses over the longest response there may be and all rows that were asked.
+
+    So no token's weight depends on what else was sampled, or failed (Dr. GRPO, arXiv 2503.20783).
+    """
 
     longest: int
+    rows: int
+    """Rows of a mini-batch, whether or not they are learned from."""
 
     def __call__(
         self, labels: Float[Array, "B T"], tokens: Float[Array, ""], texts: Float[Array, ""]
     ) -> PerLabel:
-        """1 / (longest * texts)."""
-        del tokens
-        return jnp.ones_like(labels) / (self.longest * texts)
+        """1 / (longest * rows)."""
+        del tokens, texts
+        return jnp.ones_like(labels) / (self.longest * self.rows)

@@ -266,6 +266,8 @@ class Losses:
 
         sampled, own = recorded(batch.sampled_logprobs), lax.stop_gradient(logprobs)
         old = own if batch.old_logprobs is None else recorded(batch.old_logprobs)
+        advantages = batch.advantages
+        by_row = advantages.ndim == 1
         if batch.on_policy is not None:
             old = jnp.where(batch.on_policy[row], own, old)
         return LossInputs(
@@ -274,7 +276,7 @@ class Losses:
             sampled_logprobs=sampled,
             reference_logprobs=recorded(batch.reference_logprobs),
             entropy=entropy,
-            advantages=batch.advantages[row].astype(self.wide),
+            advantages=advantages[row].astype(self.wide) if by_row else recorded(advantages),
             chosen=pack.chosen,
             first=pack.first,
         )

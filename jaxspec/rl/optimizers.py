@@ -1,7 +1,7 @@
 """Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,17 +40,45 @@ def require_progress(skipped_in_row: float, name: str, after: str, look: str) ->
         )
 
 
+class Adam(NamedTuple):
+    """Constants of AdamW; the defaults are those of drafts and of warm starts."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    matrices_alone: bool = False
+    """Whether weight decay leaves norms, biases and embeddings as they are."""
+
+
+ADAM = Adam()
+
+
 def adamw(
-    learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0
+    learning_rate: optax.ScalarOrSchedule,
+    grad_clip: float,
+    weight_decay: float = 0.0,
+    adam: Adam = ADAM,
 ) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW (betas 0.9, 0.95)."""
-    return optax.chain(optax.clip_by_global_norm(grad_clip), _adamw(learning_rate, weight_decay))
+    """Clips by global norm, then updates by AdamW."""
+    by_adam = _adamw(learning_rate, weight_decay, adam)
+    return optax.chain(optax.clip_by_global_norm(grad_clip), by_adam)
 
 
 def _adamw(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: float
+    learning_rate: optax.ScalarOrSchedule, weight_decay: float, adam: Adam
 ) -> optax.GradientTransformation:
-    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)
+    mask = _decayed if adam.matrices_alone else None
+    return optax.adamw(
+        learning_rate, adam.b1, adam.b2, adam.eps, weight_decay=weight_decay, mask=mask
+    )
+
+
+def _decayed(weights: PyTree) -> PyTree:
+    """Says which weights are matrices, but for embeddings: the others set a scale, or are looked
+    up one by one."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: _attribute(path) in (*_MATRICES, "head", "router"), weights
+    )
 
 
 RMS = 0.2
@@ -59,7 +87,10 @@ learning rates then serve (Moonlight, arXiv 2502.16982, section 2.2)."""
 
 
 def muon(
-    learning_rate: optax.ScalarOrSchedule, grad_clip: float, weight_decay: float = 0.0
+    learning_rate: optax.ScalarOrSchedule,
+    grad_clip: float,
+    weight_decay: float = 0.0,
+    adam: Adam = ADAM,
 ) -> optax.GradientTransformation:
     """Global-norm clip, then Muon for the matrices of layers and adapters, each orthogonalised by
     itself, and AdamW for all else: embedding, head, norms, biases, routers.
@@ -74,7 +105,7 @@ def muon(
     )
     groups: dict[Hashable, optax.GradientTransformation] = {
         "muon": of_matrices,
-        "adamw": _adamw(learning_rate, weight_decay),
+        "adamw": _adamw(learning_rate, weight_decay, adam),
     }
     return optax.chain(
         optax.clip_by_global_norm(grad_clip), optax.partition(groups, param_labels=_groups)
@@ -159,9 +190,13 @@ def to_host(state: PyTree) -> PyTree:
     )
 
 
-def scheduled(kind: str, peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
-    """Linear warm-up to `peak`, and from then on `constant`, or down to 0 at the end of all `steps`
-    by a line (`linear`) or half a wave (`cosine`)."""
+def scheduled(
+    kind: str, peak: float, warmup_steps: int, steps: int, floor: float = 0.0
+) -> optax.Schedule:
+    """Linear warm-up to `peak`, then `constant`, `linear` or `cosine`.
+
+    The last two end at `floor` times the peak after all `steps`.
+    """
 
     def rate(count: Any) -> Any:
         risen = jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
@@ -171,7 +206,7 @@ def scheduled(kind: str, peak: float, warmup_steps: int, steps: int) -> optax.Sc
             "linear": left,
             "cosine": (1 - jnp.cos(jnp.pi * left)) / 2,
         }[kind]
-        return peak * risen * down
+        return peak * risen * (floor + (1 - floor) * down)
 
     return rate
 

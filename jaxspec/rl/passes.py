@@ -24,7 +24,7 @@ from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
 from jaxspec.rl.fsdp import Pair, Shards
 from jaxspec.rl.micro_batch import Counts, Losses, Sums
-from jaxspec.rl.train_batch import TrainBatch, exchanged, filler, packed
+from jaxspec.rl.train_batch import TrainBatch, exchanged, filler, from_shards, packed
 from jaxspec.state import Pack, PyTree
 
 
@@ -83,15 +83,19 @@ class Passes:
             policy, wanted, batch
         )
 
-    def in_row_order(self, by_place: Float[Array, " B"], batch: TrainBatch) -> Float[Array, " B"]:
-        """Numbers of the rows at their places, back in the order of the rows."""
+    def in_row_order(
+        self, by_place: Float[Array, "B ..."], batch: TrainBatch
+    ) -> Float[Array, "B ..."]:
+        """Moves numbers of the rows from their places back to the order of the rows."""
 
-        def on_a_shard(values: Float[Array, " b"], order: Int[Array, " b"]) -> Float[Array, " b"]:
-            # one collective for both, which comes when the numbers are there
-            both = jnp.stack([values, order.astype(values.dtype)], axis=1)
-            values, rows = jnp.unstack(lax.all_gather(both, ROWS, tiled=True), axis=1)
-            by_row = jnp.zeros_like(values).at[rows.astype(jnp.int32)].set(values)
-            return lax.dynamic_slice_in_dim(by_row, lax.axis_index(ROWS) * len(order), len(order))
+        def on_a_shard(values: Float[Array, "b ..."], order: Int[Array, " b"]) -> PyTree:
+            # After the values: collectives of the pass that made them come first.
+            whole = lax.all_gather(after(order, [computed(values)]), ROWS, tiled=True)
+            places = jnp.arange(len(whole), dtype=jnp.int32)
+            places = jnp.zeros_like(whole).at[whole].set(places)
+            first = lax.axis_index(ROWS) * len(order)
+            mine = lax.dynamic_slice_in_dim(places, first, len(order))
+            return from_shards(values, mine, row_shards(self.mesh))
 
         return on_each_shard(self.mesh, on_a_shard, (P(ROWS), P(ROWS)), P(ROWS))(
             by_place, batch.plan.order

@@ -31,7 +31,8 @@ class TrainBatch(Tree):
     chosen: Bool[AnyArray, "B S"]
     """The tokens to learn from: those that the policy sampled. Nothing after a row's last one is
     read."""
-    advantages: Float[AnyArray, " B"]
+    advantages: Float[AnyArray, "B ..."]
+    """Of each row, or of each token, at its place."""
     version: Int[AnyArray, " B"]
     """Batches that the policy had learnt from when it sampled the row."""
     plan: Plan

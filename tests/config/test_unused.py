@@ -39,6 +39,9 @@ USELESS = [
     ),
     ("--kl.estimator k1", "kl.beta 0"),
     ("--kl.beta 0.1 --kl.where reward --kl.importance", "kl.where reward"),
+    ("--kl.beta 0.1 --kl.where reward_to_go --kl.importance", "kl.where reward_to_go"),
+    ("--optimizer.adam.decay all", "optimizer.weight_decay 0"),
+    ("--optimizer.adam.schedule_floor 0.1", "optimizer.schedule constant"),
     ("--overlong.penalty 2", "overlong.buffer 0"),
     ("--loss.kind reinforce --batch.epochs 2 --loss.logprobs recompute", "loss.kind reinforce"),
     ("--dynamic_sampling.surplus carry", "dynamic_sampling.max_batches 0"),
@@ -122,7 +125,7 @@ class TestUseless:
             "--lora.path folder",
             "--batch.mini_batches 2 --loss.clip_high 0.3 --loss.dual_clip 3 --loss.reuse_below 2",
             "--loss.logprobs recompute --loss.importance icepop --loss.importance_max 3",
-            "--algorithm grpo --kl.estimator k1 --kl.importance",  # which sets kl.beta
+            "--algorithm grpo --kl.estimator k2 --kl.importance",  # which sets kl.beta
             "--kl.beta 0.1 --kl.where reward",
             (
                 "--model.path folder --model.rope_factor 2 --model.dtype bfloat16 --model.no_remat"

@@ -107,7 +107,7 @@ def wrong(cls: type, wanted: Any) -> list[Any]:
             if kind in (int, float) and type(value) is kind
         ]
     found = [value for kind in kinds for value in WRONG.get(kind, [3, "model", True])]
-    if Literal in kinds and int in kinds:
+    if Literal in kinds and {int, float} & set(kinds):
         found = [value for value in found if value != 3]
     return [*found, *OTHERS, *([] if NoneType in kinds else [None])]
 

@@ -123,12 +123,13 @@ def test_dual_clip() -> None:
     [(0, -1, 0.5, 0.7183), (-15, 14, 98, 13.0), (-30, 29, 420.5, 28.0)],
 )
 def test_kl_estimators(reference: float, one: float, two: float, three: float) -> None:
+    """The log ratio is clamped at 20, and not what is made of it."""
     log_ratio = jnp.array([[reference - -1.0]])
     for estimator, wanted in ((k1, one), (k2, two), (k3, three)):
         assert float(estimator(log_ratio)[0, 0]) == pytest.approx(wanted, abs=5e-5)
     inputs = inputs_of([[-1.0]], [0.0], reference_logprobs=[[float(reference)]])
     bounded = float(KlPenalty(1.0, k3).by_label(inputs)[0, 0])
-    assert bounded == pytest.approx(min(three, 10), abs=5e-5)
+    assert bounded == pytest.approx(min(three, 19), abs=5e-5)
 
 
 def test_kl_penalty_in_the_loss() -> None:
@@ -208,6 +209,47 @@ def test_what_is_masked_has_neither_value_nor_slope(junk: float) -> None:
         np.testing.assert_allclose(slope, [[-3.0, 0, 0]])
 
 
+FAR = np.array([89.0, 1e4, -1e4, np.inf, -np.inf])
+
+
+@pytest.mark.parametrize(
+    "correction", [None, ImportanceWeights(most=2.0), ImportanceWeights(by_sequence=True)]
+)
+@pytest.mark.parametrize(
+    "surrogate",
+    [clipped_ratio, sequence_ratio, clipped_weight, functools.partial(PPO, dual_clip=3.0)],
+)
+def test_no_log_ratio_loses_the_update(surrogate: Any, correction: Any) -> None:
+    """In float32, where exp(89) is infinite: whatever the advantage, loss, slope and measures are
+    finite, and the other token of each text keeps its slope."""
+    advantages = np.repeat([0.0, 1.0, -1.0], len(FAR))
+    old = np.stack([-1.0 - np.tile(FAR, 3), np.full(3 * len(FAR), -1.0)], axis=1)
+    reference = np.where(np.isfinite(old), np.clip(-2 - old, -1e4, 0), -1.0)
+    kl = KlPenalty(0.1, k3, importance=True)
+    loss = functools.partial(policy_gradient, surrogate=surrogate, correction=correction, kl=kl)
+
+    def value_of(policy: jax.Array) -> tuple[jax.Array, Any]:
+        inputs = inputs_of(
+            policy, advantages, None, old_logprobs=old, sampled_logprobs=old,
+            reference_logprobs=reference,
+        )  # fmt: skip
+        narrow = {
+            name: leaf.astype("float32")
+            for name, leaf in inputs._asdict().items()
+            if leaf.dtype == "float64"
+        }
+        found = loss(inputs._replace(**narrow))
+        return jnp.sum(found.by_label), found.measured
+
+    at = jnp.full(old.shape, -1.0)
+    (value, measured), slope = jax.value_and_grad(value_of, has_aux=True)(at)
+    assert np.isfinite(value)
+    assert np.isfinite(slope).all()
+    assert all(np.isfinite(each).all() for each in measured.values())
+    if surrogate is not sequence_ratio and correction is None:
+        np.testing.assert_allclose(slope[:, 1], -advantages, atol=1e-6)
+
+
 # ---- aggregation
 
 
@@ -219,7 +261,7 @@ def test_a_token_counts_alike_or_by_its_response_or_by_a_constant() -> None:
     for aggregation, wanted in (
         (by_token, (4 + 3 * 8) / 4),
         (by_sequence, (4 + 8) / 2),
-        (ByConstant(10), (4 + 24) / (10 * 2)),
+        (ByConstant(10, 3), (4 + 24) / (10 * 3)),
     ):
         found = mean(inputs, negative_log_likelihood, aggregation)
         assert float(found) == pytest.approx(wanted), aggregation
@@ -285,7 +327,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "aggregation"),
-    [*((name, by_token) for name in LOSSES), ("clip", by_sequence), ("gspo", ByConstant(6))],
+    [*((name, by_token) for name in LOSSES), ("clip", by_sequence), ("gspo", ByConstant(6, 2))],
 )
 def test_slopes_agree_with_finite_differences(name: str, aggregation: Any) -> None:
     """In the logits of a small vocabulary, of which labels have log-probabilities."""

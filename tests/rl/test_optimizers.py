@@ -9,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec.inputs.spec import LoraConfig
+from jaxspec.inputs.spec import FamilySpec, LoraConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
+from jaxspec.rl.optimizers import ADAM
 from jaxspec.state import Trained
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
 
@@ -35,12 +36,14 @@ def as_jax(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_clip_then_adamw(decay: float) -> None:
-    """Three updates, of which the global-norm clip changes the first and the last; betas 0.9 and
-    0.95."""
+@pytest.mark.parametrize(
+    ("decay", "adam"), [(0.0, ADAM), (0.1, ADAM), (0.1, ADAM._replace(b1=0.8, b2=0.999, eps=0.01))]
+)
+def test_clip_then_adamw(decay: float, adam: optimizers.Adam) -> None:
+    """Three updates, of which the global-norm clip changes the first and the last."""
     clip, rate = 1.0, 0.01
-    optimizer = optimizers.adamw(rate, clip, decay)
+    assert (ADAM.b1, ADAM.b2, ADAM.eps) == (0.9, 0.95, 1e-8)
+    optimizer = optimizers.adamw(rate, clip, decay, adam)
     learner = start(as_jax(WEIGHTS), optimizer)
     weights = {name: value.copy() for name, value in WEIGHTS.items()}
     first, second = (
@@ -54,15 +57,43 @@ def test_clip_then_adamw(decay: float) -> None:
         assert float(found) == pytest.approx(norm)  # the norm before the clip
         for name in WEIGHTS:
             slope = raw[name] * min(1.0, clip / norm)
-            first[name] = 0.9 * first[name] + 0.1 * slope
-            second[name] = 0.95 * second[name] + 0.05 * slope**2
+            first[name] = adam.b1 * first[name] + (1 - adam.b1) * slope
+            second[name] = adam.b2 * second[name] + (1 - adam.b2) * slope**2
             step = (
                 first[name]
-                / (1 - 0.9**number)
-                / (np.sqrt(second[name] / (1 - 0.95**number)) + 1e-8)
+                / (1 - adam.b1**number)
+                / (np.sqrt(second[name] / (1 - adam.b2**number)) + adam.eps)
             )
             weights[name] = weights[name] - rate * (step + decay * weights[name])
             np.testing.assert_allclose(learner.network[name], weights[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("make", [optimizers.adamw, optimizers.muon])
+def test_weight_decay_leaves_norms_biases_and_embeddings(make: Any) -> None:
+    """Without a gradient, decay is all that changes a weight."""
+    policy = tiny_network(Decoder, tiny_model(family=FamilySpec(attention_bias=True)))
+    weights = optimizers.parameters(policy)
+    nothing = jax.tree.map(jnp.zeros_like, weights)
+
+    def shrunk(adam: optimizers.Adam) -> set[str]:
+        learner, _ = update(
+            start(policy, made := make(0.1, 1.0, 0.5, adam)), nothing, jnp.ones(()), made
+        )
+        pairs = zip(
+            jax.tree_util.tree_leaves_with_path(weights),
+            jax.tree.leaves(optimizers.parameters(learner.network)),
+            strict=True,
+        )
+        return {
+            jax.tree_util.keystr(path).split(".")[-2]
+            for (path, old), new in pairs
+            if (np.asarray(old) != np.asarray(new)).any()
+        }
+
+    matrices = {"query", "key", "value", "output", "gate", "up", "down", "head"}
+    assert shrunk(ADAM._replace(matrices_alone=True)) == matrices
+    everything = shrunk(ADAM)
+    assert everything >= matrices | {"embedding", "norm", "query_bias"}
 
 
 @pytest.mark.parametrize("jitted", [True, False])
@@ -195,6 +226,11 @@ def test_schedules() -> None:
         found = at(optimizers.scheduled(kind, 0.4, 4, 24), 0, 1, 3, 4, 14, 24, 100)
         np.testing.assert_allclose(found, [0.1, 0.2, 0.4, *later], atol=1e-7)
         assert at(optimizers.scheduled(kind, 0.4, 0, 24), 0) == pytest.approx(0.4)
+        # with a floor, what was above 0 is above a tenth of the peak
+        floor = at(optimizers.scheduled(kind, 0.4, 4, 24, 0.1), 0, 1, 3, 4, 14, 24, 100)
+        wanted = [0.04 + 0.9 * rate for rate in later]
+        np.testing.assert_allclose(floor[3:], wanted, atol=1e-7)
+        np.testing.assert_allclose(floor[:3], [0.1, 0.2, 0.4], atol=1e-7)
     quarter = at(optimizers.scheduled("cosine", 1.0, 0, 8), 2)
     assert quarter == pytest.approx((1 + np.sqrt(0.5)) / 2)
     np.testing.assert_allclose(

@@ -152,7 +152,7 @@ GSPO = functools.partial(sequence_ratio, clip_low=LOW, clip_high=HIGH)
         ({"loss_type": "grpo"}, by_sequence, PPO, {}),
         ({"loss_type": "bnpo"}, by_token, PPO, {}),
         ({"loss_type": "dapo"}, by_token, PPO, {}),
-        ({"loss_type": "dr_grpo"}, ByConstant(LONGEST), PPO, {}),
+        ({"loss_type": "dr_grpo"}, ByConstant(LONGEST, ROWS), PPO, {}),
         (
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
             by_sequence,

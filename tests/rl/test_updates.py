@@ -26,9 +26,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted, merged
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.loss_terms import ESTIMATORS, KlPenalty
 from jaxspec.rl.train_batch import TrainBatch, plan_layout, read_lengths, whole_rows
-from jaxspec.state import LearnerState
+from jaxspec.state import LearnerState, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
 
@@ -127,7 +126,7 @@ def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) 
             [ratio, jnp.clip(ratio, 1 - LOW, 1 + HIGH)]
         )
         x = jnp.clip(jnp.where(here, reference - logprobs, 0), -20, 20)
-        losses = -gains.min(0) + BETA * jnp.minimum(jnp.exp(x) - 1 - x, 10)
+        losses = -gains.min(0) + BETA * (jnp.exp(x) - 1 - x)
         return jnp.sum(jnp.where(here, losses, 0)) / jnp.sum(here, dtype=losses.dtype)
 
     slope, weights, losses = (
@@ -261,21 +260,81 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
     assert bool(state.recompute)
 
 
-def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows() -> None:
-    kl = KlConfig(beta=BETA, estimator="k1", where="reward")
-    step, rows = step_of((2, 1), kl=kl, minis=1, epochs=1), Rows()
+@pytest.mark.parametrize("where", ["reward", "reward_to_go"])
+def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows(where: Any) -> None:
+    kl = KlConfig(beta=BETA, where=where)
+    step, rows = step_of((4, 2), kl=kl, minis=1, epochs=1), Rows()
     other = tiny_network(Decoder, MODEL, 2)
     state = step.learner.start(policy(), None, online=False).replace(reference=other)
-    penalty = KlPenalty(BETA, ESTIMATORS["k1"])
+    penalty = step.kl_in_reward
+    assert penalty is not None
     found = jax.jit(
         lambda batch: step.learner.reference_kl(state, batch, penalty, jnp.asarray(True))
     )(rows.on(step))
     log_ratio = rows.sampled - np.asarray(logprobs_of(other, rows))
-    np.testing.assert_allclose(
-        found, np.where(rows.chosen, np.clip(log_ratio, -10, 10), 0).sum(1), rtol=0, atol=1e-11
-    )
+    by_token = np.where(rows.chosen, log_ratio, 0)
+    to_go = by_token[:, ::-1].cumsum(1)[:, ::-1]
+    wanted = to_go if where == "reward_to_go" else to_go[:, :1]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11)
     assert step.learner.keeps_reference
     assert not step.learner.reads_reference
+
+
+@pytest.mark.parametrize("where", ["reward", "reward_to_go"])
+def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> None:
+    """Of whole answers before their baseline, or of tokens after it; the rows of one group have
+    another reference."""
+    step, rows = step_of((2, 1), kl=KlConfig(beta=BETA, where=where), minis=1, epochs=1), Rows()
+    starts, ends = np.full(ROWS, 3), np.array([SIZE, SIZE - 2] * PROMPTS)
+    place = np.arange(SIZE)
+    rows.chosen = (place >= 3) & (place < ends[:, None])
+    valid, rewards = np.arange(ROWS) != 7, np.random.default_rng(1).random(ROWS)
+    other = tiny_network(Decoder, MODEL, 2)
+    finished = step.nothing_finished(ROWS)
+    rollout = {"tokens": rows.tokens, "logprobs": rows.sampled, "lengths": ends.astype(np.int32)}
+    rollout = jax.tree.map(jnp.asarray, rollout | {"prompt_lengths": starts.astype(np.int32)})
+    finished = finished.replace(
+        rollout=finished.rollout.replace(**rollout),
+        rewards=jnp.asarray(rewards),
+        valid=jnp.asarray(valid),
+        plan=rows.on(step).plan,
+        learn=jnp.ones((), bool),
+    )
+    learner = step.learner.start(policy(), None, online=False).replace(reference=other)
+    state = TrainState(learner=learner, generator=step.generator.start())
+    batch, metrics = jax.jit(step._rewarded)(state, finished)
+    mask = rows.chosen & valid[:, None]
+    kl = np.where(mask, rows.sampled - np.asarray(logprobs_of(other, rows)), 0)
+    assert float(metrics["reward/kl"]) == pytest.approx(kl.sum() / valid.sum(), abs=1e-11)
+    if where == "reward":
+        rewards = rewards - BETA * kl.sum(1)
+    pairs, there = rewards.reshape(-1, GROUP), valid.reshape(-1, GROUP)
+    mean = (pairs * there).sum(1, keepdims=True) / there.sum(1, keepdims=True)
+    centred = pairs - mean
+    variance = (there * centred**2).sum(1, keepdims=True)  # over 2 - 1
+    scale = np.where(variance > 0, np.sqrt(variance) + 1e-6, 1)
+    if where == "reward":
+        wanted = np.where(there, centred / scale, 0).ravel()
+    else:
+        to_go = BETA * kl[:, ::-1].cumsum(1)[:, ::-1]
+        by_token = (centred.ravel()[:, None] - to_go) / np.repeat(scale, GROUP)[:, None]
+        wanted = np.where(mask, by_token, 0)
+    np.testing.assert_allclose(batch.advantages, wanted, rtol=0, atol=1e-11)
+    assert np.abs(wanted).max() > 0.1
+    # each token is learned from by its own
+    _, learned = jax.jit(step.learner.learn)(learner, batch)
+    gains = wanted if where == "reward_to_go" else wanted[:, None] * mask
+    assert float(learned["loss/policy"]) == pytest.approx(-gains.sum() / mask.sum(), abs=1e-11)
+
+
+def test_a_constant_counts_all_rows_that_were_asked() -> None:
+    """Also the one that has nothing to learn from."""
+    loss = LossConfig(**LOSS, aggregation="constant")
+    rows = Rows()
+    assert not rows.chosen[5].any()
+    _, metrics = learnt(step_of((2, 1), loss, KlConfig(), minis=1, epochs=1), policy(), rows)
+    gains = rows.advantages[:, None] * rows.chosen
+    assert metrics["loss/policy"] == pytest.approx(-gains.sum() / (NEW * ROWS), abs=1e-12)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
