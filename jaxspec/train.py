@@ -28,13 +28,13 @@ from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.evaluator import measured
 from jaxspec.evaluation.in_run import Evaluations, in_run
-from jaxspec.host import memory
+from jaxspec.host import memory, run_state
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
 from jaxspec.host.job import Job
 from jaxspec.host.job import run as run_program
 from jaxspec.host.round_cost import timing_step
-from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
+from jaxspec.host.run_state import Pending, RunState
 from jaxspec.host.runner import (
     Runner,
     compare,
@@ -88,7 +88,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             for line in (*algorithms.remarks(config), *remarks(config, sets)):
                 job.say(line)
             scorers = scorer_of(config, sets)
-            text = offline_text(job)
+            text = run_state.offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run
             # that has ended, whose checkpoint has an odd number, needs no step.
@@ -99,10 +99,10 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             batches = Batches(job, sets, scorers)
             if runner is not None:
                 evaluations = stack.enter_context(in_run(job, batches, scorers, runner, workdir))
-            run = resume(job, checkpoints, batches)
+            run = run_state.resume(job, checkpoints, batches)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
-                run = start(job, interrupt, batches, text)
+                run = run_state.start(job, interrupt, batches, text)
             if run.batch >= config.steps and run.pending is None:
                 has_all = f"{workdir} has all {config.steps} batches already"
                 job.say(f"{has_all}; raise --steps to go on, or choose another --workdir")
@@ -202,6 +202,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._looks = 0
+        folder, seen = self.checkpoints.folder.parent, jax.process_index() == 0
+        self.stalls = run_state.stall_watch(self.job.config, measures.read(folder) if seen else [])
         self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(self.job.mesh))
 
     def go(self, run: RunState) -> bool:
@@ -295,6 +297,7 @@ class Loop:
             alarms.of_gap(line, self.job.step.learner.largest_factor),
             alarms.of_acceptance(line, before, config.draft_training.alarm),
             alarms.of_short_batch(line, config.batch.prompts),
+            *self.stalls.look(line),
         ):
             if alarm:
                 self.progress.say(alarm)
@@ -380,9 +383,10 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
         lines = measures.read(workdir)
         if gone := missing(lines, run.batch):
             job.say(f"warning: {gone}")
-        Screen().print(closing_table(lines, summary))
+        signs = run_state.stall_watch(job.config, lines).summary()
+        Screen().print(closing_table(lines, summary, signs))
         why = "; ".join(filter(None, (without_result(lines), why)))
-    if remark := random_draft(job.config):
+    if remark := run_state.random_draft(job.config):
         job.say(remark)
     if agreed_by_process_0(bool(why)):
         raise Diverged(why or "the run ended without a result; process 0 says which")

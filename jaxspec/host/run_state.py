@@ -3,6 +3,7 @@ on."""
 
 import dataclasses
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
 from jaxspec.storage.checkpoint import Checkpoints, heir
+from jaxspec.system.alarms import StallWatch
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -127,6 +129,18 @@ def random_draft(config: ResolvedConfig) -> str:
         f"the {draft.kind} draft started from random weights (offline.steps 0, no"
         f" rollout.draft.path) and {later}; {remedy}"
     )
+
+
+def stall_watch(config: ResolvedConfig, lines: Iterable[Mapping[str, Any]]) -> StallWatch:
+    """Watches for signs that the run cannot learn; it starts from the `lines` of earlier
+    batches."""
+    optimizer, batch = config.optimizer, config.batch
+    updates = config.steps * batch.mini_batches * batch.epochs
+    risen = min(1.0, updates / max(optimizer.warmup_steps, 1))
+    watch = StallWatch(config.advantage.baseline != "none", optimizer.learning_rate * risen)
+    for line in lines:
+        watch.look(line)
+    return watch
 
 
 def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
