@@ -26,7 +26,7 @@ from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolved
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.hf.pretrained import policy_checkpoint
-from jaxspec.inputs.checked import ConfigError, first_line, require
+from jaxspec.inputs.checked import ConfigError, called, first_line, require
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
 from jaxspec.processes.joining import initialize_processes
@@ -287,6 +287,9 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             f"the warm start trains a fresh model on the built-in tasks; with {given} set"
             " --sft.steps 0"
         )
+    if config.eval.stop != "same":
+        with called({"rollout.stop": "eval.stop"}):
+            tokenizer.stop_table(config.eval.stop)
     return Job(
         config=config,
         tokenizer=tokenizer,
