@@ -52,6 +52,7 @@ from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
 from jaxspec.system import metrics as measures
 from jaxspec.system.closing_table import closing_table, missing, without_result
+from jaxspec.system.compiling import before_the_first
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress, Screen
@@ -99,7 +100,7 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             batches = Batches(job, sets, scorers)
             if runner is not None:
                 evaluations = stack.enter_context(in_run(job, batches, scorers, runner, workdir))
-            run = run_state.resume(job, checkpoints, batches)
+            run = run_state.resume(job, checkpoints, batches, runner)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
                 run = run_state.start(job, interrupt, batches, text)
@@ -163,7 +164,8 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
     config, prompts = job.config, job.config.batch.prompts
     in_phases = config.staged or times_real_rounds(job.step.generator)
     how = "phase by phase" if in_phases else "as one program"
-    job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
+    first = before_the_first(meshes.accelerated(job.mesh))
+    job.say(f"{first}compiling the step {how} for {dict(job.mesh.shape)} devices")
     began = time.perf_counter()
 
     def runner_of(step: Step) -> Runner:
@@ -262,7 +264,7 @@ class Loop:
             host = {"time/data": data_seconds, "time/reward": time.perf_counter() - began}
             seconds = result.seconds | host
             seconds["time/step"] += sum(host.values())
-            run.rollouts = number + 1
+            run.rollouts, run.timed_on = number + 1, run.here
             line = {"step": run.batch, **seconds, **scored.metrics, **result.generated}
             self.take(run, scored, line)
         return True
