@@ -10,10 +10,10 @@ intervals, answered with speculative decoding.
 The files hold JSON lines with columns problem and answer. The third command measures a tiny
 model after a warm start on generated tasks, which is made if it is not in the cache.
 
-Vary: --eval.samples (k), --eval.temperature and --eval.top_p (here those that Qwen3's model card
-recommends for thinking, whose top_k is --rollout.top_k 20; published protocols differ, and so do
-their numbers), --eval.max_new_tokens, --rollout.draft.kind eagle3 --rollout.draft.path FOLDER (the
-same law, in less time). Sets of your own: EvalConfig.sets in a config of your own.
+Vary: --eval.samples (k), --eval.temperature, --eval.top_p and --eval.top_k (here those that Qwen3's
+model card recommends for thinking; published protocols differ, and so do their numbers),
+--eval.max_new_tokens, --rollout.draft.kind eagle3 --rollout.draft.path FOLDER (the same law, in
+less time). Sets of your own: EvalConfig.sets in a config of your own.
 Expect (tiny, seed 0, on 2 cores of an AMD EPYC that tests kept busy, 26 November 2026): sums avg@8
 0.24, pass@8 0.88, cons@8 0.42, differences avg@8 0.14, pass@8 0.69, cons@8 0.22; 2 minutes and 26
 seconds from an empty cache, 10 of them answering.
@@ -63,6 +63,7 @@ def get_config(scale: str = "tiny") -> Config:
             samples=32,
             temperature=0.6,
             top_p=0.95,
+            top_k=20,
             max_new_tokens=32_768,
             sets=tuple(map(_mathematics, names)),
         ),

@@ -54,6 +54,7 @@ def build_step(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
+        min_p=rollout.min_p,
         vocab_size=vocab_size,
     )
     generator = _build_generator(config, mesh, processing, stop)

@@ -43,7 +43,7 @@ from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import Adapted
 from jaxspec.step import Step
-from jaxspec.system.progress import Screen
+from jaxspec.system.progress import Screen, Waiting
 
 COMMAND = "python -m jaxspec.check"
 ABOUT = f"""Says whether a run will run on so many devices, without having them: reads the config,
@@ -144,26 +144,30 @@ def uncached() -> Iterator[None]:
 
 def checked(config: Config, options: argparse.Namespace) -> Checked:
     """All of it, in the order in which it is cheap."""
-    whole, unseen = with_what_is_here(config)
-    target = target_of(whole, options.hardware, options.devices)
-    count = len(target.devices)
-    # Those of several machines are of several processes, which leave none idle.
-    processes = 1 if target.card is None or count <= target.card.node else count
-    mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
-    used = target._replace(devices=[*mesh.devices.flat])
-    job = make_job(whole, mesh)
-    check_folders(whole, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
-    files = {item for item in unseen if item.startswith("data.")}
-    scorers = scorer_of(whole)
-    if not files and not config.mixture:
-        try_scorers(whole, load_sets(whole, job.tokenizer), scorers)
-    if times_real_rounds(job.step.generator):
-        unseen.append("the phases, which draft_length auto has compiled one by one, by themselves")
-    with listening() as listener, for_devices(mesh):
-        if len(used.devices) < len(target.devices):
-            more = "more data shards would not divide every batch (batch.prompts, rows)"
-            listener.say(f"using {len(used.devices)} of {len(target.devices)} devices: {more}")
-        return compiled(job, used, unseen, listener)
+    with listening() as listener, Waiting(listener.say) as waiting:
+        waiting.begin("reading the config, and the folders that it names")
+        whole, unseen = with_what_is_here(config)
+        target = target_of(whole, options.hardware, options.devices)
+        count = len(target.devices)
+        # Those of several machines are of several processes, which leave none idle.
+        processes = 1 if target.card is None or count <= target.card.node else count
+        mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
+        used = target._replace(devices=[*mesh.devices.flat])
+        job = make_job(whole, mesh)
+        check_folders(whole, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
+        files = {item for item in unseen if item.startswith("data.")}
+        scorers = scorer_of(whole)
+        if not files and not config.mixture:
+            waiting.begin("reading the problems")
+            try_scorers(whole, load_sets(whole, job.tokenizer), scorers)
+        if times_real_rounds(job.step.generator):
+            phases = "the phases, which draft_length auto has compiled one by one, by themselves"
+            unseen.append(phases)
+        with for_devices(mesh):
+            if len(used.devices) < len(target.devices):
+                more = "more data shards would not divide every batch (batch.prompts, rows)"
+                listener.say(f"using {len(used.devices)} of {len(target.devices)} devices: {more}")
+            return compiled(job, used, unseen, listener, waiting)
 
 
 # ---- compiling
@@ -206,16 +210,20 @@ def target_of(config: ResolvedConfig, name: str, count: int) -> Target:
     return Target(name, card, jax.devices()[:count], virtual=True)
 
 
-def compiled(job: Job, target: Target, unseen: list[str], listener: Listener) -> Checked:
+def compiled(
+    job: Job, target: Target, unseen: list[str], listener: Listener, waiting: Waiting
+) -> Checked:
     """Compiles the step as a run does, and reads it."""
     config, prompts = job.config, job.config.batch.prompts
     seconds: list[float] = []
 
     def runner_of(step: Step) -> Runner:
         listener.say(f"compiling the step for {job.mesh.size} x {target.told}; this takes minutes")
+        waiting.begin("tracing the step")
         began = time.perf_counter()
-        runner = whole_step(step, prompts, listener.say)
+        runner = whole_step(step, prompts, waiting.say)
         seconds.append(time.perf_counter() - began)
+        waiting.begin("reading the compiled program")
         listener.say(f"compiled in {seconds[-1]:.0f} s")
         return runner
 

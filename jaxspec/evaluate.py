@@ -69,14 +69,16 @@ on.
 
 --compare A B tells how much more B answers than A, problem by problem: each is the folder of a run
 or of an evaluation, or FOLDER:STEP. Examples:
-  python -m jaxspec.evaluate --config eval_aime.py --model.path FOLDER --eval.sets.0.data.path FILE
+  python -m jaxspec.evaluate --config eval_aime.py:qwen3_8b --model.path FOLDER \
+    --eval.sets.0.data.path AIME24 --eval.sets.1.data.path AIME25 --eval.sets.2.data.path MATH500
   python -m jaxspec.evaluate --checkpoint runs/rl_think-tiny --eval.samples 16
   python -m jaxspec.evaluate --compare runs/before runs/after"""
 EVALUATION, RESULTS = "evaluation.json", "results.json"
 _WEIGHTS = "model. lora.path sft. head. rollout.draft.path"
 _USED = (
-    "seed workdir data. mixture. reward. eval.samples eval.temperature eval.top_p"
-    " eval.max_new_tokens eval.sets. mesh. batch.prompts batch.group_size rollout."
+    "seed workdir data. mixture. reward. eval.samples eval.temperature eval.top_k eval.top_p"
+    " eval.min_new_tokens eval.max_new_tokens eval.stop eval.sets. mesh. batch.prompts"
+    " batch.group_size rollout."
 )
 """Settings that an evaluation reads; of the weights too, where no checkpoint has them."""
 

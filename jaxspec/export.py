@@ -53,7 +53,7 @@ RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in 
   python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo
   python -m jaxspec.export --checkpoint runs/rl_think-qwen3_8b --out qwen3-8b-grpo \
     --draft speculators    (for vLLM)
-  python -m jaxspec.train --config rl_think.py:qwen3_8b \
+  python -m jaxspec.train --config rl_think.py:qwen3_8b --data.path FILE \
     --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft \
     --offline.steps 0    (to go on, without training the draft before)"""
 SIDECARS = (

@@ -44,7 +44,7 @@ from jaxspec.host.loaded_run import (
     restore,
 )
 from jaxspec.inputs.checked import Checked, ConfigError, Range, require
-from jaxspec.inputs.spec import Count
+from jaxspec.inputs.spec import Count, Natural
 from jaxspec.state import EOS, FAILED, LENGTH
 from jaxspec.system.progress import short
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -78,8 +78,23 @@ class Options(Checked, prefix="--"):
     """Seed of the sampling; the same seed, settings and prompts give the same answers."""
     temperature: Temperature = 1.0
     """Sampling temperature; 0: the most likely token."""
+    top_k: Natural = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
+    from all."""
+    min_p: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Sample from tokens at least this share as likely as the most likely one; 0: from all."""
+    min_new_tokens: Natural = 0
+    """Tokens before an end token may be sampled."""
     max_new_tokens: Count = 28
     """Longest answer, in tokens."""
+    banned: tuple[Natural, ...] = ()
+    """Token ids that are never sampled."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, with the token in which it first contains one of them."""
+    enable_thinking: bool = True
+    """What the chat template is told of `enable_thinking`."""
     max_prompt_length: Annotated[int, Range(least=2)] = 8
     """Longest prompt, in tokens."""
     tokenizer: str = ""
@@ -91,18 +106,20 @@ class Options(Checked, prefix="--"):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
 
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "max_new_tokens", "banned"),
+    *("stop", "enable_thinking", "verify", "draft", "lookup"),
+)
+"""Options that are settings of `rollout`."""
+
+
 def options_of(config: ResolvedConfig) -> Options:
     """The run's own settings."""
-    rollout = config.rollout
     return Options(
         seed=config.seed,
-        temperature=rollout.temperature,
-        max_new_tokens=rollout.max_new_tokens,
         max_prompt_length=config.data.max_prompt_length,
         tokenizer=config.data.tokenizer,
-        verify=rollout.verify,
-        draft=rollout.draft,
-        lookup=rollout.lookup,
+        **{name: getattr(config.rollout, name) for name in SAMPLING},
     )
 
 
@@ -113,14 +130,7 @@ def sampling_config(run: ResolvedConfig, options: Options, words: Sequence[str])
       ConfigError: a learned draft that the run has no weights for, draft settings without use, or
         no tokenizer.
     """
-    rollout = replace(
-        run.rollout,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        verify=options.verify,
-        draft=options.draft,
-        lookup=options.lookup,
-    )
+    rollout = replace(run.rollout, **{name: getattr(options, name) for name in SAMPLING})
     longest = options.max_prompt_length + options.max_new_tokens
     require_countable(f"--samples {options.samples}:", options.samples, longest)
     rollout = settle(replace(run, rollout=rollout), words, under="rollout.").rollout

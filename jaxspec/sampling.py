@@ -1,6 +1,7 @@
 """From logits to tokens: processed log-probabilities and noise that depends on nothing but its
 keys."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ class Processing(NamedTuple):
     """Keep the k most likely tokens; 0: all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the most likely one (arXiv 2407.01082)."""
     vocab_size: int = 0
     """Ids from here on have no token (a published embedding may have more rows than its tokenizer)
     and are never sampled; 0: all have."""
@@ -55,8 +58,8 @@ def processed_logits(
       produced: response tokens before the one sampled here, for the minimum length.
       factor: the temperature is multiplied by it (a draft may be sharper or flatter than its
         target); an array is one for all positions or broadcasts over them, and may be traced.
-      keep: ids that top-k and top-p never drop: those known to have been sampled, where rounding
-        must not exclude them afterwards.
+      keep: ids that top-k, top-p and min-p never drop: those known to have been sampled, where
+        rounding must not exclude them afterwards.
       may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
       ids: the token of each logit. None: the logits are those of all tokens, in order.
     """
@@ -87,6 +90,9 @@ def processed_logits(
             jnp.min(jnp.where(inside, descending, descending[..., :1]), axis=-1, keepdims=True),
             keep,
         )
+    if processing.min_p > 0:
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        logits = _at_least(logits, largest + math.log(processing.min_p), keep)
     return logits
 
 

@@ -29,13 +29,13 @@ from jaxspec.data.problems import load_sets, remarks
 from jaxspec.data.scoring import scorer_of, try_scorers
 from jaxspec.evaluation.evaluator import measured
 from jaxspec.evaluation.in_run import Evaluations, in_run
-from jaxspec.host import memory
+from jaxspec.host import memory, run_state
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.batches import Batches, Scored
 from jaxspec.host.job import Job
 from jaxspec.host.job import run as run_program
 from jaxspec.host.round_cost import timing_step
-from jaxspec.host.run_state import Pending, RunState, offline_text, random_draft, resume, start
+from jaxspec.host.run_state import Pending, RunState
 from jaxspec.host.runner import (
     Runner,
     compare,
@@ -53,6 +53,7 @@ from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
 from jaxspec.system import metrics as measures
 from jaxspec.system.closing_table import closing_table, missing, without_result
+from jaxspec.system.compiling import before_the_first
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress, Screen
@@ -87,12 +88,11 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             this_start = workdirs.announced(job, workdir)
             scorers = scorer_of(config)  # reading the problems may take long
             sets = load_sets(config, job.tokenizer)
-            for line in (*algorithms.remarks(config), *remarks(config, sets), *scorers.remarks):
-                job.say(line)
-            for line in take_census(config, sets):
+            remarked = *remarks(config, sets), *take_census(config, sets), *scorers.remarks
+            for line in (*algorithms.remarks(config), *remarked):
                 job.say(line)
             try_scorers(config, sets, scorers)
-            text = offline_text(job)
+            text = run_state.offline_text(job)
             checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, say=job.say)
             # Before any weights are loaded or trained: what does not fit is refused here. A run
             # that has ended, whose checkpoint has an odd number, needs no step.
@@ -103,10 +103,10 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             batches = Batches(job, sets, scorers)
             if runner is not None:
                 evaluations = stack.enter_context(in_run(job, batches, scorers, runner, workdir))
-            run = resume(job, checkpoints, batches)
+            run = run_state.resume(job, checkpoints, batches, runner)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
-                run = start(job, interrupt, batches, text)
+                run = run_state.start(job, interrupt, batches, text)
             if run.batch >= config.steps and run.pending is None:
                 has_all = f"{workdir} has all {config.steps} batches already"
                 job.say(f"{has_all}; raise --steps to go on, or choose another --workdir")
@@ -167,7 +167,8 @@ def compiled(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
     config, prompts = job.config, job.config.batch.prompts
     in_phases = config.staged or times_real_rounds(job.step.generator)
     how = "phase by phase" if in_phases else "as one program"
-    job.say(f"compiling the step {how} for {dict(job.mesh.shape)} devices")
+    first = before_the_first(meshes.accelerated(job.mesh))
+    job.say(f"{first}compiling the step {how} for {dict(job.mesh.shape)} devices")
     began = time.perf_counter()
 
     def runner_of(step: Step) -> Runner:
@@ -206,6 +207,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._looks = 0
+        folder, seen = self.checkpoints.folder.parent, jax.process_index() == 0
+        self.stalls = run_state.stall_watch(self.job.config, measures.read(folder) if seen else [])
         self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(self.job.mesh))
 
     def go(self, run: RunState) -> bool:
@@ -264,7 +267,7 @@ class Loop:
             host = {"time/data": data_seconds, "time/reward": time.perf_counter() - began}
             seconds = result.seconds | host
             seconds["time/step"] += sum(host.values())
-            run.rollouts = number + 1
+            run.rollouts, run.timed_on = number + 1, run.here
             line = {"step": run.batch, **seconds, **scored.metrics, **result.generated}
             self.take(run, scored, line)
         return True
@@ -299,6 +302,7 @@ class Loop:
             alarms.of_gap(line, self.job.step.learner.largest_factor),
             alarms.of_acceptance(line, before, config.draft_training.alarm),
             alarms.of_short_batch(line, config.batch.prompts),
+            *self.stalls.look(line),
         ):
             if alarm:
                 self.progress.say(alarm)
@@ -384,9 +388,10 @@ def close(job: Job, batches: Batches, run: RunState, workdir: Path, unsaved: str
         lines = measures.read(workdir)
         if gone := missing(lines, run.batch):
             job.say(f"warning: {gone}")
-        Screen().print(closing_table(lines, summary))
+        signs = run_state.stall_watch(job.config, lines).summary()
+        Screen().print(closing_table(lines, summary, signs))
         why = "; ".join(filter(None, (without_result(lines), why)))
-    if remark := random_draft(job.config):
+    if remark := run_state.random_draft(job.config):
         job.say(remark)
     if agreed_by_process_0(bool(why)):
         raise Diverged(why or "the run ended without a result; process 0 says which")

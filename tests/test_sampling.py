@@ -29,11 +29,13 @@ def oracle(
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
     probs = np.exp((logits - logits.max()) / temperature)
-    for rule in ("top_k", "top_p"):
+    for rule in ("top_k", "top_p", "min_p"):
         probs /= probs.sum()
         order = sorted(range(len(probs)), key=lambda token: -probs[token])
         if rule == "top_k":
             count = processing.top_k or len(probs)
+        elif rule == "min_p":
+            count = sum(probs >= processing.min_p * max(probs))
         else:
             count = next(
                 (n for n in range(1, len(probs)) if sum(probs[order[:n]]) >= processing.top_p),
@@ -62,6 +64,9 @@ PROCESSINGS = {
     "top-k of more than there are": Processing(top_k=50),
     "top-p": Processing(top_p=0.7),
     "tiny top-p": Processing(top_p=1e-6),
+    "min-p": Processing(min_p=0.2),
+    "min-p 1": Processing(min_p=1.0),
+    "min-p, hot": Processing(min_p=0.3, temperature=3.0, top_k=6, top_p=0.9),
     "all": Processing(
         banned=(2,), min_new_tokens=3, stop_ids=(1, 5), temperature=1.7, top_k=5, top_p=0.8
     ),
@@ -122,6 +127,11 @@ def test_each_order_that_is_not_the_documented_one_gives_another_law() -> None:
     assert kept(top_p=0.65, top_k=2, temperature=3.0) == [0, 1]
     assert kept(top_p=0.5, top_k=2, temperature=3.0) == [0]
     assert kept(top_p=0.5, temperature=3.0) == [0, 1]
+    assert kept(min_p=0.5) == [0, 1, 2]
+    assert kept(min_p=0.5, temperature=0.5) == [0, 1]  # so is min-p: .16, .09, .04, .01
+    # after top-p, which min-p would leave .44, .33, .22 to reach its sum with
+    assert kept(min_p=0.5, top_p=0.75) == [0, 1, 2]
+    assert kept(min_p=0.7, top_p=0.6) == [0, 1]
     banned = sampling.processed_logprobs(logits, Processing(banned=(0,), top_k=2), none)
     # what is banned does not use up a place
     np.testing.assert_allclose(np.exp(banned), [0, 0.6, 0.4, 0], atol=1e-6)
@@ -207,7 +217,14 @@ def test_top_p_stops_at_the_token_that_reaches_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.3, "temperature": 0.7}]
+    "settings",
+    [
+        {"top_k": 2},
+        {"top_p": 0.3},
+        {"min_p": 0.5},
+        {"top_k": 3, "top_p": 0.3, "temperature": 0.7},
+        {"top_k": 5, "min_p": 0.4, "temperature": 0.7},
+    ],
 )
 def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
     random = np.random.default_rng(1)
@@ -291,6 +308,8 @@ def test_processors_agree_with_hugging_face(name: str) -> None:
         if processing.top_k:
             chain.append(transformers.TopKLogitsWarper(processing.top_k))
         chain.append(transformers.TopPLogitsWarper(processing.top_p))
+        if processing.min_p:
+            chain.append(transformers.MinPLogitsWarper(processing.min_p))
         scores = transformers.LogitsProcessorList(chain)(
             torch.zeros((200, prompt + produced), dtype=torch.long), torch.tensor(logits)
         )

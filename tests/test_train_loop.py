@@ -244,6 +244,38 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
     assert "1.2 on average, which is above loss.reuse_below 1.05" in line
 
 
+def test_rewards_that_stay_equal_are_told_also_across_a_resume(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equal = {"reward/mean": 0.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0}
+    loop = loop_of(job, tmp_path)
+    for step in range(7):
+        loop.report(a_line(step, **equal), [])
+    assert "all rewards are 0" not in capsys.readouterr().out
+    resumed = loop_of(job, tmp_path)
+    for step in range(7, 11):
+        resumed.report(a_line(step, **equal), [])
+    told = [line for line in capsys.readouterr().out.splitlines() if "all rewards are 0" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: batches 0 to 9: all rewards are 0")
+
+
+def test_the_closing_table_says_that_the_run_could_not_learn(
+    job: Job, state: TrainState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = dataclasses.replace(job.config.optimizer, learning_rate=1e-12)
+    config = dataclasses.replace(job.config, optimizer=tiny, compare_plain=False)
+    batches = Batches(job, load_sets(job.config, job.tokenizer))
+    equal = {"reward/mean": 0.0, "reward/std": 0.0}
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in range(4):
+            writer.write(a_line(step, **equal))
+    close(dataclasses.replace(job, config=config), batches, position_of(job, state, 4), tmp_path)
+    table = " ".join(capsys.readouterr().out.split())
+    assert "cannot learn batches 0 to 3: the learning rate is at most" in table
+    assert "cannot learn batches 0 to 3: all rewards are 0" in table
+
+
 @pytest.mark.parametrize(
     ("last", "unsaved", "words"),
     [

@@ -4,7 +4,7 @@ two."""
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.inputs.checked import classes_in, require, types_of
@@ -80,7 +80,8 @@ def _filled(cls: Any, saved: Mapping[str, Any]) -> Any:
     types, nested = types_of(cls), _nested(cls)
 
     def value(key: str, given: Any) -> Any:
-        if isinstance(given, list) and get_origin(types[key]) is tuple:
+        kinds = types[key], *get_args(types[key])
+        if isinstance(given, list) and any(get_origin(kind) is tuple for kind in kinds):
             return tuple(value(key, each) for each in given)
         return (
             _filled(nested[key], given) if key in nested and isinstance(given, Mapping) else given

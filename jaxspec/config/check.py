@@ -57,6 +57,7 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape
     _check_micro_batch(config)
     _check_pool(config, config.batch.prompts // shape.rows)
     _check_sets(config)
+    _check_evaluation(config)
     return shape
 
 
@@ -136,6 +137,17 @@ def _check_sets(config: ResolvedConfig) -> None:
     _check_task(config)
     for where, each in config.judged_sets.items():
         _check_judged(where, each)
+
+
+def _check_evaluation(config: ResolvedConfig) -> None:
+    """Whether responses of evaluations can end."""
+    least, own = config.eval.min_new_tokens, config.eval.max_new_tokens
+    longest = own or config.rollout.max_new_tokens
+    named = f"{'eval' if own else 'rollout'}.max_new_tokens {longest}"
+    require(
+        least == "same" or least < longest,
+        f"eval.min_new_tokens {least} is not below {named}; lower the first or raise the second",
+    )
 
 
 def _check_task(config: ResolvedConfig) -> None:

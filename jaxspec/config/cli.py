@@ -6,29 +6,77 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import inspect
 import re
 import runpy
 import signal
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
 from jaxspec.config.algorithms import ALGORITHMS, described, with_algorithm
-from jaxspec.config.as_json import stands_for
+from jaxspec.config.as_json import flat, stands_for, to_json
 from jaxspec.config.settings import OF_THE_RUN, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import Checked, ConfigError, require
+from jaxspec.inputs.docstrings import field_docstrings, first_sentence
 from jaxspec.system.terminal import silence
 from jaxspec.system.version import DISTRIBUTION, version
 
 _T = TypeVar("_T", bound=Checked)
 _C = TypeVar("_C", bound=Config)
+
+SHORT = (
+    "steps",
+    "sft.steps",
+    "offline.steps",
+    "workdir",
+    "model.path",
+    "data.path",
+    "data.prompt_column",
+    "data.answer_column",
+    "data.answer_style",
+    "data.instruction",
+    "data.max_prompt_length",
+    "reward.verifier",
+    "reward.function",
+    "batch.prompts",
+    "batch.group_size",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "optimizer.learning_rate",
+    "lora.rank",
+    "rollout.draft.kind",
+    "rollout.draft.path",
+    "rollout.draft.draft_length",
+    "eval.every",
+    "eval.samples",
+    "save_every",
+    "mesh.tensor",
+)
+"""Settings that `--help` shows, in the order in which people need them."""
+EXAMPLES = {
+    "train": (
+        "--config rl_think.py --rollout.draft.draft_length 5 --batch.group_size 32",
+        "--config rl_think.py --rollout.draft.kind none    (plain decoding)",
+        "--config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE",
+        "--config rl_think.py --algorithm dapo --batch.epochs 2 --loss.clip_high 0.3",
+        "--config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)",
+    ),
+    "train_sft": ("--config rl_think.py --sft.steps 720",),
+    "train_draft": (
+        "--config draft_offline.py",
+        "--config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE",
+    ),
+}
+"""Command lines of programs whose description has none."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = next(
@@ -59,7 +107,8 @@ def load_config(
     Raises:
       ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing
         beside the others, or one that is `varied`.
-      SystemExit: 0 after `--help`; 2 after a message, for a setting or value that does not exist.
+      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for a setting or value that
+        does not exist.
     """
     command = f"python -m jaxspec.{program}"
     given, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
@@ -80,12 +129,13 @@ def load_config(
     algorithm, overrides = take_option(overrides, command, "algorithm", "|".join(ALGORITHMS))
     if algorithm:
         default = with_algorithm(default, algorithm)
-    config = override(
-        default,
-        overrides,
-        f"{command} --config {given or 'NAME.py[:SCALE]'}",
-        f"{description}\n\n{_guide(command)}",
-    )
+    prog = f"{command} --config {given or 'NAME.py[:SCALE]'}"
+    about = f"{description}\n\n{_guide(program)}"
+    if asked := _asks_for_help(overrides):
+        if asked != "all":
+            _print_short_help(default, prog, about, used, varied)
+        overrides, about = ["--help"], f"{about}\n{_algorithms()}"
+    config = override(default, overrides, prog, about)
     named = _named(overrides)
     fixed = ", ".join(f"--{name}" for name in varied if name in named)
     require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
@@ -99,6 +149,50 @@ def load_config(
     else:
         config = settle(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
+
+
+def _asks_for_help(words: Sequence[str]) -> str:
+    """What help is asked for: `all`, or `short`; empty: none is."""
+    for place, word in enumerate(words):
+        if word in ("-h", "--help"):
+            return "all" if words[place + 1 : place + 2] == ["all"] else "short"
+    return ""
+
+
+def _print_short_help(
+    config: Config, prog: str, about: str, used: str, varied: Sequence[str]
+) -> NoReturn:
+    """Prints the settings of `SHORT` that a program has a use for, and ends it."""
+    values = flat(to_json(config))
+    names = [
+        name
+        for name in SHORT
+        if name not in varied and (not used or stands_for(used.split(), name))
+    ]
+    lines = [
+        f"usage: {prog} [--SETTING VALUE ...]",
+        "",
+        about,
+        "",
+        "Settings in the order of need:",
+    ]
+    for name in names:
+        *sections, last = name.split(".")
+        owner = functools.reduce(getattr, sections, config)
+        meaning = first_sentence(field_docstrings(type(owner))[last])
+        value = " ".join(values[name]) if isinstance(values[name], list) else values[name]
+        shown = f" (default: {value})" if value != "" else ""
+        lines += textwrap.wrap(
+            f"  --{name}  {meaning}{shown}", 100, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
+    if not used:
+        lines.append(f"  --algorithm  A published one: {', '.join(ALGORITHMS)}.")
+    lines.append(f"--help all shows all {len(values)} settings.")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `--help | head` has seen enough
+        silence()
+    raise SystemExit(0)
 
 
 def _evaluated_by(base: Config, config: Config) -> Config:
@@ -285,14 +379,16 @@ def _nearest(word: str, words: Sequence[str]) -> str:
     )
 
 
-def _guide(command: str) -> str:
-    return f"""A config file names every setting for some scales (the first is the default); options
-after it change single settings. NAME.py is looked up as given, then in configs/, then in
-{_SHIPPED}. Configs found: {", ".join(_found())}. Examples:
-  {command} --config rl_think.py --rollout.draft.draft_length 5 --batch.group_size 32
-  {command} --config rl_think.py --rollout.draft.kind none    (plain decoding)
-  {command} --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
-  {command} --config rl_think.py --algorithm dapo --batch.epochs 2 --loss.clip_high 0.3
-  {command} --config rl_think.py:qwen3_8b --help    (the defaults of that config and scale)
---algorithm NAME sets advantage., loss., kl., overlong. and dynamic_sampling. to defaults, but for:
+def _guide(program: str) -> str:
+    command = f"python -m jaxspec.{program}"
+    examples = "\n".join(f"  {command} {words}" for words in EXAMPLES.get(program, ()))
+    guide = f"""A config file names every setting for some scales (the first is the default);
+options after it change single settings. NAME.py is looked up as given, then in configs/, then in
+{_SHIPPED}. Configs found: {", ".join(_found())}."""
+    return f"{guide}\nExamples:\n{examples}" if examples else guide
+
+
+def _algorithms() -> str:
+    return f"""--algorithm NAME sets advantage., loss., kl., overlong. and dynamic_sampling. to
+defaults, but for:
 {described()}"""

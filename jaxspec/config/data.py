@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxspec.config.rollout import Temperature
+from jaxspec.config.rollout import Temperature, require_stop_strings
 from jaxspec.inputs.checked import Checked, Range, require
 from jaxspec.inputs.spec import Count, Natural, Positive
 from jaxspec.rewards.extract import Style
@@ -161,11 +161,17 @@ class EvalConfig(Checked, prefix="eval."):
     multiples of that take no other program."""
     temperature: Temperature | Literal["same"] = "same"
     """Sampling temperature; `same`: rollout.temperature. In a run, another one is one more program
-    to compile, and so are the next two."""
+    to compile, and so are all settings down to `stop`."""
+    top_k: Natural | Literal["same"] = "same"
+    """As rollout.top_k."""
     top_p: Annotated[float, Range(above=0, most=1)] | Literal["same"] = "same"
     """As rollout.top_p."""
+    min_new_tokens: Natural | Literal["same"] = "same"
+    """As rollout.min_new_tokens."""
     max_new_tokens: Natural = 0
     """Longest response, in tokens; 0: rollout.max_new_tokens."""
+    stop: Literal["same"] | tuple[str, ...] = "same"
+    """As rollout.stop; without a text: responses end by their end tokens alone."""
     keep_best: str = ""
     """A metric, such as held_out/avg@8: the checkpoint that has most of it is kept in the folder
     `best` of the run. Empty: none is."""
@@ -174,6 +180,8 @@ class EvalConfig(Checked, prefix="eval."):
     line may change them: --eval.sets.0.data.path FILE. Empty: the held-out problems."""
 
     def check(self) -> None:
+        if self.stop != "same":
+            require_stop_strings("eval.stop", self.stop)
         require_names(self.sets, "eval.sets")
         require(
             all(each.weight == 1 for each in self.sets),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -155,7 +156,7 @@ class EngineConfig(Checked, prefix="rollout.engine."):
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Checked, prefix="rollout."):
     """How responses are generated; the policy's distribution is what `temperature`, `top_k`,
-    `top_p`, `min_new_tokens` and `banned` leave of it."""
+    `top_p`, `min_p`, `min_new_tokens` and `banned` leave of it, truncated in this order."""
 
     max_new_tokens: Count = 28
     """Longest response, in tokens."""
@@ -169,6 +170,8 @@ class RolloutConfig(Checked, prefix="rollout."):
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
     from all."""
+    min_p: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Sample from tokens at least this share as likely as the most likely one; 0: from all."""
     banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
     stop: tuple[str, ...] = ()
@@ -188,12 +191,7 @@ class RolloutConfig(Checked, prefix="rollout."):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
     def check(self) -> None:
-        for text in self.stop:
-            require(
-                bool(text) and is_whole_text(text),
-                f"rollout.stop has {shown(text)}; each must be a text in UTF-8 of a character or"
-                " more",
-            )
+        require_stop_strings("rollout.stop", self.stop)
         longer = (
             f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
             f" {self.max_new_tokens}"
@@ -213,3 +211,12 @@ class RolloutConfig(Checked, prefix="rollout."):
     def past(self) -> int:
         """Earlier answers that a prompt brings along."""
         return self.lookup.past if kind_of(self.lookup_kind).reads_history else 0
+
+
+def require_stop_strings(name: str, strings: Iterable[str]) -> None:
+    """Refuses stop strings that no response can contain."""
+    for text in strings:
+        require(
+            bool(text) and is_whole_text(text),
+            f"{name} has {shown(text)}; each must be a text in UTF-8 of a character or more",
+        )

@@ -73,7 +73,16 @@ WITH_ANY_DRAFT = (
         "model.rope_factor", "no checkpoint to stretch (model.path)", lambda c: not c.model.path
     ),
     Unused(
-        "rollout.top_k rollout.top_p", "rollout.temperature 0", lambda c: c.rollout.temperature == 0
+        "rollout.top_k rollout.top_p rollout.min_p",
+        "rollout.temperature 0",
+        lambda c: c.rollout.temperature == 0,
+    ),
+    Unused(
+        "eval.top_k eval.top_p",
+        "eval.temperature 0",
+        lambda c: (
+            (c.rollout.temperature if c.eval.temperature == "same" else c.eval.temperature) == 0
+        ),
     ),
     Unused(
         "rollout.enable_thinking",
@@ -273,7 +282,7 @@ _FORM_OF_DRAFT = " ".join(
 )
 _SAMPLING = (
     "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p"
-    " rollout.stop rollout.enable_thinking rollout.engine."
+    " rollout.min_p rollout.stop rollout.enable_thinking rollout.engine."
 )
 OF_DRAFT = f"{OF_POLICY} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
 """Settings that `train_draft` reads."""

@@ -71,25 +71,41 @@ def consensus(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def mean_of(values: Sequence[float] | np.ndarray, share: bool = True) -> Estimate:
-    """The mean over problems and its interval, by the standard error of the mean (Miller,
-    arXiv 2411.00640); that of a `share` stays within 0 and 1. NaN where there are none."""
+    """The mean over problems with its interval of 95 %; NaN where there are no problems.
+
+    A `share` has Wilson's score interval, as if each problem were one trial. That is exact for one
+    answer a problem. Values within 0 and 1 never vary more than such trials, so that it holds for
+    shares of several answers too. Other values have the standard error of the mean (Miller,
+    arXiv 2411.00640).
+    """
     found = np.asarray(values, np.float64)
     count = len(found)
     if not count:
         return Estimate(np.nan, np.nan, np.nan, 0)
     mean = float(found.mean())
-    error = Z * float(found.std(ddof=1)) / count**0.5 if count > 1 else np.inf
-    bounds = (0.0, 1.0) if share else (-np.inf, np.inf)
-    low, high = (float(np.clip(end, *bounds)) for end in (mean - error, mean + error))
-    return Estimate(mean, low, high, count)
+    if count == 1:  # says nothing of other problems
+        return Estimate(mean, *((0.0, 1.0) if share else (-np.inf, np.inf)), 1)
+    if share:
+        return Estimate(mean, *wilson(mean, count), count)
+    error = Z * float(found.std(ddof=1)) / count**0.5
+    return Estimate(mean, mean - error, mean + error, count)
+
+
+def wilson(share: float, trials: int) -> tuple[float, float]:
+    """Ends of the score interval of 95 % (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
+    extra = Z**2 / trials
+    middle = (share + extra / 2) / (1 + extra)
+    half = (Z / (1 + extra)) * (share * (1 - share) / trials + extra / (4 * trials)) ** 0.5
+    # rounding must not leave the range, nor the share outside
+    return max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share))
 
 
 def estimates(tally: Tally, samples: int, votes: bool) -> dict[str, Estimate]:
     """What a set's problems, each answered `samples` times, say: avg@k, pass@k for powers of two
     and for all, cons@k where answers can be compared (`votes`), and the mean reward.
 
-    A problem of which nothing is known has no part in it, and in pass@k one with fewer than k
-    answers that something is known of.
+    All are of the same problems: those of which something is known. If fewer than k answers to a
+    problem are known, its pass@k is that of these answers.
     """
     known = tally.counted > 0
     counted, correct = tally.counted[known], tally.correct[known]
@@ -97,10 +113,12 @@ def estimates(tally: Tally, samples: int, votes: bool) -> dict[str, Estimate]:
     powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
     for k in [*powers, samples] if samples > 1 else []:
         pairs = zip(counted.astype(int).tolist(), correct.astype(int).tolist(), strict=True)
-        found[f"pass@{k}"] = mean_of([pass_at(n, c, k) for n, c in pairs if n >= k])
+        found[f"pass@{k}"] = mean_of([pass_at(n, c, min(k, n)) for n, c in pairs])
     if votes and samples > 1:
         found[f"cons@{samples}"] = mean_of(tally.consensus[known])
-    found["reward"] = mean_of(tally.reward[known] / counted, share=False)
+    # an answer that is right earns 1, and others nothing, unless rewards say otherwise
+    share = np.array_equal(tally.reward, tally.correct)
+    found["reward"] = mean_of(tally.reward[known] / counted, share=share)
     return found
 
 

@@ -34,20 +34,30 @@ def samples_of(config: ResolvedConfig) -> int:
     return config.eval.samples or config.batch.group_size
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens", "stop")
+"""Settings that `eval` may have otherwise than `rollout`."""
+
+
+def sampling_of(config: ResolvedConfig) -> dict[str, Any]:
+    """How evaluations sample, by the names of settings of `rollout`."""
+    settings, rollout = config.eval, config.rollout
+    given = {name: getattr(settings, name) for name in SAMPLING}
+    given["max_new_tokens"] = settings.max_new_tokens or "same"
+    found = {
+        name: getattr(rollout, name) if value == "same" else value for name, value in given.items()
+    }
+    if settings.min_new_tokens == "same":  # shorter responses may end earlier
+        found["min_new_tokens"] = min(rollout.min_new_tokens, found["max_new_tokens"] - 1)
+    return found
+
+
 def own_settings(config: ResolvedConfig) -> list[str]:
     """What evaluations have otherwise than the run, so that its program cannot answer for them;
     none where it can."""
-    settings, rollout = config.eval, config.rollout
-    pairs = {
-        "temperature": (settings.temperature, rollout.temperature),
-        "top_p": (settings.top_p, rollout.top_p),
-        "max_new_tokens": (
-            settings.max_new_tokens or rollout.max_new_tokens,
-            rollout.max_new_tokens,
-        ),
-    }
     found = [
-        f"eval.{name} {mine}" for name, (mine, its) in pairs.items() if mine not in ("same", its)
+        f"eval.{name} {list(value) if isinstance(value, tuple) else value}"
+        for name, value in sampling_of(config).items()
+        if value != getattr(config.rollout, name)
     ]
     if samples_of(config) % config.batch.group_size:
         found.append(
@@ -60,12 +70,11 @@ def own_settings(config: ResolvedConfig) -> list[str]:
 def measuring(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     """The config of a program that answers for evaluations: `eval.samples` rows of each prompt, and
     about as many rows a call as the run's batch."""
-    settings, rollout, batch = config.eval, config.rollout, config.batch
+    rollout, batch = config.rollout, config.batch
     samples = samples_of(config)
     prompts = max(1, batch.prompts * batch.group_size // samples // shards) * shards
-    temperature = rollout.temperature if settings.temperature == "same" else settings.temperature
-    top_p = rollout.top_p if settings.top_p == "same" else settings.top_p
-    longest = settings.max_new_tokens or rollout.max_new_tokens
+    sampling = sampling_of(config)
+    longest = sampling["max_new_tokens"]
     draft, engine = rollout.draft, rollout.engine
     if draft.draft_lengths:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
@@ -75,20 +84,22 @@ def measuring(config: ResolvedConfig, shards: int) -> ResolvedConfig:
         engine = replace(engine, pages=max(engine.pages, least))
     return replace(
         config,
-        rollout=replace(
-            rollout,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=longest,
-            min_new_tokens=min(rollout.min_new_tokens, longest - 1),
-            draft=draft,
-            engine=engine,
-        ),
+        rollout=replace(rollout, draft=draft, engine=engine, **sampling),
         batch=replace(batch, prompts=prompts, group_size=samples, mini_batches=1),
         # one answer is no group to learn from, and nothing is learnt
         advantage=AdvantageConfig(baseline="none"),
         dynamic_sampling=DynamicSamplingConfig(),
     )
+
+
+def asking_step(job: Job, config: ResolvedConfig) -> Step:
+    """The step of a config as `measuring` gives it, beside the job's learner."""
+    tokenizer, stop = job.tokenizer, job.step.generator.settings.stop
+    if config.rollout.stop != job.config.rollout.stop:
+        stop = tokenizer.stop_table(config.rollout.stop)
+    asking = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
+    # beside it lies what the job keeps, not what this config would
+    return replace(asking, learner=job.step.learner)
 
 
 def with_own_program(
@@ -103,10 +114,7 @@ def with_own_program(
     config = measuring(job.config, meshes.row_shards(job.mesh))
     with read_from("evaluations"):
         check(config, job.mesh.size, jax.process_count())
-    stop = job.step.generator.settings.stop
-    asking = build_step(config, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
-    # beside it lies what the job keeps, not what this config would
-    asking = replace(asking, learner=job.step.learner)
+    asking = asking_step(job, config)
     prompts, grid = config.batch.prompts, job.step.generator.settings.grid
     state, _, _ = abstract(job.step, job.config.batch.prompts)
 

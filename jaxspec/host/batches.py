@@ -26,7 +26,7 @@ from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import LENGTH, Finished, Plan, Prompts, Rollout
-from jaxspec.system.metrics import over_rollouts
+from jaxspec.system.metrics import over_rollouts, standard_deviation
 
 
 class Scored(NamedTuple):
@@ -42,12 +42,14 @@ class Scored(NamedTuple):
     """Some rows of this process, as text."""
     differing: Bool[np.ndarray, " n"]
     """Groups whose rewards, before any was taken for length, are not all alike."""
+    std: float = 0.0
+    """Of these rows' rewards; exactly 0 if all are equal."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the rewards."""
-        alike = 1 - float(self.differing.mean())
-        return {"reward/mean": self.reward, **self.outcomes, "reward/frac_zero_std": alike}
+        known = {"reward/mean": self.reward, "reward/std": self.std}
+        return {**known, **self.outcomes, "reward/frac_zero_std": 1 - float(self.differing.mean())}
 
 
 @dataclasses.dataclass
@@ -341,6 +343,7 @@ class Batches:
             metrics,
             self._samples(judged),
             dynamic_sampling.differing(found["reward"], valid, self.group),
+            standard_deviation(found["reward"][valid]),
         )
 
     def _samples(self, judged: Judged) -> list[dict[str, Any]]:

@@ -24,7 +24,17 @@ from jaxspec.host import draft_data
 from jaxspec.host.draft_data import Rows, answered
 from jaxspec.host.job import Job, sources
 from jaxspec.host.runner import abstract, placed
-from jaxspec.host.warm_start import WEIGHTS, load_draft, load_policy, policy_key, say_agreement
+from jaxspec.host.warm_start import (
+    KEEP_COST,
+    KEEP_SECONDS,
+    KEPT_ON_THE_WAY,
+    WEIGHTS,
+    load_draft,
+    load_kept,
+    load_policy,
+    policy_key,
+    say_agreement,
+)
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes.process_0 import agreed_by_process_0, require_shared, told_by_process_0
 from jaxspec.rl import optimizers
@@ -33,7 +43,7 @@ from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
 from jaxspec.state import LearnerState, PyTree, Trained
 from jaxspec.storage.cache import cache_folder, cached_by_all, content_key, load_tree, save_tree
 from jaxspec.storage.trees import brought_together
-from jaxspec.system.files import Damaged, digest, discard, write_whole, writing
+from jaxspec.system.files import digest, discard, write_whole, writing
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import FILES
@@ -56,8 +66,6 @@ CODE = (
     *("hf/*.py", "drafts/*.py", "rollout/**/*.py", "rl/*.py", "kernels/*.py"),
 )
 """The files that shape a draft, beside those that shape the policy."""
-KEEP_SECONDS, KEEP_COST = 10.0, 10.0
-"""Training is kept so often, but only after so many times the seconds that keeping it takes."""
 
 
 def collect(
@@ -166,14 +174,7 @@ def train(
 def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
     """What `_keep` wrote, with the layout of `abstract`; None where there is no such file, or a
     damaged one, which is discarded. Process 0 answers for all."""
-    kept = None
-    if jax.process_index() == 0 and file.exists():
-        try:
-            kept = load_tree(file, abstract)
-        except Damaged as reason:
-            progress.say(f"warning: {reason.what}; it is discarded and made anew")
-            with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
-                discard(file)
+    kept = load_kept(file, abstract, progress) if jax.process_index() == 0 else None
     if not agreed_by_process_0(kept is not None):
         return None
     return load_tree(file, abstract) if kept is None else kept
@@ -235,7 +236,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     """Fills `folder` with a trained draft and what it has reached; what takes long is kept in
     `partial` on the way. All processes take part, and process 0 writes."""
     offline, draft = job.config.offline, job.config.rollout.draft
-    began, then = time.perf_counter(), "what is done is kept; the same command goes on from there"
+    began, then = time.perf_counter(), KEPT_ON_THE_WAY
     me = jax.process_index()
     if me == 0:
         with writing(

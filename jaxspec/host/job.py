@@ -25,7 +25,7 @@ from jaxspec.config.check import check
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders, resolved
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.inputs.checked import ConfigError, first_line, require
+from jaxspec.inputs.checked import ConfigError, called, first_line, require
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
 from jaxspec.processes.joining import initialize_processes
@@ -285,6 +285,9 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             f"the warm start trains a fresh model on the built-in tasks; with {given} set"
             " --sft.steps 0"
         )
+    if config.eval.stop != "same":
+        with called({"rollout.stop": "eval.stop"}):
+            tokenizer.stop_table(config.eval.stop)
     return Job(
         config=config,
         tokenizer=tokenizer,

@@ -252,11 +252,11 @@ def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
         chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
         return result._replace(state=result.state.replace(generator=known.replace(chooser=chooser)))
 
-    return Runner(call, runner.programs)
+    return Runner(call, runner.programs, timer.time_anew)
 
 
 class RoundTimer:
-    """Times rounds of each draft length in the first rollout of a run.
+    """Times rounds of each draft length in the first rollout of a run on a machine.
 
     A length is forced for a few rounds, in each loop and context that the rollout comes to.
     Choices depend on seconds of earlier rounds alone, those of process 0 on every process:
@@ -272,16 +272,23 @@ class RoundTimer:
             functools.partial(length_chooser.busiest, shards=row_shards(generator.mesh)),
             out_shardings=replicated(generator.mesh),
         )
+        self._anew = False
+        """Whether the next training rollout is timed, whatever its number."""
         self._costs: TimedCosts | None = None
         """Of the rollout that is being timed."""
         self._rests = False
         """Whether the last slice was timed: only costs that are not known are timed right after."""
 
+    def time_anew(self) -> None:
+        """Times the next training rollout: the run comes from another machine."""
+        self._anew = True
+
     def begin(self, advance: Advance, ready: Ready, prompts: Prompts) -> OneSlice:
         """Returns how a rollout is advanced by a slice."""
         chooser = ready.drafter.chooser
         assert chooser is not None, "lengths are chosen by costs"
-        first = int(prompts.stream) == Stream.TRAIN and int(prompts.batch) == 0
+        trains = int(prompts.stream) == Stream.TRAIN
+        first = trains and (int(prompts.batch) == 0 or self._anew)
         self._costs, self._rests = None, False
         if not first:
             return lambda running: advance(ready, running, np.int32(self._slice_rounds))
@@ -296,6 +303,7 @@ class RoundTimer:
         costs, self._costs = self._costs, None
         if costs is None:
             return None
+        self._anew = False
         # with a length missing, the next run would not time it either
         if costs.has_all_lengths and jax.process_index() == 0:
             save_table(self._file, costs.table, "the next run times its rounds anew")
@@ -380,21 +388,9 @@ def _key(generator: Generator, prompt: int) -> str:
     named = {"rule": getattr(settings.rule, "__name__", None)}
     shape = settings._replace(**named, verification=settings.verification.name)
     code = sources(
-        *("host/round_cost.py", "compiled/roofline.py"),
-        "models/*.py",
-        "kernels/*.py",
-        "drafts/*.py",
-        "rollout/**/*.py",
-        "sampling.py",
+        *("host/round_cost.py", "compiled/roofline.py", "models/*.py", "kernels/*.py"),
+        *("drafts/*.py", "rollout/**/*.py", "sampling.py"),
     )
-    parts = (
-        jax.__version__,
-        machine(generator.mesh),
-        shape,
-        prompt,
-        generator.weight_layouts,
-        generator.compiler_options,
-        generator.about,
-        code,
-    )
+    where = jax.__version__, machine(generator.mesh), generator.compiler_options
+    parts = *where, shape, prompt, generator.weight_layouts, generator.about, code
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -3,11 +3,13 @@ on."""
 
 import dataclasses
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import History
 from jaxspec.host.batches import Batches, Pool
@@ -15,12 +17,14 @@ from jaxspec.host.draft_data import Rows, training_text
 from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job
 from jaxspec.host.round_cost import with_chooser
-from jaxspec.host.runner import abstract, times_real_rounds
+from jaxspec.host.runner import Runner, abstract, times_real_rounds
 from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
+from jaxspec.processes.process_0 import agreed_by_process_0
 from jaxspec.rollout import length_chooser
 from jaxspec.state import Finished, Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
 from jaxspec.storage.checkpoint import Checkpoints, heir
+from jaxspec.system.alarms import StallWatch
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -48,6 +52,10 @@ class RunState:
     """None: every batch that was generated is learnt from."""
     pool: Pool | None = None
     """The batch that rollouts are filling; None: each is a batch."""
+    here: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The machine and mesh that it runs on."""
+    timed_on: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the costs of rounds were timed by which draft lengths are chosen."""
 
     @property
     def number(self) -> int:
@@ -59,6 +67,7 @@ class RunState:
         """Its arrays, without plans, which are of a mesh and made again; and the rest as JSON: what
         all processes have alike, and what each has by itself."""
         host: dict[str, Any] = {"batch": self.batch, "rollouts": self.rollouts}
+        host["timed_on"] = self.timed_on
         filling = None
         if self.pool is not None:
             filling = self.pool.batch
@@ -103,12 +112,16 @@ def start(job: Job, interrupt: Interrupt, batches: Batches, text: Rows | None) -
         if remark := random_draft(config):
             job.say(remark)
     state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
+    here = meshes.machine(job.mesh)
     return RunState(
         state=choosing(job, state, batches.train(0)),
         finished=batches.nothing_finished(),
         batch=0,
         rollouts=0,
         pool=batches.pool(),
+        here=here,
+        # on accelerators by the first rollout
+        timed_on={} if times_real_rounds(step.generator) else here,
     )
 
 
@@ -127,6 +140,18 @@ def random_draft(config: ResolvedConfig) -> str:
         f"the {draft.kind} draft started from random weights (offline.steps 0, no"
         f" rollout.draft.path) and {later}; {remedy}"
     )
+
+
+def stall_watch(config: ResolvedConfig, lines: Iterable[Mapping[str, Any]]) -> StallWatch:
+    """Watches for signs that the run cannot learn; it starts from the `lines` of earlier
+    batches."""
+    optimizer, batch = config.optimizer, config.batch
+    updates = config.steps * batch.mini_batches * batch.epochs
+    risen = min(1.0, updates / max(optimizer.warmup_steps, 1))
+    watch = StallWatch(config.advantage.baseline != "none", optimizer.learning_rate * risen)
+    for line in lines:
+        watch.look(line)
+    return watch
 
 
 def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
@@ -157,13 +182,29 @@ def choosing(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
     return state
 
 
+def timed_anew(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
+    """The state of a run from elsewhere, with this machine's costs of rounds.
+
+    The acceptance that the run has seen stays.
+    """
+    job.say("the costs of rounds in the checkpoint are of another machine or mesh")
+    known = state.generator.chooser
+    assert known is not None, "lengths are chosen by costs"
+    state = choosing(job, state, prompts)
+    assert state.generator.chooser is not None, "lengths are chosen by costs"
+    chooser = state.generator.chooser.replace(acceptance=known.acceptance)
+    return state.replace(generator=state.generator.replace(chooser=chooser))
+
+
 def _network(state: TrainState) -> PyTree:
     return None if state.learner.draft is None else state.learner.draft.network
 
 
-def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | None:
+def resume(
+    job: Job, checkpoints: Checkpoints, batches: Batches, runner: Runner | None = None
+) -> RunState | None:
     """The run of the newest checkpoint that is whole, on this run's mesh; None when there is
-    none."""
+    none. `runner` makes its steps."""
     state, finished, _ = abstract(job.step, job.config.batch.prompts)
     rows = finished.replace(plan=None)
     restored = checkpoints.restore_newest((state, rows, rows if job.step.fills else None))
@@ -175,6 +216,12 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | N
         [(problem, heir(keeper)) for problem, keeper in host.get("keepers", [])],
         [own["kept"] for own in restored.own],
     )
+    here, timed_on = meshes.machine(job.mesh), host.get("timed_on", {})
+    if state.generator.chooser is not None and agreed_by_process_0(timed_on != here):
+        state = timed_anew(job, state, batches.train(host["rollouts"]))
+        if runner is not None:
+            runner.time_anew()
+        timed_on = {} if times_real_rounds(job.step.generator) else here
     pending = None if host["pending"] is None else Pending(**host["pending"])
     pool = None if filling is None else Pool(filling, **host["pool"])
     return RunState(
@@ -184,4 +231,6 @@ def resume(job: Job, checkpoints: Checkpoints, batches: Batches) -> RunState | N
         rollouts=host["rollouts"],
         pending=pending,
         pool=pool,
+        here=here,
+        timed_on=timed_on,
     )

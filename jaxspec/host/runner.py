@@ -59,6 +59,8 @@ class Runner(NamedTuple):
     """Consumes the state and, as one program, what is finished: their buffers are donated."""
     programs: Mapping[str, Any]
     """What it has compiled, by phase."""
+    time_anew: Callable[[], None] = lambda: None
+    """Makes it time rounds in the next training rollout, where it times any."""
 
     def __call__(
         self, state: TrainState, finished: Finished, prompts: Prompts, between: Between

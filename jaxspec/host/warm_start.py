@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
@@ -24,21 +25,27 @@ from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import texts_to_learn
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree
-from jaxspec.storage.cache import cached, content_key, load_tree, save_tree
+from jaxspec.storage.cache import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.system.files import Damaged, discard, writing
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 
 WEIGHTS = "weights.npz"
+KEEP_SECONDS, KEEP_COST = 10.0, 10.0
+"""Training is kept so often, but only after so many times the seconds that keeping it takes."""
+KEPT_ON_THE_WAY = "what is done is kept; the same command goes on from there"
+"""What a signal during a training that is kept now and then means."""
 PROBED = 16
 """Training prompts on which a draft that was loaded is compared with the policy."""
 
 
-def warm_start(job: Job, progress: Progress) -> Decoder:
+def warm_start(job: Job, progress: Progress, file: Path) -> Decoder:
     """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed
     alone.
 
     It learns as in RL: what follows each document's prompt, by the negative log-likelihood of each
-    token.
+    token. Its state is kept in `file` now and then, from which a later call goes on, to the same
+    weights in every bit.
     """
     config = job.config
     sft, mesh = config.sft, job.mesh
@@ -59,22 +66,48 @@ def warm_start(job: Job, progress: Progress) -> Decoder:
     def fresh() -> LearnerState:
         return learner.start(job.step.fresh_policy(), None, online=False)
 
-    layout = learner.layout(jax.eval_shape(fresh))
-    state = jax.jit(fresh, out_shardings=layout)()
-    update = jax.jit(
-        learner.learn, donate_argnums=0, out_shardings=(layout, meshes.replicated(mesh))
-    )
+    shapes = jax.eval_shape(fresh)
+    layout, whole = learner.layout(shapes), meshes.replicated(mesh)
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    kept = load_kept(file, (jax.tree.map(placed, shapes, layout), count), progress)
+    state, done = kept or (jax.jit(fresh, out_shardings=layout)(), 0)
+    done = int(done)
+    if done:
+        progress.say(f"going on at step {done} of {sft.steps}")
+    update = jax.jit(learner.learn, donate_argnums=0, out_shardings=(layout, whole))
+    last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(1, sft.steps + 1):
         texts = answered(
             arithmetic.sample_sft_batch(config.data, sft, job.tokenizer, rng, sft.rows, length)
         )
+        if number <= done:  # drawn to bring the stream to where it was
+            continue
         state, metrics = update(state, texts_to_learn(*texts, mesh, learner.tokens))
         progress.update(number, loss=float(metrics["loss/policy"]))
-        skipped = int(metrics["skipped_in_row/policy"])
+        skipped = float(metrics["skipped_in_row/policy"])
         optimizers.require_progress(
             skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate."
         )
+        if time.monotonic() - last >= pause and not skipped:
+            began = time.monotonic()
+            save_tree(file, (state, np.int32(number)))
+            last = time.monotonic()
+            pause = max(KEEP_SECONDS, KEEP_COST * (last - began))
     return state.policy.network
+
+
+def load_kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
+    """What `save_tree` wrote to a file; None where there is no file, or a damaged one, which is
+    discarded."""
+    if not file.exists():
+        return None
+    try:
+        return load_tree(file, abstract)
+    except Damaged as reason:
+        progress.say(f"warning: {reason.what}; it is discarded and made anew")
+        with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
+            discard(file)
+        return None
 
 
 def policy_key(job: Job) -> str:
@@ -107,20 +140,27 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
     Raises:
       ConfigError: the cache cannot be written, or is not shared with process 0.
     """
-    config = job.config
+    config, key = job.config, policy_key(job)
+    partial = cache_folder() / f"{key}.partial.npz"
 
     def build(folder: Path) -> None:
         job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
         began = time.perf_counter()
         with (
             Progress("warm start", config.sft.steps) as progress,
-            interrupt.nothing_unsaved("warm start", progress.stop),
+            interrupt.nothing_unsaved("warm start", progress.stop, then=KEPT_ON_THE_WAY),
         ):
-            save_tree(folder / WEIGHTS, warm_start(on_this_process(job), progress))
+            try:
+                policy = warm_start(on_this_process(job), progress, partial)
+            except optimizers.Diverged:
+                partial.unlink(missing_ok=True)
+                raise
+            save_tree(folder / WEIGHTS, policy)
+        partial.unlink(missing_ok=True)
         job.say(f"the warm start took {time.perf_counter() - began:.0f} s")
 
     with interrupt.nothing_unsaved("looking for the warm start"):
-        return cached(policy_key(job), in_process_0(build), job.say) / WEIGHTS
+        return cached(key, in_process_0(build), job.say) / WEIGHTS
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:

@@ -26,7 +26,11 @@ def missing(lines: Sequence[Mapping[str, Any]], batches: int) -> str:
     )
 
 
-def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, float | int]) -> Table:
+def closing_table(
+    lines: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, float | int],
+    signs: Sequence[str] = (),
+) -> Table:
     """Returns what a run achieved, for rich to print; rows whose numbers were not measured are left
     out.
 
@@ -34,7 +38,8 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
 
     `lines` are those of `read`. `summary` compares plain and speculative decoding of the same
     `rows`: target passes a sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`,
-    `spec/seconds`) and what a round costs in plain steps (`round_cost`).
+    `spec/seconds`) and what a round costs in plain steps (`round_cost`). `signs` say that the run
+    could not learn.
     """
     table = Table(
         box=box.SIMPLE, show_header=False, title=f"{len(lines)} batches", title_justify="left"
@@ -47,6 +52,8 @@ def closing_table(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, floa
 
     for title, text in _from_first_to_last(lines):
         table.add_row(title, text)
+    for sign in signs:
+        table.add_row("cannot learn", sign)
     rates = {
         "the whole step": "rollout/tokens_per_s",
         "generation alone": "rollout/generation_tokens_per_s",

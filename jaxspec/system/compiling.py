@@ -121,6 +121,23 @@ class CompileProgress:
         return f"{self._seconds():.0f} s so far, {last}"
 
 
+def before_the_first(accelerated: bool) -> str:
+    """A line on what to expect of a first start; empty if an earlier one has kept programs."""
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)  # made at import
+    if folder and Path(folder).is_dir() and any(Path(folder).iterdir()):
+        return ""
+    usual = (
+        "1 to 3 minutes, up to 10 for the largest models,"
+        if accelerated
+        else "10 s to 2 minutes for small models"
+    )
+    return (
+        "no program is in the compilation cache yet: learning, the loading of weights and"
+        f" generation are compiled now, which usually takes {usual} on"
+        f" {'an accelerator' if accelerated else 'a CPU'}; later starts find them in {folder}\n"
+    )
+
+
 def compile_progress(
     function: Callable, arguments: tuple[Any, ...], folder: Path, tell: Tell | None = None
 ) -> CompileProgress:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import shown
 
@@ -250,6 +252,14 @@ def over_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
         summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
         merged[name] = total if summed else total / max(len(found), 1)
     return merged | {"step": lines[0]["step"]}
+
+
+def standard_deviation(values: np.ndarray) -> float:
+    """Population standard deviation: exactly 0 if all values are equal, NaN if there are none."""
+    if not values.size:
+        return math.nan
+    # The mean of equal values is rounded, so that they would differ from it.
+    return float(values.std(dtype=np.float64)) if np.ptp(values) else 0.0
 
 
 def headline(line: Mapping[str, Any]) -> dict[str, float]:

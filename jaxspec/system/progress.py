@@ -1,7 +1,9 @@
 """How far a loop is, told in the terminal: a bar, or a plain line now and then."""
 
 import math
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -11,6 +13,8 @@ from rich.text import Text
 
 from jaxspec.system.terminal import heard_or_not, silence
 
+WAITING_SECONDS = 10.0
+"""Between two lines of `Waiting`."""
 _PLAIN_SECONDS = 10.0
 _PLAIN_LINES = 20
 
@@ -115,6 +119,44 @@ class Progress:
                 else f"{math.ceil(seconds)} s left"
             )
         ]
+
+
+class Waiting:
+    """Says every ten seconds what is being done, and for how long so far."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._now = "", 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
+
+    def __enter__(self) -> "Waiting":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begin(self, doing: str) -> None:
+        """Says from now on that this is done; nothing of an empty text."""
+        self._now = doing, time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Says a line in place of what was begun."""
+        self.begin("")
+        self._tell(line)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WAITING_SECONDS):
+            doing, began = self._now
+            if doing:
+                self._tell(f"{doing}: {time.monotonic() - began:.0f} s so far")
 
 
 def short(number: float | int) -> str:

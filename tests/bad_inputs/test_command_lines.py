@@ -36,6 +36,7 @@ SETTINGS = {
     "rollout.temperature": ["-1", "1e-39", "inf", "nan", "1e-4"],
     "rollout.top_p": ["0", "1.1", "nan"],
     "rollout.top_k": ["-1"],
+    "rollout.min_p": ["-0.1", "1.1"],
     "rollout.max_new_tokens": ["0"],
     "rollout.min_new_tokens": ["28", "-1"],
     "rollout.banned": ["-1", "40"],

@@ -80,7 +80,7 @@ def test_single_settings_are_set_beside_it() -> None:
 
 def test_help_says_what_each_sets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load("--config", "rl_think.py", "--algorithm", "grpo", "--help")
+        load("--config", "rl_think.py", "--algorithm", "grpo", "--help", "all")
     told = " ".join(capsys.readouterr().out.split())
     assert "gspo: loss.kind gspo, loss.clip_low 0.0003, loss.clip_high 0.0004" in told
     # and the defaults that are shown are those of the algorithm

@@ -28,7 +28,7 @@ def exit_message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 class TestLoad:
     def test_every_setting_is_documented_in_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
-            load("--config", "rl_think.py", "--help")
+            load("--config", "rl_think.py", "--help", "all")
         assert caught.value.code == 0
         text = capsys.readouterr().out
         for key in (

@@ -69,6 +69,8 @@ USELESS = [
     ("--rollout.slice_rounds 2", "--staged"),
     ("--rollout.temperature 0 --rollout.top_k 5", "rollout.temperature 0"),
     ("--rollout.temperature 0 --rollout.top_p 0.5", "rollout.temperature 0"),
+    ("--rollout.temperature 0 --rollout.min_p 0.1", "rollout.temperature 0"),
+    ("--eval.temperature 0 --eval.top_k 5", "eval.temperature 0"),
     ("--rollout.temperature 0 --rollout.draft.sampling argmax", "rollout.temperature 0"),
     ("--rollout.draft.kind none --rollout.verify token", "kind none"),
     ("--rollout.draft.kind none --draft_training.loss kl", "kind none"),

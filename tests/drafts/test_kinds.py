@@ -115,7 +115,7 @@ def test_a_new_kind_is_two_files(answers: dict[str, list[dict[str, float]]]) -> 
 
 @pytest.mark.usefixtures("answers")
 def test_every_program_knows_it(package: Path) -> None:
-    told = run(package, *["jaxspec.train", "--config", "rl_zero.py", "--help"])
+    told = run(package, *["jaxspec.train", "--config", "rl_zero.py", "--help", "all"])
     assert "history,repeat,none" in told.stdout.replace(" ", "")
     vain = run(
         package,

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from jaxspec.evaluation.estimates import (
     Tally,
@@ -48,24 +49,35 @@ def test_the_majority_decides(
     assert consensus(answers, correct) == pytest.approx(expected)
 
 
-def test_an_interval_is_two_standard_errors_wide() -> None:
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    """Textbook ends, as scipy gives them."""
+    for right, count in ((0, 30), (3, 30), (15, 30), (30, 30), (1, 2)):
+        found = mean_of([1.0] * right + [0.0] * (count - right))
+        expected = binomtest(right, count).proportion_ci(method="wilson")
+        assert found == pytest.approx((right / count, *expected, count), abs=1e-6)
+    assert mean_of(np.zeros(30)).high == pytest.approx(0.1135, abs=1e-4)
+    assert mean_of([0.0, 0.5, 0.5, 1.0])[1:] == mean_of([0.0, 0.0, 1.0, 1.0])[1:]
+    assert mean_of([0.25]) == (0.25, 0.0, 1.0, 1)
+    assert math.isnan(mean_of([]).value)
+
+
+def test_the_interval_of_another_mean_is_two_standard_errors_wide() -> None:
     """0, 0, 1, 1: the deviation is 0.57735, of the mean of four 0.288675."""
     found = mean_of([0.0, 0.0, 1.0, 1.0], share=False)
     assert found.value == 0.5
     assert found.high - found.value == pytest.approx(1.959964 * 0.288675, rel=1e-5)
     assert found.value - found.low == pytest.approx(found.high - found.value)
-    assert (mean_of([0.0, 0.0, 1.0, 1.0]).low, mean_of([0.0, 1.0]).high) == (0.0, 1.0)
-    assert mean_of([0.25]) == (0.25, 0.0, 1.0, 1)
-    assert math.isnan(mean_of([]).value)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """2,000 evaluations of 50 problems, whose own shares are drawn, with 8 answers each."""
+@pytest.mark.parametrize("mean", [0.02, 0.1, 0.5, 0.9, 0.98])
+def test_intervals_hold_the_truth_as_often_as_they_say(mean: float) -> None:
+    """1,000 evaluations of 30 problems, whose own shares are drawn, with 1, 8 and 32 answers."""
     rng = np.random.default_rng(0)
-    shares = rng.beta(1.0, 2.0, (2000, 50))
-    found = [mean_of(rng.binomial(8, row) / 8) for row in shares]
-    held = np.mean([each.low <= 1 / 3 <= each.high for each in found])
-    assert 0.93 < held < 0.97
+    for spread, answers in itertools.product((0.5, 2, 8), (1, 8, 32)):
+        shares = rng.beta(mean * spread, (1 - mean) * spread, (1000, 30))
+        found = [mean_of(row / answers) for row in rng.binomial(answers, shares)]
+        held = np.mean([each.low <= mean <= each.high for each in found])
+        assert held >= 0.93, (spread, answers)
 
 
 def test_a_set_of_known_answers() -> None:
@@ -81,9 +93,12 @@ def test_a_set_of_known_answers() -> None:
     assert list(found) == ["avg@4", "pass@2", "pass@4", "cons@4", "reward"]
     assert found["avg@4"][::3] == pytest.approx((0.5, 3))
     assert found["pass@2"][::3] == pytest.approx(((1 + 5 / 6 + 0) / 3, 3))
-    assert found["pass@4"][::3] == pytest.approx((1.0, 2))
+    assert found["pass@4"][::3] == pytest.approx((2 / 3, 3))
     assert found["cons@4"][::3] == pytest.approx((0.5, 3))
     assert found["reward"][::3] == pytest.approx(((1 + 0.75 - 0.5) / 3, 3))
+    assert found["reward"].low < 0
+    alike = estimates(tally._replace(reward=tally.correct), 4, votes=True)
+    assert alike["reward"] == alike["avg@4"]
     assert "cons@4" not in estimates(tally, 4, votes=False)
     assert list(estimates(tally, 1, votes=True)) == ["avg@1", "reward"]
     assert list(estimates(tally, 6, votes=False)) == [
@@ -91,6 +106,17 @@ def test_a_set_of_known_answers() -> None:
         *("pass@2", "pass@4", "pass@6"),
         "reward",
     ]
+
+
+def test_all_k_are_of_the_same_problems() -> None:
+    """More answers never find less, also where some of them are unknown."""
+    rng = np.random.default_rng(0)
+    counted = rng.integers(0, 33, 50).astype(float)
+    correct = rng.binomial(counted.astype(int), 0.2).astype(float)
+    found = estimates(Tally(counted, correct, correct > 3, correct), 32, votes=True)
+    assert {each.problems for each in found.values()} == {int((counted > 0).sum())}
+    passes = [each.value for name, each in found.items() if name.startswith("pass@")]
+    assert [found["avg@32"].value, *passes] == sorted([found["avg@32"].value, *passes])
 
 
 def test_a_difference_is_paired_by_problem() -> None:

@@ -24,7 +24,7 @@ from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import scorer_of
 from jaxspec.evaluation.evaluator import Evaluator, metrics_of
 from jaxspec.evaluation.in_run import Evaluations
-from jaxspec.evaluation.program import measuring, own_settings
+from jaxspec.evaluation.program import asking_step, measuring, own_settings
 from jaxspec.evaluation.records import Records, compare
 from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
@@ -225,6 +225,9 @@ def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> 
         ({"temperature": 0.0}, "eval.temperature 0.0"),
         ({"top_p": 0.9}, "eval.top_p 0.9"),
         ({"max_new_tokens": 20}, "eval.max_new_tokens 20"),
+        ({"top_k": 20}, "eval.top_k 20"),
+        ({"min_new_tokens": 2}, "eval.min_new_tokens 2"),
+        ({"stop": ("#", "=")}, "eval.stop ['#', '=']"),
     ]
     for settings, told in cases:
         config = dataclasses.replace(CONFIG, eval=EvalConfig(**settings))
@@ -232,8 +235,34 @@ def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> 
     made = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=5, top_p=0.9)), shards=4)
     assert (made.batch.prompts, made.batch.group_size) == (4, 5)  # at least a prompt a shard
     assert (made.rollout.top_p, made.rollout.temperature) == (0.9, 1.0)
+    nothing = EvalConfig(top_k=0, min_new_tokens=0, stop=())
+    assert own_settings(dataclasses.replace(CONFIG, eval=nothing)) == []
     alone = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=1)), shards=4)
     assert (alone.batch.prompts, alone.batch.group_size) == (16, 1)
+
+
+def test_an_evaluation_samples_as_it_says(job: Job) -> None:
+    """The recipe of a model card beside a run that samples otherwise, and back."""
+    recipe = EvalConfig(temperature=0.6, top_k=20, top_p=0.95, min_new_tokens=2, stop=("#",))
+    trained = dataclasses.replace(CONFIG.rollout, top_k=5, min_new_tokens=4, stop=("=",))
+    config = dataclasses.replace(CONFIG, rollout=trained, eval=recipe)
+    settings = asking_step(job, measuring(config, 1)).generator.settings
+    processing = settings.processing
+    assert (processing.temperature, processing.top_k, processing.top_p) == (0.6, 20, 0.95)
+    assert processing.min_new_tokens == 2
+    hash_, equals = job.tokenizer.stop_table(("#",)), job.tokenizer.stop_table(("=",))
+    block = jnp.asarray([job.tokenizer.encode("#"), job.tokenizer.encode("=")])
+    for table, stops in (
+        (settings.stop, [[True], [False]]),
+        (hash_, [[True], [False]]),
+        (equals, [[False], [True]]),
+    ):
+        assert table is not None
+        assert table(jnp.zeros(2, jnp.int32), block)[0].tolist() == stops
+    freed = dataclasses.replace(config, eval=EvalConfig(top_k=0, min_new_tokens=0, stop=()))
+    settings = asking_step(job, measuring(freed, 1)).generator.settings
+    assert (settings.processing.top_k, settings.processing.min_new_tokens) == (0, 0)
+    assert settings.stop is None
 
 
 def lines_of(folder: Path, step: int, shares: dict[str, list[bool | None]], **changes: Any) -> None:

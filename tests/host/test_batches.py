@@ -96,6 +96,7 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     np.testing.assert_array_equal(scored.finished.rewards, wanted)
     np.testing.assert_array_equal(scored.finished.valid, np.array(status) != FAILED)
     assert scored.reward == pytest.approx(7 / 15)
+    assert scored.metrics["reward/std"] == pytest.approx((7 / 15 * 8 / 15) ** 0.5)
     assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
     assert bool(scored.finished.learn)

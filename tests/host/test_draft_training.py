@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.host import draft_training
@@ -18,28 +17,9 @@ from jaxspec.mesh import replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
 from jaxspec.storage.cache import save_tree
-from jaxspec.system.progress import Progress
 from tests.conftest import small_mesh, tiny_network
-from tests.host.training_jobs import VOCAB, Killed, a_job, always_kept, same_bits
+from tests.host.training_jobs import VOCAB, Killed, Seen, a_job, always_kept, same_bits
 from tests.twins import numpy_decoder, numpy_softmax
-
-
-class Seen(Progress):
-    """Remembers the steps it is told of, and dies at one."""
-
-    def __init__(self, dies_at: int | None = None) -> None:
-        super().__init__("", 1, console=Console(quiet=True))
-        self.steps: list[int] = []
-        self.said: list[str] = []
-        self._dies_at = dies_at
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def update(self, step: int, **numbers: float | int | None) -> None:
-        self.steps.append(step)
-        if step == self._dies_at:
-            raise Killed
 
 
 def random_rows(count: int, seed: int = 0) -> Rows:

@@ -226,6 +226,20 @@ def test_rounds_that_were_not_all_run_are_no_measurement() -> None:
     assert not costs.has_all_lengths
 
 
+def test_a_run_from_another_machine_times_its_next_rollout() -> None:
+    at = engine()
+    ready, later = weights(at.generator, alike=True), at.prompts.replace(batch=jnp.int32(5))
+    timer = RoundTimer(at.generator)
+
+    def times() -> bool:
+        timer.begin(at.advance, ready, later)
+        return timer.end() is not None
+
+    assert not times()
+    timer.time_anew()
+    assert [times(), times()] == [True, False]
+
+
 def a_state(step: Step) -> TrainState:
     """Before the first batch, with costs that nobody can have measured."""
     state = jax.jit(step.start, out_shardings=step.state_shardings())(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxspec.config.settings import (
     DataConfig,
@@ -17,11 +18,12 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host import draft_training
+from jaxspec.host import draft_training, warm_start
 from jaxspec.host.draft_data import training_text
 from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, make_job
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_model
 
@@ -46,6 +48,24 @@ def a_config(rollout: dict[str, Any] | None = None, **offline: Any) -> ResolvedC
 
 class Killed(Exception):
     """Stands for a kill between two steps."""
+
+
+class Seen(Progress):
+    """Remembers the steps it is told of, and dies at one."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        super().__init__("", 1, console=Console(quiet=True))
+        self.steps: list[int] = []
+        self.said: list[str] = []
+        self._dies_at = dies_at
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def update(self, step: int, **numbers: float | int | None) -> None:
+        self.steps.append(step)
+        if step == self._dies_at:
+            raise Killed
 
 
 def a_job(
@@ -75,8 +95,9 @@ def trained_draft(job: Job, interrupt: Interrupt) -> Path:
 
 def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is kept after every step."""
-    monkeypatch.setattr(draft_training, "KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(draft_training, "KEEP_COST", 0.0)
+    for module in (draft_training, warm_start):
+        monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
+        monkeypatch.setattr(module, "KEEP_COST", 0.0)
 
 
 def same_bits(one: Any, other: Any) -> bool:

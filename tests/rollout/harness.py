@@ -249,7 +249,7 @@ def assert_same_rows(
 
 def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -> np.ndarray:
     """Probabilities of one position: known ids, bans, minimum length, temperature, top-k, top-p,
-    one after the other."""
+    min-p, one after the other."""
     logits = logits.copy()
     logits[processing.vocab_size or len(logits) :] = -np.inf
     logits[list(processing.banned)] = -np.inf
@@ -267,6 +267,7 @@ def numpy_processed(logits: np.ndarray, processing: Processing, produced: int) -
             before + probabilities[token],
             probabilities[token] * (before < processing.top_p),
         )
+    probabilities[probabilities < processing.min_p * probabilities.max()] = 0
     return probabilities / probabilities.sum()
 
 

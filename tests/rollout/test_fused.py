@@ -278,6 +278,7 @@ def test_the_fast_form_is_for_accelerators_and_what_is_processed_by_itself(
         {"verify": "coupled"},
         {"top_k": 3},
         {"top_p": 0.9},
+        {"min_p": 0.1},
         {"temperature": 0.0},
     )
     for settings in others:

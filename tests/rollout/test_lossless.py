@@ -54,6 +54,7 @@ PLAIN = Processing(stop_ids=(1,))
 TRUNCATED = Processing(
     banned=(0,), min_new_tokens=2, stop_ids=(1,), temperature=0.8, top_k=3, top_p=0.9, vocab_size=5
 )
+MIN_P = Processing(stop_ids=(1,), temperature=0.8, min_p=0.08)
 TEMPERED = TRUNCATED._replace(top_k=0, top_p=1.0)
 
 
@@ -82,16 +83,13 @@ class Law(NamedTuple):
             if self.rule
             else "coupled"
         )
-        sampling = (
-            "argmax"
-            if self.grid == (0.0,)
-            else "sample"
-            if self.grid == (1.0,)
-            else f"at {self.grid}"
-        )
+        truncated = {PLAIN: "", MIN_P: ", min-p"}.get(self.processing, ", truncated")
+        names = {0.0: "argmax", 1.0: "sample"}
+        sampling = names.get(self.grid[0]) if len(self.grid) == 1 else None
+        sampling = sampling or f"at {self.grid}"
         return (
             f"{self.kind}, {rule}, {self.lengths or self.length},"
-            f" {sampling}{'' if self.processing is PLAIN else ', truncated'}"
+            f" {sampling}{truncated}"
             f"{'' if self.form == 'plain' else ', fused'}"
         )
 
@@ -101,6 +99,8 @@ LAWS = [
     Law("eagle3", 3, block_rule, (0.0, 0.6, 1.7), (2, 0, 1)),
     Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, slow=False),
     Law("eagle3", 3, token_rule, (1.4,), (), TRUNCATED),
+    Law("eagle3", 3, block_rule, (0.7,), (), MIN_P),
+    Law("model", 2, token_rule, (1.4,), (), MIN_P),
     Law("eagle3", 2, token_rule, (0.0,)),
     Law("eagle3", 2, None, (0.6,)),
     Law("eagle3 small", 3, block_rule),

@@ -132,3 +132,19 @@ def test_programs_that_are_compiled_ahead_are_told(
     assert program(given).shape == (7,)
     assert lines[:1] == ["compiling rounds: 0 s so far, for the first time here"]
     assert (file.parent / "to_the_end-1-cpu-5.json").exists()
+
+
+@pytest.mark.parametrize(("accelerated", "usual"), [(True, "minutes"), (False, "10 s")])
+def test_a_first_start_is_told_what_it_takes(accelerated: bool, usual: str, tmp_path: Path) -> None:
+    before = getattr(jax.config, "jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    try:
+        line = compiling.before_the_first(accelerated)
+        assert line.endswith(f"{tmp_path}/compiled\n")
+        assert "learning, the loading of weights and generation are compiled now" in line
+        assert f"usually takes {usual}" in line or f"1 to 3 {usual}" in line
+        (tmp_path / "compiled").mkdir()
+        (tmp_path / "compiled" / "jit_train_step-cache").write_bytes(b"a program")
+        assert compiling.before_the_first(accelerated) == ""
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -165,3 +165,13 @@ def test_a_program_does_not_import_torch_where_it_is_installed() -> None:
     pytest.importorskip("torch")
     code = "import sys, jaxspec.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("value", "count"), [(0.1, 7), (1 / 3, 128), (0.0, 1)])
+def test_equal_values_have_no_deviation(value: float, count: int) -> None:
+    assert metrics.standard_deviation(np.full(count, value, np.float32)) == 0.0
+
+
+def test_standard_deviation() -> None:
+    assert metrics.standard_deviation(np.asarray([0.0, 1.0, 1.0, 0.0], np.float32)) == 0.5
+    assert math.isnan(metrics.standard_deviation(np.zeros(0, np.float32)))

@@ -6,7 +6,8 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxspec.system.progress import Progress
+from jaxspec.system import progress
+from jaxspec.system.progress import Progress, Waiting
 
 
 def test_plain_progress_prints_some_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +61,24 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
         progress.say("hello")
         progress.update(2, reward=1.0)
     assert capsys.readouterr().out == ""
+
+
+def test_what_takes_long_is_said_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "WAITING_SECONDS", 0.05)
+    told: list[str] = []
+    with Waiting(told.append) as waiting:
+        waiting.begin("reading the problems")
+        while not told:
+            time.sleep(0.01)
+        waiting.say("compiling")
+        said = len(told)
+        time.sleep(0.2)
+        assert len(told) == said
+    assert {*told} == {"reading the problems: 0 s so far", "compiling"}
+
+
+def test_nothing_is_said_of_what_is_soon_done() -> None:
+    told: list[str] = []
+    with Waiting(told.append) as waiting:
+        waiting.begin("reading the problems")
+    assert told == []

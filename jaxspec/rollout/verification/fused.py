@@ -5,9 +5,9 @@
 3. The token after the cut, at that one position of a row.
 
 Everything between is computed element by element inside each pass. The form is for processing that
-does the same, without top-k, top-p or temperature 0. The plain form is its twin: of given drafts it
-keeps and draws the same tokens, but for rounding. Drafts from a vocabulary of their own are other
-draws of the same distribution.
+does the same, without top-k, top-p, min-p or temperature 0. The plain form is its twin: of given
+drafts it keeps and draws the same tokens, but for rounding. Drafts from a vocabulary of their own
+are other draws of the same distribution.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from jaxspec.sampling import Noise, Processing, Uniforms
 
 def is_supported(processing: Processing) -> bool:
     """Whether each logit is processed by itself."""
-    return processing.top_k == 0 and processing.top_p >= 1 and processing.temperature > 0
+    truncated = processing.top_k > 0 or processing.top_p < 1 or processing.min_p > 0
+    return not truncated and processing.temperature > 0
 
 
 def draw(
