@@ -70,8 +70,7 @@ _FAULTS = {
 
 def main(job: Job, interrupt: Interrupt) -> int:
     """Trains, or resumes; returns the exit status."""
-    config = job.config
-    if config.rollout.temperature == 0:
+    if job.config.rollout.temperature == 0:
         raise ConfigError(
             "rollout.temperature is 0: every answer of a group would be the same, and none better;"
             " set it above 0 to train"
@@ -310,9 +309,8 @@ class Loop:
         for name in ("policy", "draft"):
             look = (
                 f"{unrewarded}Look at loss/{name}, grad_norm/{name}, status/failed and"
-                f" rollout/logprob_gap_max in {self.job.config.workdir}/metrics.jsonl and at"
-                " samples.jsonl beside it; a lower learning rate is the usual remedy. Earlier"
-                " checkpoints are intact."
+                f" rollout/logprob_gap_max in {config.workdir}/metrics.jsonl, and at samples.jsonl"
+                " beside it. A lower learning rate often helps. Earlier checkpoints are intact."
             )
             skipped = line.get(f"skipped_in_row/{name}", 0.0)
             require_progress(skipped, name, f"batch {line['step']}", look)
