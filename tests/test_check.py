@@ -3,11 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec import check
+from jaxspec import mesh as meshes
 from jaxspec.compiled import findings, hardware
 from jaxspec.compiled.counts import Cost, Exchange
 from jaxspec.compiled.hardware import HARDWARE
@@ -15,7 +17,7 @@ from jaxspec.config.here import with_what_is_here
 from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, as_published
 from jaxspec.host.job import at_once
 from jaxspec.inputs.checked import ConfigError
-from tests.bad_inputs.programs import assert_one_line, ended
+from tests.bad_inputs.programs import assert_one_line, ended, trained
 from tests.config.command_line import load
 
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 3, 128, 4, 2, 32, 512, 40
@@ -163,6 +165,40 @@ def test_a_job_of_several_machines_leaves_no_device_idle(
     options, settings = check.parsed(argv)
     with pytest.raises(ConfigError, match=said):
         check.checked(load(*settings)[0], options)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh.tensor 2",
+        "--mesh.data 2",
+        "--mesh.expert 3",
+        "--batch.group_size 1",
+        "--batch.prompts 0",
+        "--no.such 1",
+        "--rollout.temperature nan",
+        "--data.path nowhere.jsonl",
+        "--reward.function nowhere.py:f",
+        "--reward.verifier code",
+        "--data.max_prompt_length 2",
+    ],
+)
+def test_it_refuses_the_words_that_train_refuses(
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On three devices, in the same sentence; but files that are not here do not stop `check`."""
+    monkeypatch.setattr(meshes, "count_devices", lambda: 3)
+    argv = ["--workdir", str(tmp_path / "run"), *words.split()]
+    of_train, printed = ended(lambda: trained(*argv), capsys)
+    refused = printed.splitlines()[-1].partition("error: ")[2]
+    base = ["--config", "rl_think.py", "--devices", "3", "--hardware", "here"]
+    of_check, printed = told([*base, *argv], capsys)
+    assert of_train == of_check == 2
+    assert refused
+    assert printed.splitlines()[-1].partition("error: ")[2] == refused
 
 
 def test_all_hardware_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

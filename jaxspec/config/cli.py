@@ -27,6 +27,7 @@ from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import Checked, ConfigError, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
+from jaxspec.inputs.options import option_names, refuse_unknown
 from jaxspec.system.terminal import silence
 from jaxspec.system.version import DISTRIBUTION, version
 
@@ -105,10 +106,10 @@ def load_config(
     beside a `base`, which needs none, only how evaluations are made is taken.
 
     Raises:
-      ConfigError: no config, an unknown config or scale, a setting that is bad or does nothing
-        beside the others, or one that is `varied`.
-      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for a setting or value that
-        does not exist.
+      ConfigError: no config, an unknown config or scale, a setting that is bad, does not exist or
+        does nothing beside the others, or one that is `varied`.
+      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for a value that cannot be
+        read.
     """
     command = f"python -m jaxspec.{program}"
     given, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
@@ -227,12 +228,13 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
     """Returns checked settings with the fields that the command line names exchanged.
 
     Raises:
-      ConfigError: a value outside its range, or values that do not go together.
+      ConfigError: a value outside its range, values that do not go together, or an option that
+        does not exist.
       SystemExit: as in `load_config`.
     """
     flat = (tyro.conf.AvoidSubcommands,)
     try:
-        return tyro.cli(
+        settings, unknown = tyro.cli(
             type(default),
             prog=prog,
             description=about,
@@ -240,10 +242,13 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
             default=default,
             config=flat,
             use_underscores=True,
+            return_unknown_args=True,
         )
     except BrokenPipeError:  # `--help | head` has seen enough
         silence()
         raise SystemExit(0) from None
+    refuse_unknown(unknown, list(option_names(default)), SHORT)
+    return settings
 
 
 def settle(config: _C, argv: Sequence[str], under: str = "") -> _C:

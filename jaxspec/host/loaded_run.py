@@ -75,11 +75,10 @@ def find_run(path: str) -> Run:
         "rollout" in saved, f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED}"
     )
     found = steps(folder, kept)
-    require(
-        bool(found),
-        f"{folder / kept} has no checkpoint yet; the first is saved after {saved.get('save_every')}"
-        " batches (--save_every)",
-    )
+    first = f"the first is saved after {saved.get('save_every')} batches (--save_every)"
+    if kept == BEST:
+        first = "the run keeps one if --eval.keep_best names a metric of its evaluations"
+    require(bool(found), f"{folder / kept} has no checkpoint yet; {first}")
     number = int(named.name) if chosen else found[-1]
     require(
         number in found,

@@ -84,6 +84,10 @@ class TestFindRun:
         with pytest.raises(ConfigError, match="no checkpoint 2; it has 3, 12"):
             find_run(str(run / "checkpoints" / "2"))
 
+    def test_a_best_checkpoint_that_was_never_kept(self, run: Path) -> None:
+        with pytest.raises(ConfigError, match=r"the run keeps one if --eval\.keep_best names"):
+            find_run(str(run / "best"))
+
     @pytest.mark.parametrize(
         ("config", "words"),
         [
