@@ -83,10 +83,6 @@ class Mtp(nnx.Module):
         output = finish_layer(residual, attended, self.layers.at(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 
-    def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of post-norm outputs by the target's head, in at least float32."""
         return target.logits(hidden)
-
-    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits over the target's vocabulary, which is also the draft's."""
-        return self.draft_logits(target, hidden)

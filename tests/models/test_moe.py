@@ -176,6 +176,34 @@ def test_an_expert_without_tokens_is_not_read_and_a_bad_token_stays_alone() -> N
         assert np.any(of_weight[untouched])
 
 
+def test_the_routers_scores_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, at largest scores of 32, many tokens would have tied experts."""
+    random, count = np.random.default_rng(5), 200
+    tokens = jnp.asarray(random.normal(size=(1, count, 64)), jnp.bfloat16)
+    router = random.normal(size=(64, 40))
+    router *= 32 / np.abs(np.asarray(tokens, np.float64) @ router).max()
+    narrow = jnp.asarray(router, jnp.bfloat16)
+    found: list[Any] = []
+
+    def record(tokens: Any, chosen: Any, weights: Any, *_: Any, **__: Any) -> Any:
+        found.extend((np.asarray(chosen), np.asarray(weights, np.float64)))
+        return tokens
+
+    monkeypatch.setattr(moe, "swiglu_of_experts", record)
+    wide, tall = jnp.zeros((40, 64, 4), jnp.bfloat16), jnp.zeros((40, 4, 64), jnp.bfloat16)
+    mixture(tokens, narrow, (wide, wide, tall), CHOSEN, normalize=False)
+    scores = (np.asarray(tokens, np.float64) @ np.asarray(narrow, np.float64))[0]
+    laws = np.exp(scores - scores.max(axis=1, keepdims=True))
+    laws /= laws.sum(axis=1, keepdims=True)
+    order = np.argsort(-laws, axis=1)[:, :CHOSEN]
+    chosen, weights = found
+    np.testing.assert_array_equal(chosen, order)
+    wanted = np.take_along_axis(laws, order, axis=1)
+    np.testing.assert_allclose(np.log(weights), np.log(wanted), rtol=0, atol=1e-5)
+    rounded = np.sort(np.asarray(scores, jnp.bfloat16).astype(np.float64), axis=1)
+    assert np.mean(rounded[:, -CHOSEN] == rounded[:, -CHOSEN - 1]) > 0.02
+
+
 def test_a_layer_of_a_stack_reads_the_experts_it_needs_and_no_other() -> None:
     random = np.random.default_rng(4)
     experts = weights_of(random, "float64")[1]
