@@ -61,6 +61,23 @@ class Gap(NamedTuple):
         largest = jnp.maximum(self.largest, other.largest)
         return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
 
+    @property
+    def metrics(self) -> dict[str, Float[Array, ""]]:
+        """Means over the labels, and the largest; NaN if there is none."""
+        least = jnp.maximum(self.labels, 1)
+        means = {
+            "rollout/logprob_gap_mean": self.absolute / least,
+            "rollout/logprob_gap_max": self.largest,
+            "rollout/probability_factor": self.factor / least,
+            "rollout/kl": self.kl / least,
+        }
+        return {name: jnp.where(self.labels > 0, value, jnp.nan) for name, value in means.items()}
+
+
+def no_gap(dtype: np.dtype) -> Gap:
+    """The sums of no label."""
+    return Gap(*[jnp.zeros((), dtype)] * len(Gap._fields))
+
 
 class Sums(NamedTuple):
     """What a pass adds up over the labels to learn, on all shards; A depths of the draft (none
@@ -140,7 +157,7 @@ class Losses:
         return Sums(
             policy_loss=zero,
             entropy=zero,
-            gap=Gap(*[zero] * len(Gap._fields)),
+            gap=no_gap(zero.dtype),
             measured=dict.fromkeys(self.measures, zero),
             draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
         )

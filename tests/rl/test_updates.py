@@ -260,6 +260,24 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
     assert bool(state.recompute)
 
 
+@pytest.mark.parametrize("how", ["reuse", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_the_gap_is_that_of_the_whole_batch_before_its_first_update(how: Any) -> None:
+    """Though the record is right in the first of four mini-batches, and every update goes far."""
+    loss = LossConfig(**LOSS, logprobs=how)
+    step = step_of((2, 1), loss, KlConfig(), minis=4, epochs=2)
+    rows = Rows(0.01)
+    rows.sampled[ROWS // 4 :] -= np.log(20)
+    rows.version[-1] = -1  # sampled by an older policy, which is no fault of the record
+    after, metrics = learnt(step, policy(), rows)
+    current = rows.chosen & (rows.version == 0)[:, None]
+    gap = np.abs(np.asarray(logprobs_of(policy(), rows)) - rows.sampled)[current]
+    assert metrics["rollout/probability_factor"] == pytest.approx(np.exp(gap).mean(), rel=1e-11)
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(gap.mean(), abs=1e-11)
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(gap.max(), abs=1e-11)
+    assert 10 < metrics["rollout/probability_factor"] < 20
+    assert bool(after.recompute)
+
+
 @pytest.mark.parametrize("where", ["reward", "reward_to_go"])
 def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows(where: Any) -> None:
     kl = KlConfig(beta=BETA, where=where)
