@@ -234,6 +234,7 @@ def _build_learner(
         epochs=batch.epochs,
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
+        learning_rate=rate,
         recompute=config.loss.logprobs == "recompute",
         # where the pass that learns has the old logprobs, or nothing reads them, none are reused
         largest_factor=(

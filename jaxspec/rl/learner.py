@@ -94,6 +94,8 @@ class Learner:
     """Whether the policy's loss asks for its logprobs."""
     recompute: bool = False
     """Whether old logprobs are computed anew from the start."""
+    learning_rate: optax.Schedule | None = None
+    """Of the policy, by its updates so far; None: it is not reported."""
     largest_factor: float = math.inf
     """Recorded logprobs whose probabilities differ by more than this factor on average are computed
     anew from then on."""
@@ -126,6 +128,7 @@ class Learner:
             "keeps_reference": False,
             "reads_reference": False,
             "recompute": True,
+            "learning_rate": None,
         }
         return dataclasses.replace(self, policy_loss=policy_loss, **(plain | changes))
 
@@ -199,7 +202,7 @@ class Learner:
         if gap is not None:
             of_first = Gap(*(metrics.pop(name) for name in GAP))
             metrics |= of_first.plus(gap).metrics
-        metrics |= self._counted(state, batch, done)
+        metrics |= self._counted(state, batch, done) | self._rate(state)
         metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
@@ -323,6 +326,7 @@ class Learner:
             "entropy": sums.entropy / counts.tokens,
             "learner/packing": counts.read / positions.astype(counts.read.dtype),
             **{name: value / counts.tokens for name, value in sums.measured.items()},
+            **sums.extremes,
         }
         return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
 
@@ -342,6 +346,13 @@ class Learner:
             counted["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.used)
             counted["learner/recompute"] = state.recompute.astype(jnp.int32)
         return counted
+
+    def _rate(self, state: LearnerState) -> Metrics:
+        """The learning rate of the batch's first update."""
+        if self.policy_loss is None or self.learning_rate is None:
+            return {}
+        updates = optimizers.update_count(state.policy.optimizer)
+        return {"optimizer/learning_rate": jnp.asarray(self.learning_rate(updates), self.wide)}
 
     def _draft_update(
         self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts

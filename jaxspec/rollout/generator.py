@@ -263,13 +263,20 @@ class Generator:
 
     def measure(self, rollout: Rollout, ready: Ready) -> dict[str, Num[Array, ""]]:
         """Lengths, endings and acceptance of the rows that were generated."""
-        ran = rollout.status != IDLE
+        ran, ended = rollout.status != IDLE, rollout.status == EOS
         rows = jnp.maximum(jnp.sum(ran), 1)
-        tokens = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0))
+        lengths = rollout.lengths - rollout.prompt_lengths
+        tokens = jnp.sum(jnp.where(ran, lengths, 0))
+        count = jnp.sum(ended)
+        of_ended = jnp.sum(jnp.where(ended, lengths, 0)) / jnp.maximum(count, 1)
         return {
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
+            "rollout/length_min": jnp.min(jnp.where(ran, lengths, self.settings.max_new_tokens)),
+            "rollout/length_max": jnp.max(jnp.where(ran, lengths, 0)),
+            "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
+            "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
                 rollout.statistics, tokens, ready.drafter.choice, self.settings.grid
             ),
