@@ -176,7 +176,7 @@ class Eagle3(nnx.Module):
         self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
         """The rest of a layer; what the last one gives is the next depth's hidden state."""
-        output = finish_layer(residual, attended, self._layer(layer), self.config)
+        output, _ = finish_layer(residual, attended, self._layer(layer), self.config)
         return self._final(output) if self.form.norm_output and layer + 1 == self.stack else output
 
     def _final(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

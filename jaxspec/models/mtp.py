@@ -80,7 +80,7 @@ class Mtp(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The rest of the layer with its final norm; the output is the next depth's hidden
         state."""
-        output = finish_layer(residual, attended, self.layers.at(layer), self.config)
+        output, _ = finish_layer(residual, attended, self.layers.at(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

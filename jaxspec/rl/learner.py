@@ -328,6 +328,8 @@ class Learner:
             **{name: value / counts.tokens for name, value in sums.measured.items()},
             **sums.extremes,
         }
+        if sums.experts is not None:
+            means |= sums.experts.metrics(counts.tokens)
         return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
 
     def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:

@@ -11,10 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, Forward, with_cast_head
 from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
@@ -91,6 +93,8 @@ class Sums(NamedTuple):
     """What the policy's loss measures."""
     largest: dict[str, Float[Array, ""]]
     """Not a sum: the largest of `NAME/max`, and of the negative of `NAME/min`."""
+    experts: Traffic | None
+    """Of the policy, if it has experts and learns."""
     draft: Compared
 
     def plus(self, other: "Sums") -> "Sums":
@@ -199,15 +203,18 @@ class Losses:
         texts = jnp.sum(is_read & (labels > 0), dtype=wide)
         return lax.psum(Counts(tokens, texts, by_depth, read), ROWS)
 
-    def nothing(self, counts: Counts) -> Sums:
-        """The sums before the first micro-batch."""
+    def nothing(self, counts: Counts, config: ModelSpec) -> Sums:
+        """The sums before the first micro-batch; `config` is the policy's."""
         zero = jnp.zeros_like(counts.tokens)
+        by_layer, experts = jnp.zeros((config.layers,), zero.dtype), config.family.experts
+        by_expert = jnp.zeros((config.layers, experts), zero.dtype)
         return Sums(
             policy_loss=zero,
             entropy=zero,
             gap=no_gap(zero.dtype),
             measured=dict.fromkeys(self.measures, zero),
             largest=dict.fromkeys(EXTREMES if self.policy else (), zero - jnp.inf),
+            experts=Traffic(by_expert, by_layer) if experts and self.policy else None,
             draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
         )
 
@@ -253,7 +260,12 @@ class Losses:
         """
         target, wide, depths = applied(policy), self.wide, self.depths
         forward = target(
-            pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole
+            pack.tokens,
+            pack.positions,
+            taps=self.taps,
+            first=pack.first,
+            enter=shards.layer_whole,
+            counted=pack.chosen if self.policy else None,
         )
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.draft is not None:
@@ -311,6 +323,7 @@ class Losses:
             gap=Gap.of(lax.stop_gradient(logprobs), inputs.sampled_logprobs, current),
             measured=measured,
             largest=largest,
+            experts=forward.traffic,
             draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
         )
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import BatchConfig, DataConfig, DraftConfig, LossConfig, RolloutConfig
+from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import on_each_shard
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.micro_batch import Gap
@@ -25,10 +26,10 @@ ROWS, SIZE, STOP = 8, 9, 1
 MODEL = tiny_model(layers=1)
 
 
-def step_of() -> Step:
+def step_of(model: ModelSpec = MODEL) -> Step:
     """Two mini-batches, the loss a mean over answers, end tokens banned from the first two."""
     config = tiny_config(
-        MODEL,
+        model,
         rollout=RolloutConfig(max_new_tokens=6, min_new_tokens=2, draft=DraftConfig(kind="none")),
         batch=BatchConfig(prompts=4, group_size=2, mini_batches=2, micro_tokens=20),
         data=DataConfig(max_prompt_length=3),
@@ -128,6 +129,23 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
     assert means["ratio/kl"] == pytest.approx((np.exp(x) - 1 - x).mean())
     assert means["advantage/zero"] == pytest.approx((by_label == 0).mean())
     assert 0 < means["advantage/zero"] < 1
+
+
+def test_traffic_to_experts_is_that_of_the_labels() -> None:
+    """As of whole rows, each position counted that predicts a label of the mini-batch."""
+    family = FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2)
+    model = tiny_model(layers=2, family=family)
+    step, network = step_of(model), tiny_network(Decoder, model, 1, 1.5)
+    batch = batch_of(step)
+    sums, counts = jax.jit(step.learner.passes.sums)(network, None, batch)
+    counted = np.roll(in_mini_batch(batch, 0), -1, axis=1)
+    places = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), counted.shape)
+    whole = jax.jit(network)(batch.tokens, places, counted=jnp.asarray(counted)).traffic
+    assert sums.experts is not None
+    assert sums.experts.tokens.shape == (2, 4)
+    assert (sums.experts.tokens.sum(axis=1) == 2 * counts.tokens).all()
+    for found, wanted in zip(sums.experts, whole, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 def test_logprobs_of_a_pass_ban_end_tokens_until_the_minimum_length() -> None:
