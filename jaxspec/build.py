@@ -200,7 +200,8 @@ def _build_learner(
 
     b1, b2 = adam.betas
     constants = optimizers.Adam(b1, b2, adam.eps, matrices_alone=adam.decay == "matrices")
-    policy = stored(made(rate, wanted.grad_clip, wanted.weight_decay, constants))
+    policy = made(rate, wanted.grad_clip, wanted.weight_decay, constants)
+    policy = stored(optimizers.frozen(("router",), policy) if wanted.freeze_router else policy)
     kinds = (
         [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
         if config.optimizer.offload
@@ -233,6 +234,7 @@ def _build_learner(
         epochs=batch.epochs,
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
+        learning_rate=rate,
         recompute=config.loss.logprobs == "recompute",
         # where the pass that learns has the old logprobs, or nothing reads them, none are reused
         largest_factor=(

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from jaxspec.host.job import Job, at_once, make_job, start_jax
 from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_runs
 from jaxspec.inputs.checked import Checked, require
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.lora import Adapted, kept_share, merged
 from jaxspec.state import PyTree
 from jaxspec.system.files import SaveError, expanded
 from jaxspec.system.interrupt import Interrupt
@@ -79,7 +80,8 @@ class Options(Checked, prefix="--"):
     """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM,
     which alone reads unusual taps for sure; `none` leaves the draft out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; `auto`: the run's model.dtype."""
+    """Type of the weights; `auto`: the run's model.dtype, but float32 for merged adapters, of which
+    a narrower type would lose a part."""
     tokenizer: str = ""
     """Folder of the run's tokenizer, if it is not where the run was told."""
 
@@ -145,11 +147,15 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
     learner = state.learner
     policy, network = learner.policy.network, learner.draft.network if learner.draft else None
+    of_policy = dtype
     if isinstance(policy, Adapted):
         _fill_adapter(folder, out, job, policy, dtype)
+        if options.dtype == "auto":
+            of_policy = np.promote_types(dtype, np.float32)
+        _report_rounding(policy, of_policy)
         policy = jax.jit(merged)(policy)
-    content = config_json(model, dtype.name, _special_ids(job.tokenizer))
-    tensors = list(tensors_of(policy_rows(model), policy, dtype))
+    content = config_json(model, of_policy.name, _special_ids(job.tokenizer))
+    tensors = list(tensors_of(policy_rows(model), policy, of_policy))
     draft = None if network is None else _draft_files(network, out, job, options, dtype)
     if draft is not None and draft.with_policy:
         content, tensors = content | draft.content, [*tensors, *draft.tensors]
@@ -162,6 +168,18 @@ def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None
             _write_tokenizer(folder / "draft", job)
         _write_json(folder / "draft" / CONFIG, draft.content)
         _write(folder / "draft", "draft", draft.tensors)
+
+
+def _report_rounding(policy: Adapted, dtype: Any) -> None:
+    """Says how much of the adapters a narrow type loses."""
+    if jnp.finfo(dtype).bits >= 32:
+        return
+    share = float(jax.jit(partial(kept_share, dtype=dtype))(policy))
+    print(
+        f"merged weights rounded to {dtype.name} keep {share:.0%} of the adapters' change; leave"
+        " out --dtype to write them in float32, or serve DIR/adapter beside its base",
+        flush=True,
+    )
 
 
 def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any) -> None:

@@ -2,6 +2,7 @@
 cannot be written is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
+from jaxspec.models.layers import cast
 from jaxspec.models.lora import Adapted, merged
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, SaveError
@@ -263,6 +265,30 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
     assert np.abs(np.asarray(whole.layers.query[...] - base.layers.query[...])).max() > 0.01
+
+
+@pytest.mark.slow
+def test_young_adapters_of_a_narrow_model_are_merged_in_float32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In bfloat16 little would be left of them, which is said; the base stays in its own type."""
+    config = config_of("eagle3")
+    lora = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
+    config = replace(config, lora=lora, model=replace(config.model, dtype="bfloat16"))
+    base, draft = networks(config)
+    adapted = Adapted(base, lora, jax.random.key(1))
+    adapted.adapters = jax.tree.map(lambda leaf: leaf + 1e-5, adapted.adapters)
+    run = find_run(str(save_run(tmp_path / "run", config, adapted, draft)))
+    out = export(run, Options(out=str(tmp_path / "wide"), draft="none"))
+    assert "keep" not in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    assert_same(read_policy(out), cast(merged(adapted), jnp.dtype(jnp.float32)))
+    kept = load_file(out / "base" / WEIGHTS).values()
+    assert {str(array.dtype) for array in kept} == {"bfloat16"}
+    export(run, Options(out=str(tmp_path / "narrow"), dtype="bfloat16", draft="none"))
+    said = re.search(r"rounded to bfloat16 keep (\d+)% of the", capsys.readouterr().out)
+    assert said is not None
+    assert int(said[1]) < 50
 
 
 @pytest.mark.slow

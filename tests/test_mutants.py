@@ -1,7 +1,7 @@
-"""Bugs that speculative engines have shipped, put into jaxspec one at a time: each must make a test
-fail.
+"""Bugs that speculative engines have shipped, and bugs of learning, put into jaxspec one at a time:
+each must make a test fail.
 
-The rows are those of the table in docs/losslessness.md. A mutant replaces text that
+The former are the rows of the table in docs/losslessness.md. A mutant replaces text that
 must be there exactly once, so that none of them can rot into a change that changes nothing.
 """
 
@@ -17,7 +17,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.mutants import MUTANTS, Mutant
+from tests.mutants import learning, speculation
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [*speculation.MUTANTS, *learning.MUTANTS]
 
 
 class Done(NamedTuple):
@@ -125,5 +128,7 @@ def test_the_documents_list_every_mutant_and_nothing_else(repository: Path) -> N
         (repository / "docs/losslessness.md").read_text(),
         re.MULTILINE,
     )
-    assert len(table) == len(MUTANTS)
-    assert set(table) == {(mutant.bug, re.sub(r"\[.*", "", mutant.killer)) for mutant in MUTANTS}
+    assert len(table) == len(speculation.MUTANTS)
+    assert set(table) == {
+        (mutant.bug, re.sub(r"\[.*", "", mutant.killer)) for mutant in speculation.MUTANTS
+    }

@@ -53,7 +53,10 @@ def descending(step: Step) -> Step:
     return dataclasses.replace(
         step,
         learner=dataclasses.replace(
-            step.learner, policy_optimizer=optax.sgd(1.0), draft_optimizer=optax.sgd(1.0)
+            step.learner,
+            policy_optimizer=optax.sgd(1.0),
+            draft_optimizer=optax.sgd(1.0),
+            learning_rate=None,
         ),
     )
 

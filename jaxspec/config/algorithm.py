@@ -246,6 +246,8 @@ class OptimizerConfig(Checked, prefix="optimizer."):
     """Decoupled weight decay."""
     grad_clip: Positive = 1.0
     """Global-norm clip of the policy's gradient."""
+    freeze_router: bool = False
+    """Whether routers of experts stay as they are."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
     bfloat16 halves them."""

@@ -93,6 +93,10 @@ def _check_split(config: ResolvedConfig) -> None:
         f"mesh.expert {expert} splits experts, and this model has none; leave it out, and see"
         " --mesh.data and --mesh.tensor",
     )
+    require(
+        not config.optimizer.freeze_router or experts > 0,
+        "optimizer.freeze_router keeps routers of experts, and this model has none; leave it out",
+    )
     few = ", ".join(map(str, divisors(experts))) if experts else ""
     require(
         experts % expert == 0,

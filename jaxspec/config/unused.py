@@ -115,6 +115,11 @@ WITH_ANY_DRAFT = (
         lambda c: bool(c.mixture) and c.sft.steps == 0 and not _generic(c),
     ),
     Unused("data.task data.digits", "data.path", lambda c: bool(c.data.path) and not _generic(c)),
+    Unused(
+        "optimizer.freeze_router",
+        "lora.rank, whose adapters leave routers as they are,",
+        lambda c: c.lora.rank > 0,
+    ),
     Unused("sft.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
     Unused("sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _generic(c)),
     Unused(

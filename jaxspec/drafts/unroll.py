@@ -108,6 +108,6 @@ UNROLL = Unroll(
     # predicts.
     before=lambda depths: 1 + jnp.arange(depths, dtype=jnp.int32),
     hidden=unrolled,
-    logits=lambda network, target, hidden: network.draft_logits(target, hidden),
+    logits=lambda network, target, hidden: network.logits(target, hidden),
     vocabulary=lambda network: None if network.vocabulary is None else network.vocabulary[...],
 )

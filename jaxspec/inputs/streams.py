@@ -30,6 +30,8 @@ class Stream(IntEnum):
     """In which a draft is trained on texts."""
     CORPUS = auto()
     """The built-in text."""
+    ROUNDING = auto()
+    """Of merged adapters, by the version of the weights."""
 
 
 def stream_key(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.segment_attention import attend_segments
@@ -17,7 +17,7 @@ from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, locate, of_layers
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import CastHead, dense, logits_of, product, rms_norm, swiglu
-from jaxspec.models.moe import mixture
+from jaxspec.models.moe import Traffic, mixture
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate
 
 
@@ -29,6 +29,8 @@ class Forward(NamedTuple):
     taps: Float[Array, "B T C"] | None
     """Residual stream at the tap boundaries, side by side; None when not asked for."""
     cache: KVCache | None
+    traffic: Traffic | None
+    """Of the layers with experts; None if no tokens are counted."""
 
 
 def master_dtype(config: ModelSpec) -> jnp.dtype:
@@ -144,29 +146,35 @@ def finish_layer(
     attended: Float[Array, "B T N H"],
     layer: Layers,
     config: ModelSpec,
-) -> Float[Array, "B T D"]:
+    counted: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Traffic | None]:
     """What follows attention in one layer: its output product and the feed-forward layer, each
-    added to the stream."""
+    added to the stream.
+
+    Also returns the traffic of `counted` tokens to experts, if there are experts.
+    """
     x = residual + _biased(product(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
     if family.experts:
         experts = layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
-        return x + mixture(
+        mixed, traffic = mixture(
             normed,
             layer.router[...],
             experts,
             family.experts_per_token,
             family.normalize_experts,
             layer.place,
+            counted,
         )
+        return x + mixed, traffic
     if layer.gate_up is not None:
         both = product(normed, layer.gate_up)
         gate, up = both[:, :, 0], both[:, :, 1]
         # SiLU with its division last, which XLA never repeats: a multiplication would be, for every
         # block of a `Blocked` weight. For generation only, as the gradient is NaN where the
         # exponential is infinite.
-        return x + product(gate * up / (1 + jnp.exp(-gate)), layer.down)
-    return x + swiglu(normed, layer.gate, layer.up, layer.down)
+        return x + product(gate * up / (1 + jnp.exp(-gate)), layer.down), None
+    return x + swiglu(normed, layer.gate, layer.up, layer.down), None
 
 
 def _as_it_is(layer: Layers) -> Layers:
@@ -201,6 +209,7 @@ class Decoder(nnx.Module):
         taps: tuple[int, ...] = (),
         first: Int[Array, "B T"] | None = None,
         enter: Callable[[Layers], Layers] = _as_it_is,
+        counted: Bool[Array, "B T"] | None = None,
     ) -> Forward:
         """Runs a block of tokens.
 
@@ -218,6 +227,7 @@ class Decoder(nnx.Module):
           enter: what a layer's weights go through when the layer is run, inside the loop over
             layers: there a learner casts and gathers them, so that no more than one layer is whole
             at a time.
+          counted: tokens whose way to experts is measured; without a cache.
         """
         config = self.config
         x = self.embedding[...][tokens].astype(self.norm.dtype)
@@ -227,7 +237,7 @@ class Decoder(nnx.Module):
 
         def layer(
             x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
-        ) -> tuple[Any, Any]:
+        ) -> tuple[Any, Any, Traffic | None]:
             weights = enter(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
@@ -236,23 +246,24 @@ class Decoder(nnx.Module):
             else:
                 cache = extend(cache, index, places, key, value)
                 attended = attend_cache(query, cache, index, causal(positions))
-            return finish_layer(x, attended, weights, config), cache
+            x, traffic = finish_layer(x, attended, weights, config, counted)
+            return x, cache, traffic
 
         if isinstance(self.layers, Layers):
-            x, cache, tapped = _scanned(layer, self.layers, x, cache, taps, config)
+            x, cache, tapped, traffic = _scanned(layer, self.layers, x, cache, taps, config)
         else:
             one = jax.jit(layer, static_argnums=3)  # traced once for all layers
-            tapped = {}
+            tapped, traffic = {}, None
             before = [None] * config.layers if cache is None else by_layer(cache)
             after = []
             for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
                 tapped[index] = x
-                x, own = one(x, own, weights, 0)
+                x, own, _ = one(x, own, weights, 0)
                 after.append(own)
             tapped[config.layers] = x
             cache = None if cache is None else of_layers(after)
         joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
-        return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache)
+        return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache, traffic)
 
     def empty_cache(self, rows: int, positions: int) -> KVCache:
         """A cache for this model, of its type."""
@@ -323,9 +334,9 @@ def _scanned(
     cache: KVCache | None,
     taps: tuple[int, ...],
     config: ModelSpec,
-) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]]]:
+) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]], Traffic | None]:
     """Runs stacked layers one after the other; also returns the residual stream at each of the
-    `taps`.
+    `taps`, and the layers' traffic.
 
     With a cache experts stay in their stack, of which the layer reads those that it needs. What
     a scan takes of a stack is copied, all experts of a layer with it.
@@ -344,12 +355,13 @@ def _scanned(
             weights = _with_experts(weights, experts, index)
         if taps:
             tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)
-        return (*layer(x, cache, weights, index), tapped), None
+        x, cache, traffic = layer(x, cache, weights, index)
+        return (x, cache, tapped), traffic
 
     # A layer's gathered weights are never kept for the backward pass, which gathers them again.
     body = jax.checkpoint(one, policy=None if config.remat else _but_gathered)
     indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(places, jnp.int32)
-    (x, cache, tapped), _ = lax.scan(body, (x, cache, tapped), (layers, *indices))
+    (x, cache, tapped), traffic = lax.scan(body, (x, cache, tapped), (layers, *indices))
     return (
         x,
         cache,
@@ -357,4 +369,5 @@ def _scanned(
             boundary: x if boundary == config.layers else tapped[place]
             for place, boundary in enumerate(taps)
         },
+        traffic,
     )

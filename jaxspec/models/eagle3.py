@@ -12,11 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
-from jaxspec.kernels.cpu_layouts import wide_product
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
-from jaxspec.models.layers import CastHead, Heads, dense, logits_of, rms_norm
+from jaxspec.models.layers import Heads, dense, logits_of, rms_norm
 from jaxspec.models.rope import rotary_table
-from jaxspec.sampling import promote_logits
 
 
 class VocabularyMap(nnx.Variable):
@@ -178,35 +176,19 @@ class Eagle3(nnx.Module):
         self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
         """The rest of a layer; what the last one gives is the next depth's hidden state."""
-        output = finish_layer(residual, attended, self._layer(layer), self.config)
+        output, _ = finish_layer(residual, attended, self._layer(layer), self.config)
         return self._final(output) if self.form.norm_output and layer + 1 == self.stack else output
 
     def _final(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary, of the last layer's output.
+        """Logits over the draft's own vocabulary, in at least float32, of the last layer's output.
 
-        They are in the model's type, or in at least float32 if they are scaled; `target` lends
-        nothing here.
+        `target` lends nothing here.
         """
-        logits = jnp.einsum(
-            "BTD,DW->BTW",
-            hidden if self.form.norm_output else self._final(hidden),
-            self.head[...].astype(hidden.dtype),
-        )
-        scale = self.form.logit_scale
-        return logits if scale == 1 else promote_logits(logits) * scale
-
-    def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """The same in at least float32, to learn from."""
         normed = hidden if self.form.norm_output else self._final(hidden)
-        logits = (
-            logits_of(normed, self.head)
-            if isinstance(self.head, CastHead)
-            else wide_product(normed, self.head[...])
-        )
-        return logits * self.form.logit_scale
+        return logits_of(normed, self.head) * self.form.logit_scale
 
 
 def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:

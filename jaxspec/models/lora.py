@@ -114,16 +114,62 @@ def chosen(names: tuple[str, ...], model: ModelSpec, where: str) -> tuple[str, .
     return tuple(dict.fromkeys(names)) or has
 
 
-def merged(network: Decoder | Adapted) -> Decoder:
-    """A decoder as it is; of one with adapters, the decoder with W + alpha / rank * a b, in the
-    type of the weights."""
+def merged(network: Decoder | Adapted, key: Key[Array, ""] | None = None) -> Decoder:
+    """Merges adapters into a decoder: W + alpha / rank * a b. A decoder comes back as it is.
+
+    Merged weights are in the type of the adapters. With a `key` they are rounded to that of the
+    base, stochastically.
+    """
     if isinstance(network, Decoder):
         return network
     decoder = _variables(nnx.Param, network.base)
-    for name in network.names:
-        a, b = (getattr(network.adapters, f"{name}_{part}")[...] for part in "ab")
-        _change(decoder, name, a, b, jnp.full((decoder.config.layers,), network.scale, a.dtype))
+    for number, name in enumerate(network.names):
+        weight, changed = _merged_weight(network, name)
+        if key is not None:
+            changed = round_stochastically(changed, weight.dtype, jax.random.fold_in(key, number))
+        setattr(decoder.layers, TARGETS[name].weight, nnx.Param(changed))
     return decoder
+
+
+def _merged_weight(network: Adapted, name: str) -> tuple[Array, Array]:
+    """The base's weight of a target, and the same with its adapters."""
+    a, b = (getattr(network.adapters, f"{name}_{part}")[...] for part in "ab")
+    weight = getattr(network.base.layers, TARGETS[name].weight)[...]
+    change = jnp.einsum(TARGETS[name].product, a, b) * np.asarray(network.scale, a.dtype)
+    return weight, weight.astype(a.dtype) + change
+
+
+def round_stochastically(
+    values: Float[Array, "*B"], dtype: jnp.dtype, key: Key[Array, ""]
+) -> Float[Array, "*B"]:
+    """Rounds float32 to bfloat16, up or down with chances that keep the mean; casts other types.
+
+    Rounding to nearest would lose what is less than half a unit in the last place: nearly all of
+    an adapter after its first updates.
+    """
+    if dtype != jnp.bfloat16 or values.dtype != jnp.float32:
+        return values.astype(dtype)
+    noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
+    kept = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    # noise would carry the bits of what is not finite into another number
+    return jnp.where(jnp.isfinite(values), kept, values.astype(dtype))
+
+
+def kept_share(network: Adapted, dtype: jnp.dtype) -> Float[Array, ""]:
+    """Share of the adapters' change that is left of it in weights rounded to `dtype`.
+
+    It is the change after rounding, projected on the change before; 1 if there is none.
+    """
+    form, kept, whole = jnp.finfo(dtype), 0.0, 0.0
+    for name in network.names:
+        weight, changed = _merged_weight(network, name)
+        before = weight.astype(changed.dtype)
+        # the compiler may drop a cast to a narrower type and back
+        rounded = jax.lax.reduce_precision(changed, form.nexp, form.nmant)
+        change, left = changed - before, rounded - before
+        kept, whole = kept + jnp.sum(left * change), whole + jnp.sum(change * change)
+    return jnp.where(whole > 0, kept / jnp.where(whole > 0, whole, 1), 1)
 
 
 def applied(network: Decoder | Adapted) -> Decoder:

@@ -25,6 +25,24 @@ class Routed(NamedTuple):
     weights: Float[Array, "T k"]
 
 
+class Traffic(NamedTuple):
+    """Where the routers of L layers send tokens: sums over the tokens that count."""
+
+    tokens: Float[Array, "*L all"]
+    """Tokens that pass through each expert."""
+    entropy: Float[Array, "*L"]
+    """Entropy of the routers' distributions, in nats."""
+
+    def metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
+        """Means over the layers, of `count` tokens."""
+        load = self.tokens / jnp.mean(self.tokens, axis=-1, keepdims=True)
+        return {
+            "experts/load_min": jnp.mean(jnp.min(load, axis=-1)),
+            "experts/load_max": jnp.mean(jnp.max(load, axis=-1)),
+            "experts/entropy": jnp.mean(self.entropy) / count,
+        }
+
+
 def mixture(
     x: Float[Array, "B T D"],
     router: Float[Array, "D all"],
@@ -32,7 +50,8 @@ def mixture(
     per_token: int,
     normalize: bool,
     layer: Int[Array, ""] | None = None,
-) -> Float[Array, "B T D"]:
+    counted: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Traffic | None]:
     """Sum of the SwiGLU layers of each token's `per_token` likeliest experts, weighted by their
     probabilities; no token is dropped.
 
@@ -43,10 +62,13 @@ def mixture(
     holder of so many of them, and tokens go to those that hold theirs, and back.
 
     With `layer`, `experts` are those of a stack of layers, of which this is one.
+
+    Also returns the traffic of the tokens that are `counted`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = wide_product(tokens[None], router)[0]
     weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), per_token)
+    traffic = None if counted is None else _measure(scores, chosen, counted.reshape(-1))
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     holders = router.shape[1] // experts[0].shape[-3]
@@ -65,7 +87,21 @@ def mixture(
     front = () if layer is None else (None,)
     columns, rows = P(*front, None, None, TENSOR), P(*front, None, TENSOR)
     run = on_each_member(of_width, (P(), P(), (columns, columns, rows), P()), P())
-    return run(tokens, Routed(chosen, weights), experts, layer).reshape(x.shape)
+    return run(tokens, Routed(chosen, weights), experts, layer).reshape(x.shape), traffic
+
+
+def _measure(
+    scores: Float[Array, "T all"], chosen: Int[Array, "T k"], counted: Bool[Array, " T"]
+) -> Traffic:
+    """The traffic of one layer; nothing is learned from it."""
+    scores = lax.stop_gradient(scores)
+    ones = jnp.broadcast_to(counted[:, None], chosen.shape).astype(scores.dtype)
+    logs = jax.nn.log_softmax(scores, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    return Traffic(
+        tokens=jnp.zeros(scores.shape[-1:], scores.dtype).at[chosen].add(ones),
+        entropy=jnp.sum(jnp.where(counted, entropy, 0)),
+    )
 
 
 def _in_parts(

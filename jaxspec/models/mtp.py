@@ -80,13 +80,9 @@ class Mtp(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The rest of the layer with its final norm; the output is the next depth's hidden
         state."""
-        output = finish_layer(residual, attended, self.layers.at(layer), self.config)
+        output, _ = finish_layer(residual, attended, self.layers.at(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 
-    def draft_logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of post-norm outputs by the target's head, in at least float32."""
         return target.logits(hidden)
-
-    def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits over the target's vocabulary, which is also the draft's."""
-        return self.draft_logits(target, hidden)

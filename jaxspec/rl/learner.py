@@ -24,13 +24,15 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective
 from jaxspec.rl.loss_terms import KlPenalty
 from jaxspec.rl.losses import Aggregation, PolicyLoss, by_token
-from jaxspec.rl.micro_batch import Counts, Losses, Sums
+from jaxspec.rl.micro_batch import Counts, Gap, Losses, Sums, no_gap
 from jaxspec.rl.passes import Passes, tied
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree, Trained
 
 Metrics = dict[str, Num[Array, ""]]
+GAP = tuple(f"gap/{name}" for name in Gap._fields)
+"""Names of the first update's sums, from which metrics are made."""
 
 
 class Updated(NamedTuple):
@@ -92,6 +94,8 @@ class Learner:
     """Whether the policy's loss asks for its logprobs."""
     recompute: bool = False
     """Whether old logprobs are computed anew from the start."""
+    learning_rate: optax.Schedule | None = None
+    """Of the policy, by its updates so far; None: it is not reported."""
     largest_factor: float = math.inf
     """Recorded logprobs whose probabilities differ by more than this factor on average are computed
     anew from then on."""
@@ -124,6 +128,7 @@ class Learner:
             "keeps_reference": False,
             "reads_reference": False,
             "recompute": True,
+            "learning_rate": None,
         }
         return dataclasses.replace(self, policy_loss=policy_loss, **(plain | changes))
 
@@ -162,12 +167,12 @@ class Learner:
         without a label to learn, but not a mini-batch of another. Where it is not `wanted` no
         micro-batch is read, nothing changes, and metrics are NaN, or 0 for counts: without a
         branch, which would hold the state twice. Metrics are means over the updates; those of the
-        gap between recorded and own logprobs are of the first.
+        gap between recorded and own logprobs are of the whole batch before its first update.
         """
         wanted = jnp.asarray(wanted)
-        batch = self._placed(batch, wanted)
+        batch, gap = self._placed(batch, wanted), None
         if self.policy_loss is not None:
-            batch = self._with_logprobs(state, batch)
+            batch, gap = self._with_logprobs(state, batch)
         minis = len(batch.plan.used)
         count = minis * self.epochs
 
@@ -194,7 +199,10 @@ class Learner:
         else:
             done, measured = lax.fori_loop(0, count, go_on, (done, measured))
         metrics = measured.means()
-        metrics |= self._counted(state, batch, done)
+        if gap is not None:
+            of_first = Gap(*(metrics.pop(name) for name in GAP))
+            metrics |= of_first.plus(gap).metrics
+        metrics |= self._counted(state, batch, done) | self._rate(state)
         metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
         version = state.version + wanted.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
@@ -233,7 +241,7 @@ class Learner:
         sums is that of the whole response.
         """
         placed = self._placed(batch, wanted)
-        reference, _ = self.passes.logprobs(_reference(state), wanted, placed)
+        reference, _ = self.passes.logprobs(_reference(state), 0, placed)
         learnt = placed.chosen & jnp.any(placed.plan.micro >= 0, axis=0)[:, None]
         sampled = placed.sampled_logprobs.astype(reference.dtype)
         by_token = penalty.estimated(sampled, reference, learnt)
@@ -250,24 +258,27 @@ class Learner:
         used = jnp.where(wanted, batch.plan.used, 0)
         return self.passes.at_places(batch.replace(plan=batch.plan.replace(used=used)))
 
-    def _with_logprobs(self, state: LearnerState, batch: TrainBatch) -> TrainBatch:
-        """The batch with the logprobs that its losses ask for, of the old and of the reference
-        policy.
+    def _with_logprobs(self, state: LearnerState, batch: TrainBatch) -> tuple[TrainBatch, Gap]:
+        """Adds the logprobs that the losses ask for, of the old and of the reference policy.
 
-        With one update, the pass that learns has the old logprobs of rows of this version: so have
-        all, where they are not to be the recorded ones.
+        Also returns the gap of all mini-batches but the first. The first is compared while it is
+        learned from, before anything changes. With a single update, the learning pass itself
+        computes the old logprobs of rows sampled by the current weights.
         """
         passes = self.passes
         if self.reads_reference:
-            found, batch = passes.logprobs(_reference(state), jnp.ones((), bool), batch)
+            found, batch = passes.logprobs(_reference(state), 0, batch)
             batch = batch.replace(reference_logprobs=found)
         recorded, again = batch.sampled_logprobs, state.recompute
         current = batch.version == state.version
         batch = batch.replace(current=current)
         if len(batch.plan.used) * self.epochs == 1:
-            return batch.replace(old_logprobs=recorded, on_policy=again | current)
-        found, batch = passes.logprobs(state.policy.network, again, batch)
-        return batch.replace(old_logprobs=jnp.where(again, found, recorded.astype(found.dtype)))
+            batch = batch.replace(old_logprobs=recorded, on_policy=again | current)
+            return batch, no_gap(self.wide)
+        found, batch = passes.logprobs(state.policy.network, jnp.where(again, 0, 1), batch)
+        gap, batch = passes.gap(found, 1, batch)
+        old = jnp.where(again, found, recorded.astype(found.dtype))
+        return batch.replace(old_logprobs=old), gap
 
     def _update(
         self,
@@ -294,10 +305,8 @@ class Learner:
             )
             metrics |= {"loss/policy": loss, "grad_norm/policy": norm}
             metrics |= self._read(batch, mini, sums, counts)
-            first = turn == 0
-            metrics |= {
-                name: jnp.where(first, value, jnp.nan) for name, value in _of_gap(sums).items()
-            }
+            for name, value in zip(GAP, sums.gap, strict=True):
+                metrics[name] = jnp.where(turn == 0, value, jnp.nan)
         if draft is not None and self.objective is not None:
             online = state.online & wanted
             draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
@@ -317,7 +326,10 @@ class Learner:
             "entropy": sums.entropy / counts.tokens,
             "learner/packing": counts.read / positions.astype(counts.read.dtype),
             **{name: value / counts.tokens for name, value in sums.measured.items()},
+            **sums.extremes,
         }
+        if sums.experts is not None:
+            means |= sums.experts.metrics(counts.tokens)
         return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
 
     def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:
@@ -336,6 +348,13 @@ class Learner:
             counted["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.used)
             counted["learner/recompute"] = state.recompute.astype(jnp.int32)
         return counted
+
+    def _rate(self, state: LearnerState) -> Metrics:
+        """The learning rate of the batch's first update."""
+        if self.policy_loss is None or self.learning_rate is None:
+            return {}
+        updates = optimizers.update_count(state.policy.optimizer)
+        return {"optimizer/learning_rate": jnp.asarray(self.learning_rate(updates), self.wide)}
 
     def _draft_update(
         self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts
@@ -361,18 +380,6 @@ class Learner:
 def _reference(state: LearnerState) -> Decoder:
     """The policy that is not to be left too far: kept aside, or without its adapters."""
     return state.policy.network.base if state.reference is None else state.reference
-
-
-def _of_gap(sums: Sums) -> dict[str, Float[Array, ""]]:
-    """How far the policy's logprobs are from the recorded ones."""
-    least = jnp.maximum(sums.gap.labels, 1)
-    gap = {
-        "rollout/logprob_gap_mean": sums.gap.absolute / least,
-        "rollout/logprob_gap_max": sums.gap.largest,
-        "rollout/probability_factor": sums.gap.factor / least,
-        "rollout/kl": sums.gap.kl / least,
-    }
-    return {name: jnp.where(sums.gap.labels > 0, value, jnp.nan) for name, value in gap.items()}
 
 
 def _where_wanted(wanted: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:

@@ -11,14 +11,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, Forward, with_cast_head
 from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
-from jaxspec.rl.loss_terms import LossInputs, k3
+from jaxspec.rl.loss_terms import LARGEST_LOG_RATIO, LossInputs, inside, k3
 from jaxspec.rl.losses import Aggregation, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
 from jaxspec.sampling import Processing
@@ -61,6 +63,23 @@ class Gap(NamedTuple):
         largest = jnp.maximum(self.largest, other.largest)
         return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
 
+    @property
+    def metrics(self) -> dict[str, Float[Array, ""]]:
+        """Means over the labels, and the largest; NaN if there is none."""
+        least = jnp.maximum(self.labels, 1)
+        means = {
+            "rollout/logprob_gap_mean": self.absolute / least,
+            "rollout/logprob_gap_max": self.largest,
+            "rollout/probability_factor": self.factor / least,
+            "rollout/kl": self.kl / least,
+        }
+        return {name: jnp.where(self.labels > 0, value, jnp.nan) for name, value in means.items()}
+
+
+def no_gap(dtype: np.dtype) -> Gap:
+    """The sums of no label."""
+    return Gap(*[jnp.zeros((), dtype)] * len(Gap._fields))
+
 
 class Sums(NamedTuple):
     """What a pass adds up over the labels to learn, on all shards; A depths of the draft (none
@@ -72,17 +91,30 @@ class Sums(NamedTuple):
     gap: Gap
     measured: dict[str, Float[Array, ""]]
     """What the policy's loss measures."""
+    largest: dict[str, Float[Array, ""]]
+    """Not a sum: the largest of `NAME/max`, and of the negative of `NAME/min`."""
+    experts: Traffic | None
+    """Of the policy, if it has experts and learns."""
     draft: Compared
 
     def plus(self, other: "Sums") -> "Sums":
         """Both together."""
-        return jax.tree.map(jnp.add, self, other)._replace(gap=self.gap.plus(other.gap))
+        largest = jax.tree.map(jnp.maximum, self.largest, other.largest)
+        sums = jax.tree.map(jnp.add, self, other)
+        return sums._replace(gap=self.gap.plus(other.gap), largest=largest)
 
     def over_shards(self) -> "Sums":
         """Of all data shards together, from one of them."""
-        largest = lax.pmax(self.gap.largest, ROWS)
+        of_gap, largest = lax.pmax((self.gap.largest, self.largest), ROWS)
         sums = lax.psum(self, ROWS)
-        return sums._replace(gap=sums.gap._replace(largest=largest))
+        return sums._replace(gap=sums.gap._replace(largest=of_gap), largest=largest)
+
+    @property
+    def extremes(self) -> dict[str, Float[Array, ""]]:
+        """The largest and least values by name."""
+        return {
+            name: -value if name.endswith("/min") else value for name, value in self.largest.items()
+        }
 
 
 class Counts(NamedTuple):
@@ -97,6 +129,42 @@ class Counts(NamedTuple):
     """Labels that each depth of the draft predicts."""
     read: Float[Array, ""]
     """Positions that hold a text."""
+
+
+MEASURES = ("advantage/zero", "ratio/kl")
+"""Measured whatever the policy's loss is."""
+EXTREMES = ("advantage/max", "advantage/min", "ratio/max", "ratio/min")
+
+
+def _log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
+    """Of policy to old policy, within bounds; 0 outside the labels to learn."""
+    log_ratio = inside(inputs, inputs.policy_logprobs - inputs.old_logprobs)
+    return lax.stop_gradient(jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+
+
+def _measures(inputs: LossInputs) -> dict[str, Float[Array, "B T"]]:
+    """Labels that teach nothing, and the divergence of the old policy from this one."""
+    nothing = (inputs.advantages == 0).astype(inputs.advantages.dtype)
+    return {"advantage/zero": nothing, "ratio/kl": k3(_log_ratio(inputs))}
+
+
+def _largest(inputs: LossInputs) -> dict[str, Float[Array, ""]]:
+    """The largest of each of `EXTREMES` over the labels to learn."""
+    values = {"advantage": inputs.advantages, "ratio": jnp.exp(_log_ratio(inputs))}
+
+    def largest(values: Float[Array, "B T"]) -> Float[Array, ""]:
+        return jnp.max(jnp.where(inputs.chosen, values, -jnp.inf))
+
+    return {
+        f"{name}/{end}": largest(sign * value)
+        for name, value in values.items()
+        for end, sign in (("max", 1), ("min", -1))
+    }
+
+
+def count_labels(chosen: Bool[Array, "B S"], dtype: np.dtype) -> Float[Array, " B"]:
+    """Labels to learn from of each row. Nothing predicts a row's first token."""
+    return jnp.sum(chosen[:, 1:], axis=1, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +191,7 @@ class Losses:
         """Counts of a mini-batch over all shards, from one of them."""
         wide = self.wide
         is_read = batch.plan.micro[mini] >= 0
-        # nothing predicts a row's first token
+        labels = count_labels(batch.chosen, wide)
         here = batch.chosen[:, 1:] & is_read[:, None]
         by_depth = jnp.zeros((0,), wide)
         if self.draft is not None:
@@ -131,17 +199,22 @@ class Losses:
             inside = predicts(self.draft, here, positions, self.depths)
             by_depth = jnp.sum(inside, axis=(0, 1), dtype=wide)
         read = jnp.sum(jnp.where(is_read, read_lengths(batch.chosen), 0), dtype=wide)
-        texts = jnp.sum(jnp.any(here, axis=1), dtype=wide)
-        return lax.psum(Counts(jnp.sum(here, dtype=wide), texts, by_depth, read), ROWS)
+        tokens = jnp.sum(jnp.where(is_read, labels, 0))
+        texts = jnp.sum(is_read & (labels > 0), dtype=wide)
+        return lax.psum(Counts(tokens, texts, by_depth, read), ROWS)
 
-    def nothing(self, counts: Counts) -> Sums:
-        """The sums before the first micro-batch."""
+    def nothing(self, counts: Counts, config: ModelSpec) -> Sums:
+        """The sums before the first micro-batch; `config` is the policy's."""
         zero = jnp.zeros_like(counts.tokens)
+        by_layer, experts = jnp.zeros((config.layers,), zero.dtype), config.family.experts
+        by_expert = jnp.zeros((config.layers, experts), zero.dtype)
         return Sums(
             policy_loss=zero,
             entropy=zero,
-            gap=Gap(*[zero] * len(Gap._fields)),
+            gap=no_gap(zero.dtype),
             measured=dict.fromkeys(self.measures, zero),
+            largest=dict.fromkeys(EXTREMES if self.policy else (), zero - jnp.inf),
+            experts=Traffic(by_expert, by_layer) if experts and self.policy else None,
             draft=Compared(*[jnp.zeros_like(counts.by_depth)] * 3),
         )
 
@@ -152,7 +225,7 @@ class Losses:
             return []
         inputs: dict[str, Any] = dict.fromkeys(LossInputs._fields, np.zeros((1, 1), self.wide))
         inputs |= {"chosen": np.zeros((1, 1), bool), "first": np.zeros((1, 1), np.int32)}
-        return sorted(jax.eval_shape(self.policy, LossInputs(**inputs)).measured)
+        return sorted([*jax.eval_shape(self.policy, LossInputs(**inputs)).measured, *MEASURES])
 
     def total(self, sums: Sums, counts: Counts) -> Float[Array, ""]:
         """The sums' part of the batch's loss, the draft's beside the policy's: neither has a
@@ -187,7 +260,12 @@ class Losses:
         """
         target, wide, depths = applied(policy), self.wide, self.depths
         forward = target(
-            pack.tokens, pack.positions, taps=self.taps, first=pack.first, enter=shards.layer_whole
+            pack.tokens,
+            pack.positions,
+            taps=self.taps,
+            first=pack.first,
+            enter=shards.layer_whole,
+            counted=pack.chosen if self.policy else None,
         )
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.draft is not None:
@@ -227,13 +305,15 @@ class Losses:
         inputs = self._inputs(logprobs, entropy, pack, row, batch)
         # older rows differ by what was learnt since, which is no fault of what was recorded
         current = pack.chosen if batch.current is None else pack.chosen & batch.current[row]
-        loss, measured = jnp.zeros((), wide), {}
+        loss, measured, largest = jnp.zeros((), wide), {}, {}
         if self.policy is not None:
-            labels = jnp.sum(batch.chosen[:, 1:], axis=1, dtype=wide)[row]
+            labels = count_labels(batch.chosen, wide)[row]
             least = jnp.maximum(counts.tokens, 1), jnp.maximum(counts.texts, 1)
             by_label, measures = self.policy(inputs)
             loss = over_labels(self.aggregation(labels, *least) * by_label)
+            measures = measures | _measures(inputs)
             measured = {name: over_labels(value) for name, value in measures.items()}
+            largest = _largest(inputs)
         inside = jnp.zeros(found.loss.shape, bool)
         if self.draft is not None:
             inside = predicts(self.draft, pack.chosen, pack.positions, depths)
@@ -242,6 +322,8 @@ class Losses:
             entropy=over_labels(lax.stop_gradient(entropy)),
             gap=Gap.of(lax.stop_gradient(logprobs), inputs.sampled_logprobs, current),
             measured=measured,
+            largest=largest,
+            experts=forward.traffic,
             draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
         )
 

@@ -1,6 +1,6 @@
 """Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -170,6 +170,29 @@ def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.Gradie
         return changes, cast(state, dtype)
 
     return optax.GradientTransformation(init, update)
+
+
+def frozen(
+    names: Collection[str], optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The optimizer for all weights but those of these attributes, which stay as they are."""
+
+    def labels(weights: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "frozen" if _attribute(path) in names else "trained", weights
+        )
+
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        "trained": optimizer,
+        "frozen": optax.set_to_zero(),
+    }
+    return optax.partition(groups, param_labels=labels)
+
+
+def update_count(state: PyTree) -> Int[Array, ""]:
+    """Updates that an optimizer has made."""
+    # AdamW, its schedule and Muon all count them
+    return optax.tree.get_all_with_path(state, "count")[0][1]
 
 
 class Offloaded(optax.GradientTransformation):

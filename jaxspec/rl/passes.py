@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec.kernels.order import after, computed
 from jaxspec.mesh import ROWS, by_rows, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import Adapted, applied
 from jaxspec.rl import optimizers
 from jaxspec.rl.fsdp import Pair, Shards
-from jaxspec.rl.micro_batch import Counts, Losses, Sums
+from jaxspec.rl.micro_batch import Counts, Gap, Losses, Sums
 from jaxspec.rl.train_batch import TrainBatch, exchanged, filler, from_shards, packed
 from jaxspec.state import Pack, PyTree
 
@@ -69,19 +69,45 @@ class Passes:
         return sums, counts
 
     def logprobs(
-        self, policy: Decoder | Adapted, wanted: Bool[Array, ""], batch: TrainBatch
+        self, policy: Decoder | Adapted, first: Int[Array, ""] | int, batch: TrainBatch
     ) -> tuple[Float[Array, "B S"], TrainBatch]:
-        """The log-probability of each label under a policy, at the place of its token, by a forward
-        pass over all mini-batches; 0 elsewhere, and everywhere where it is not `wanted`.
+        """Log-probabilities of the labels under a policy, by a forward pass.
 
-        Also the batch, of which whatever is read later comes after that pass.
+        It reads the mini-batches from number `first` on. A label's stands at the place of its
+        token; elsewhere are zeros. Also returns the batch, tied to this pass so that later reads
+        are ordered after it.
         """
         shards, specs = self._shards((policy, None))
         run = partial(self._logprobs_on_a_shard, shards=shards)
         by_row = _specs(batch)
         return on_each_shard(self.mesh, run, (specs[0], P(), by_row), (P(ROWS), by_row))(
-            policy, wanted, batch
+            policy, jnp.asarray(first, jnp.int32), batch
         )
+
+    def gap(
+        self, logprobs: Float[Array, "B S"], first: int, batch: TrainBatch
+    ) -> tuple[Gap, TrainBatch]:
+        """Compares the labels' `logprobs` with the recorded ones, from mini-batch `first` on.
+
+        Rows of older versions are left out. Also returns the batch, tied to what is added up here.
+        """
+
+        def on_a_shard(logprobs: Float[Array, "b S"], batch: TrainBatch) -> tuple[Gap, TrainBatch]:
+            is_read = jnp.any(batch.plan.micro[first:] >= 0, axis=0)
+            is_current = is_read if batch.current is None else is_read & batch.current
+            # nothing predicts a row's first token
+            chosen = batch.chosen.at[:, 0].set(False) & is_current[:, None]
+            recorded = batch.sampled_logprobs.astype(logprobs.dtype)
+            gap = Gap.of(logprobs, recorded, chosen)
+            largest = lax.pmax(gap.largest, ROWS)
+            if self.losses.ordered:
+                gap = jax.tree.map(lambda total: after(total, [computed(largest)]), gap)
+            gap = lax.psum(gap, ROWS)._replace(largest=largest)
+            return gap, tied(batch, *gap) if self.losses.ordered else batch
+
+        by_row = _specs(batch)
+        compare = on_each_shard(self.mesh, on_a_shard, (P(ROWS), by_row), (P(), by_row))
+        return compare(logprobs, batch)
 
     def in_row_order(
         self, by_place: Float[Array, "B ..."], batch: TrainBatch
@@ -181,7 +207,10 @@ class Passes:
         nothing = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
         # The plan says at run time how many micro-batches there are: one program for every batch.
         gradients, sums = lax.fori_loop(
-            0, batch.plan.used[mini], read, (nothing, losses.nothing(counts))
+            0,
+            batch.plan.used[mini],
+            read,
+            (nothing, losses.nothing(counts, applied(policy).config)),
         )
         # once a batch, and not for every micro-batch
         return trained.summed(gradients) if learning else gradients, sums.over_shards(), counts
@@ -191,7 +220,7 @@ class Passes:
     def _logprobs_on_a_shard(
         self,
         policy: Decoder | Adapted,
-        wanted: Bool[Array, ""],
+        first: Int[Array, ""],
         batch: TrainBatch,
         shards: Shards,
     ) -> tuple[Float[Array, "B S"], TrainBatch]:
@@ -211,7 +240,7 @@ class Passes:
             return found.at[row, following].set(picked.astype(found.dtype), mode="drop")
 
         def read_all(mini: Int[Array, ""], found: Float[Array, "B S"]) -> Float[Array, "B S"]:
-            used = jnp.where(wanted, batch.plan.used[mini], 0)
+            used = jnp.where(mini >= first, batch.plan.used[mini], 0)
             return lax.fori_loop(0, used, partial(read, mini), found)
 
         nothing = jnp.zeros((rows, size), self.losses.wide)
@@ -221,9 +250,9 @@ class Passes:
         return found, tied(batch, there) if self.losses.ordered else batch
 
 
-def tied(batch: TrainBatch, there: Int[Array, ""]) -> TrainBatch:
-    """The batch, of which whatever is read comes after something that is `there`."""
-    signs = [computed(there)]
+def tied(batch: TrainBatch, *there: Num[Array, ""]) -> TrainBatch:
+    """The batch, of which whatever is read comes after numbers that are `there`."""
+    signs = [computed(number) for number in there]
     return batch.replace(tokens=after(batch.tokens, signs), chosen=after(batch.chosen, signs))
 
 

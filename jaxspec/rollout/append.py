@@ -90,7 +90,7 @@ def read_texts(
 
     def read(turn: Int[Array, ""], carry: tuple[Caches, PyTree]) -> tuple[Caches, PyTree]:
         caches, draft_state = carry
-        pieces = _take_pieces(texts, ends, turn, size)
+        pieces = take_pieces(texts, ends, turn, size)
         # no page where there is no text, so that nothing is written
         table = jnp.take(
             texts.table, pieces.text, axis=0, mode="fill", fill_value=caches.target.pages
@@ -110,7 +110,7 @@ def read_texts(
     return lax.fori_loop(0, turns, read, (caches.without_table(), draft_state))
 
 
-def _take_pieces(
+def take_pieces(
     texts: Texts, ends: Int[Array, " H"], turn: Int[Array, ""], size: PassSize
 ) -> Pieces:
     """Returns the pieces of a pass; `ends` counts those of all texts up to each."""

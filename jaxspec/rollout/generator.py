@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
-from jaxspec.inputs.streams import stream_key
+from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.kernels.order import after, all_computed, computed, needed_on
 from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
 from jaxspec.models.decoder import Decoder
@@ -201,9 +201,8 @@ class Generator:
     ) -> Ready:
         """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
         place where weights change sides."""
-        networks = to_rollout(
-            (merged(policy), draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
-        )
+        policy = merged(policy, rounding_key(self.seed, version))
+        networks = to_rollout((policy, draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype))
         version = jnp.asarray(version, jnp.int32)
         # prefill does not read all weights, and would run beside the collectives of the others
         if needed_on(self.mesh):
@@ -264,13 +263,20 @@ class Generator:
 
     def measure(self, rollout: Rollout, ready: Ready) -> dict[str, Num[Array, ""]]:
         """Lengths, endings and acceptance of the rows that were generated."""
-        ran = rollout.status != IDLE
+        ran, ended = rollout.status != IDLE, rollout.status == EOS
         rows = jnp.maximum(jnp.sum(ran), 1)
-        tokens = jnp.sum(jnp.where(ran, rollout.lengths - rollout.prompt_lengths, 0))
+        lengths = rollout.lengths - rollout.prompt_lengths
+        tokens = jnp.sum(jnp.where(ran, lengths, 0))
+        count = jnp.sum(ended)
+        of_ended = jnp.sum(jnp.where(ended, lengths, 0)) / jnp.maximum(count, 1)
         return {
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
+            "rollout/length_min": jnp.min(jnp.where(ran, lengths, self.settings.max_new_tokens)),
+            "rollout/length_max": jnp.max(jnp.where(ran, lengths, 0)),
+            "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
+            "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
                 rollout.statistics, tokens, ready.drafter.choice, self.settings.grid
             ),
@@ -315,6 +321,11 @@ class Generator:
             version=count,
             statistics=nothing,
         )
+
+
+def rounding_key(seed: int, version: Int[Array, ""] | int) -> Key[Array, ""]:
+    """Key by which a version's merged adapters are rounded, whenever it generates."""
+    return stream_key(seed, Stream.ROUNDING, version)
 
 
 def to_rollout(

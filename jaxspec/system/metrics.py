@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Literal
 
@@ -243,14 +244,18 @@ def read(workdir: Path) -> list[dict[str, Any]]:
 
 
 def over_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of a batch that several rollouts fill: sums of seconds, tokens and counts of
-    rows, means of everything else over the rollouts that have it."""
+    """The metrics of a batch that several rollouts fill, each over the rollouts that have it.
+
+    Seconds, tokens and counts of rows are added up. Of shortest and longest responses the extremes
+    are taken, of everything else means.
+    """
     merged = {}
     for name in {name: None for line in lines for name in line}:
         found = [value for line in lines if not math.isnan(value := line.get(name, math.nan))]
-        total = sum(found) if found else math.nan
         summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
-        merged[name] = total if summed else total / max(len(found), 1)
+        extremes = {"rollout/length_min": min, "rollout/length_max": max}
+        merge = sum if summed else extremes.get(name, fmean)
+        merged[name] = merge(found) if found else math.nan
     return merged | {"step": lines[0]["step"]}
 
 

@@ -13,6 +13,7 @@ from jaxspec.config.settings import (
     LookupConfig,
     MeshConfig,
     OfflineConfig,
+    OptimizerConfig,
     ResolvedConfig,
     RolloutConfig,
     SftConfig,
@@ -103,6 +104,12 @@ class TestCheck:
                 8,
                 1,
                 ["mesh.expert 2", "has none", "--mesh.data"],
+            ),
+            (
+                ResolvedConfig(optimizer=OptimizerConfig(freeze_router=True)),
+                1,
+                1,
+                ["optimizer.freeze_router", "has none"],
             ),
             (
                 ResolvedConfig(mesh=MeshConfig(expert=16), model=WITH_EXPERTS),

@@ -26,6 +26,7 @@ USELESS = [
     ("--lora.targets q_proj", "lora.rank 0"),
     ("--lora.alpha 8", "lora.rank 0"),
     ("--lora.path folder --lora.alpha 8", "lora.rank 0"),
+    ("--lora.rank 2 --optimizer.freeze_router", "lora.rank"),
     ("--loss.clip_high 0.3", "one update a batch"),
     ("--loss.reuse_below 1.1", "one update a batch"),
     ("--loss.logprobs recompute", "one update a batch"),

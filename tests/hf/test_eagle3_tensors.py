@@ -171,7 +171,7 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
             )
             caches[layer] = keys, values
             hidden = made.finish(layer, heads.residual, attend(heads.query, keys, values, mask))
-        laws.append(made.draft_logits(target(), hidden)[0])
+        laws.append(made.logits(target(), hidden)[0])
         if step < len(DRAFTED):
             hidden, positions = hidden[:, -1:], positions[:, -1:] + 1
             tokens = jnp.asarray([[DRAFTED[step]]], jnp.int32)

@@ -43,7 +43,7 @@ def said(mtp: Mtp, target: Decoder, features: jax.Array) -> jax.Array:
         keys = jnp.concatenate([keys, heads.key], axis=1)
         values = jnp.concatenate([values, heads.value], axis=1)
         hidden = mtp.finish(0, heads.residual, attend(heads.query, keys, values, mask))
-        laws.append(mtp.draft_logits(target, hidden)[0])
+        laws.append(mtp.logits(target, hidden)[0])
         if step < len(DRAFTED):
             hidden = hidden[:, -1:]
             positions = positions[:, -1:] + 1

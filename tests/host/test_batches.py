@@ -202,6 +202,18 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
         assert sorted(read.tolist()) == [row for row in range(len(responses)) if row != 5]
 
 
+def test_groups_are_compared_before_the_length_penalty(job: Job) -> None:
+    """Two wrong answers of different lengths say nothing of the problem."""
+    config = dataclasses.replace(CONFIG, overlong=OverlongConfig(buffer=0.5))
+    job = make_job(config, small_mesh(4, 2))
+    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
+    responses = ["1"] * PROMPTS * GROUP
+    responses[3] = "1" * 8
+    scored = batches.score_training(0, answered(job, batches, responses, [EOS] * len(responses)))
+    assert np.asarray(scored.finished.rewards)[3] < 0
+    assert not scored.differing.any()
+
+
 def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True))
     job = make_job(config, small_mesh(4, 2))

@@ -114,25 +114,26 @@ def test_a_vocabulary_of_its_own_has_logits_of_its_own(target: Decoder) -> None:
     head = with_vocabulary(network(vocab=len(IDS)), IDS)
     taps, embedded = inputs()
     outputs, logits = run(target, head, taps, embedded)
-    narrow = np.asarray(head.draft_logits(target, outputs))
+    narrow = np.asarray(head.logits(target, outputs))
     assert narrow.shape == (1, LENGTH, len(IDS))
     np.testing.assert_array_equal(logits, narrow)
     _, law = numpy_eagle_slot(head, taps[0, 0] @ numpy_weights(head)["fuse"], embedded[0, 0], 0, [])
     np.testing.assert_allclose(narrow[0, 0], law, rtol=0, atol=1e-12)
 
 
-def test_logits_to_draft_from_stay_in_the_models_type(target: Decoder) -> None:
-    """Unless they are scaled; those to learn from are added up and kept in float32."""
-    half, hidden = tiny_model(dtype="bfloat16"), jnp.ones((1, 1, 16), jnp.bfloat16)
-    for scale, dtype in ((1.0, jnp.bfloat16), (0.5, jnp.float32)):
-        made = functools.partial(eagle3, vocab=4, logit_scale=scale)
-        head = cast(tiny_network(made, half, 3), jnp.dtype(jnp.bfloat16))
-        drawn = head.logits(target, hidden)
-        assert drawn.dtype == dtype
-        learned = head.draft_logits(target, hidden)
-        assert learned.dtype == jnp.float32
-        rounded = np.asarray(learned / scale, jnp.bfloat16).astype(np.float32) * scale
-        np.testing.assert_array_equal(rounded, np.asarray(drawn, np.float32))
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_logits_are_added_up_in_float32(target: Decoder, scale: float) -> None:
+    """Of a head in bfloat16, at largest logits of 32."""
+    made = functools.partial(eagle3, vocab=40, logit_scale=scale, norm_output=True)
+    head = tiny_network(made, tiny_model(vocab=50, embed=64, dtype="bfloat16"), 3, 10.0)
+    head = cast(head, jnp.dtype(jnp.bfloat16))
+    hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 64)), jnp.bfloat16)
+    logits = head.logits(target, hidden)
+    exact = numpy_weights(head)["head"]
+    wanted = np.asarray(hidden, np.float64) @ exact.astype(np.float64) * scale
+    assert logits.dtype == jnp.float32
+    assert 20 * scale < np.abs(wanted).max() < 40 * scale
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
 
 
 def test_the_map_starts_as_the_first_tokens_and_is_data() -> None:

@@ -1,10 +1,15 @@
-"""Norms in narrow types against float64."""
+"""Norms and logits in narrow types against float64."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxspec.models.layers import rms_norm
+from jaxspec.kernels.cpu_layouts import FEW, MANY, blocked, split, transposed
+from jaxspec.models.layers import CastHead, logits_of, rms_norm
 from tests.twins import numpy_rms_norm
 
 
@@ -20,3 +25,51 @@ def test_the_norm_itself_is_taken_in_at_least_float32(dtype: str, tolerance: flo
         numpy_rms_norm(np.asarray(x, np.float64), np.ones(300), 1e-6),
         rtol=tolerance,
     )
+
+
+WIDTH, VOCAB = 128, 150
+HEADS: dict[str, tuple[int, Callable[[nnx.Param], nnx.Variable]]] = {
+    "plain": (3, lambda head: head),
+    "transposed, few rows": (3, lambda head: transposed(head, 0, 1)),
+    "transposed, many rows": (MANY, lambda head: transposed(head, 0, 1)),
+    "blocked, few rows": (3, lambda head: blocked(head, 0, 1)),
+    "blocked, many rows": (FEW, lambda head: blocked(head, 0, 1)),
+    "split, one row": (1, lambda head: split(head, 0, 1)),
+    "split, more rows": (3, lambda head: split(head, 0, 1)),
+}
+"""Rows that meet the head, and how it lies."""
+
+
+def narrow_product(rows: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Hidden states and a head in bfloat16, and their exact product, at most about 32."""
+    random = np.random.default_rng(0)
+    hidden = jnp.asarray(random.normal(size=(1, rows, WIDTH)), jnp.bfloat16)
+    head = random.normal(size=(WIDTH, VOCAB))
+    head *= 32 / np.abs(np.asarray(hidden, np.float64) @ head).max()
+    narrow = jnp.asarray(head, jnp.bfloat16)
+    return hidden, narrow, np.asarray(hidden, np.float64) @ np.asarray(narrow, np.float64)
+
+
+def assert_float32(logits: jax.Array, exact: np.ndarray) -> None:
+    """Where bfloat16 would round to an eighth."""
+    assert np.abs(exact).max() > 31
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_logits_are_added_up_in_float32_however_the_head_lies(form: str) -> None:
+    rows, lay_out = HEADS[form]
+    hidden, head, exact = narrow_product(rows)
+    laid_out = lay_out(nnx.Param(head))
+    assert_float32(jax.jit(lambda hidden: logits_of(hidden, laid_out))(hidden), exact)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_tied_and_cast_heads_are_added_up_in_float32(tied: bool) -> None:
+    hidden, head, exact = narrow_product(3)
+    kernel = nnx.Param(head.T if tied else head)
+    assert_float32(jax.jit(lambda hidden: logits_of(hidden, kernel, by_rows=tied))(hidden), exact)
+    master = nnx.Param(kernel[...].astype(jnp.float32))
+    learner = CastHead(master, "bfloat16", by_rows=tied)
+    assert_float32(jax.jit(lambda hidden: logits_of(hidden, learner))(hidden), exact)

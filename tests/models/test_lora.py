@@ -1,6 +1,7 @@
 """Adapters beside a frozen decoder: where they start, what an update changes, and where they
 lie."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,15 +11,23 @@ import optax
 import pytest
 
 from jaxspec.build import build_step
-from jaxspec.config.settings import LoraConfig
+from jaxspec.config.settings import DraftConfig, LoraConfig
 from jaxspec.hf.peft import adapter_config
 from jaxspec.host.runner import abstract
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.models.lora import ADAPTER_AXES, TARGETS, Adapted, applied, merged
+from jaxspec.models.layers import LOGICAL_AXES, cast
+from jaxspec.models.lora import (
+    ADAPTER_AXES,
+    TARGETS,
+    Adapted,
+    applied,
+    kept_share,
+    merged,
+    round_stochastically,
+)
 from jaxspec.rl import optimizers
 from jaxspec.state import TrainState
 from tests.conftest import (
@@ -72,6 +81,61 @@ def test_the_merged_decoder_is_the_sum_in_numpy() -> None:
     assert {name for name in wide if name.startswith("adapters")} == {
         f"adapters.{name}_{part}" for name in network.names for part in "ab"
     }
+
+
+def kept(network: Adapted, decoder: Decoder) -> float:
+    """Share of the adapters' change that a decoder has, by numpy."""
+    base, whole, other = (
+        np.concatenate([leaf.ravel() for leaf in numpy_weights(each.layers).values()])
+        for each in (network.base, merged(network), decoder)
+    )
+    change = whole - base
+    return float(((other - base) @ change) / (change @ change))
+
+
+def test_a_young_adapter_of_a_bfloat16_model_reaches_generation_whole() -> None:
+    """Rounded to nearest, less than half of it would; in float32 nothing is rounded."""
+    model = replace(MODEL, embed=64, ffn=96, dtype="bfloat16")
+    network = adapted(noise=1e-4, model=model)
+    with jax.numpy_dtype_promotion("standard"):
+        nearest = cast(merged(network), jnp.dtype(jnp.bfloat16))
+        versions = [merged(network, jax.random.key(seed)) for seed in range(8)]
+    share = float(kept_share(network, jnp.dtype(jnp.bfloat16)))
+    assert share == pytest.approx(kept(network, nearest), abs=1e-3)
+    assert share < 0.5
+    shares = [kept(network, version) for version in versions]
+    assert np.mean(shares) == pytest.approx(1, abs=0.1)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(versions[0])} == {"bfloat16"}
+    assert not same_bits(versions[0], versions[1])
+
+
+def test_stochastic_rounding_keeps_means_and_what_needs_none() -> None:
+    values = jnp.full((40_000,), 1 + 2**-10, jnp.float32)  # an eighth of the way to the next number
+    rounded = np.asarray(round_stochastically(values, jnp.dtype(jnp.bfloat16), jax.random.key(0)))
+    assert set(rounded.astype(np.float64).tolist()) == {1.0, 1 + 2**-7}
+    assert np.mean(rounded.astype(np.float64) > 1) == pytest.approx(1 / 8, abs=0.01)
+    exact = jnp.array([0.0, -0.0, 1.5, -3.0, np.inf, -np.inf, np.nan], jnp.float32)
+    same = round_stochastically(exact, jnp.dtype(jnp.bfloat16), jax.random.key(1))
+    np.testing.assert_array_equal(np.asarray(same, np.float64), np.asarray(exact, np.float64))
+    low = round_stochastically(-values, jnp.dtype(jnp.bfloat16), jax.random.key(2))
+    assert np.mean(np.asarray(low, np.float64)) == pytest.approx(-1 - 2**-10, abs=1e-4)
+
+
+def test_a_version_is_rounded_alike_whenever_it_generates() -> None:
+    """And on every mesh; another version otherwise."""
+    model = tiny_model(dtype="bfloat16", kv_heads=4)
+    network = adapted(noise=1e-3, model=model)
+    config = tiny_config(model, DraftConfig(kind="none"), lora=LoraConfig(rank=3))
+    made = []
+    for data, version in ((1, 5), (4, 5), (1, 6)):
+        generator = build_step(config, small_mesh(data), (1,), 11).generator
+        sync = jax.jit(
+            lambda network, version, of=generator: of.sync(network, None, of.start(), version)
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            made.append(sync(network, jnp.int32(version)).target)
+    assert same_bits(made[0], made[1])
+    assert not same_bits(made[0], made[2])
 
 
 @pytest.mark.parametrize("targets", [(), ("o_proj", "gate_proj")])

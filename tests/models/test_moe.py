@@ -15,7 +15,7 @@ from jaxspec.kernels import exchange, grouped
 from jaxspec.kernels.grouped import swiglu_of_experts
 from jaxspec.mesh import EXPERT, ROWS, TENSOR, make_mesh, on_each_shard
 from jaxspec.models import moe
-from jaxspec.models.moe import mixture
+from jaxspec.models.moe import Traffic, mixture
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -51,7 +51,7 @@ def with_gradients(function: Any, normalize: bool) -> Any:
 
 
 def by_blocks(x: Any, router: Any, experts: Any, normalize: bool) -> Any:
-    return mixture(x, router, experts, CHOSEN, normalize)
+    return mixture(x, router, experts, CHOSEN, normalize)[0]
 
 
 def assert_near(found: Any, wanted: Any, tolerance: float) -> None:
@@ -174,6 +174,57 @@ def test_an_expert_without_tokens_is_not_read_and_a_bad_token_stays_alone() -> N
     for of_weight in gradients(experts):
         assert np.isfinite(of_weight[untouched]).all()
         assert np.any(of_weight[untouched])
+
+
+def test_the_routers_scores_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, at largest scores of 32, many tokens would have tied experts."""
+    random, count = np.random.default_rng(5), 200
+    tokens = jnp.asarray(random.normal(size=(1, count, 64)), jnp.bfloat16)
+    router = random.normal(size=(64, 40))
+    router *= 32 / np.abs(np.asarray(tokens, np.float64) @ router).max()
+    narrow = jnp.asarray(router, jnp.bfloat16)
+    found: list[Any] = []
+
+    def record(tokens: Any, chosen: Any, weights: Any, *_: Any, **__: Any) -> Any:
+        found.extend((np.asarray(chosen), np.asarray(weights, np.float64)))
+        return tokens
+
+    monkeypatch.setattr(moe, "swiglu_of_experts", record)
+    wide, tall = jnp.zeros((40, 64, 4), jnp.bfloat16), jnp.zeros((40, 4, 64), jnp.bfloat16)
+    mixture(tokens, narrow, (wide, wide, tall), CHOSEN, normalize=False)
+    scores = (np.asarray(tokens, np.float64) @ np.asarray(narrow, np.float64))[0]
+    laws = np.exp(scores - scores.max(axis=1, keepdims=True))
+    laws /= laws.sum(axis=1, keepdims=True)
+    order = np.argsort(-laws, axis=1)[:, :CHOSEN]
+    chosen, weights = found
+    np.testing.assert_array_equal(chosen, order)
+    wanted = np.take_along_axis(laws, order, axis=1)
+    np.testing.assert_allclose(np.log(weights), np.log(wanted), rtol=0, atol=1e-5)
+    rounded = np.sort(np.asarray(scores, jnp.bfloat16).astype(np.float64), axis=1)
+    assert np.mean(rounded[:, -CHOSEN] == rounded[:, -CHOSEN - 1]) > 0.02
+
+
+def test_traffic_is_that_of_the_counted_tokens() -> None:
+    random = np.random.default_rng(6)
+    router, experts = weights_of(random, "float64")
+    x, counted = random.normal(size=(2, 10, WIDTH)), random.random((2, 10)) < 0.6
+    _, traffic = mixture(
+        jnp.asarray(x), router, experts, CHOSEN, True, counted=jnp.asarray(counted)
+    )
+    assert traffic is not None
+    scores = (x @ np.asarray(router))[counted]
+    laws = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    order = np.argsort(-scores, axis=1)[:, :CHOSEN]
+    tokens, entropy = np.bincount(order.ravel(), minlength=EXPERTS), -(laws * np.log(laws)).sum()
+    np.testing.assert_array_equal(traffic.tokens, tokens)
+    np.testing.assert_allclose(traffic.entropy, entropy)
+
+
+def test_loads_are_over_an_even_share_and_means_of_layers() -> None:
+    """One layer sends all tokens to one of two experts, the other half of them."""
+    traffic = Traffic(jnp.array([[6.0, 0.0], [3.0, 3.0]]), jnp.array([1.5, 4.5]))
+    found = {name: float(value) for name, value in traffic.metrics(jnp.array(6.0)).items()}
+    assert found == {"experts/load_min": 0.5, "experts/load_max": 1.5, "experts/entropy": 0.5}
 
 
 def test_a_layer_of_a_stack_reads_the_experts_it_needs_and_no_other() -> None:

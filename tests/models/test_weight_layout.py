@@ -194,7 +194,7 @@ def read(network: Any, target: Decoder) -> list[jax.Array]:
             attend(heads.query, heads.key, heads.value, up_to_position(positions, WIDTH)),
         )
         given += [*heads, hidden]
-    return [*given, network.draft_logits(target, hidden), network.logits(target, hidden)]
+    return [*given, network.logits(target, hidden)]
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxspec.inputs.spec import FamilySpec, LoraConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
@@ -19,6 +20,7 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.optimizers import ADAM
 from jaxspec.state import Trained
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
+from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -211,6 +213,36 @@ def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
     a, b = (np.asarray(getattr(learner.network.adapters, f"q_proj_{part}")[...]) for part in "ab")
     assert (a != np.asarray(getattr(policy.adapters, "q_proj_a")[...])).all()  # noqa: B009
     assert (b != 0).all()
+
+
+@pytest.mark.parametrize("made", [optimizers.adamw, optimizers.muon])
+def test_frozen_weights_stay_and_the_others_move_as_without_them(made: Any) -> None:
+    """A frozen router has no moments, is not decayed, and is no part of the clipped norm."""
+    family = FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2)
+    weights = optimizers.parameters(tiny_network(Decoder, tiny_model(layers=1, family=family), 1))
+    gradients = jax.tree.map(lambda leaf: 0.1 * jnp.cos(leaf), weights)
+    quiet = jax.tree.map(lambda leaf: leaf, gradients)
+    quiet.layers.router = nnx.Param(jnp.zeros_like(quiet.layers.router[...]))
+    rate = optimizers.scheduled("constant", 0.1, 1, 9)
+    plain, frozen = made(rate, 0.5, 0.3), optimizers.frozen(("router",), made(rate, 0.5, 0.3))
+    wanted, _ = jax.jit(plain.update)(quiet, plain.init(weights), weights)
+    changes, state = jax.jit(frozen.update)(gradients, frozen.init(weights), weights)
+    assert optimizers.update_count(state) == 1
+    found = numpy_weights(changes)
+    assert not found.pop("layers.router").any()
+    for name, change in found.items():
+        np.testing.assert_allclose(change, numpy_weights(wanted)[name], rtol=1e-9, atol=1e-15)
+
+
+def test_muon_decays_matrices_that_have_no_gradient() -> None:
+    network = tiny_network(Decoder, tiny_model(layers=1), 1)
+    optimizer = optimizers.muon(0.1, 1.0, 0.3)
+    weights = optimizers.parameters(network)
+    nothing = jax.tree.map(jnp.zeros_like, weights)
+    changes, _ = jax.jit(optimizer.update)(nothing, optimizer.init(weights), weights)
+    for name in ("gate", "query", "output"):
+        change, weight = (getattr(tree.layers, name)[...] for tree in (changes, network))
+        np.testing.assert_allclose(change, -0.1 * 0.3 * weight, rtol=1e-9)
 
 
 def test_schedules() -> None:

@@ -68,7 +68,8 @@ def step_of(
         lora=LoraConfig(rank=rank),
     )
     step = build_step(config, small_mesh(*mesh), (1,), MODEL.vocab)
-    learner = dataclasses.replace(step.learner, policy_optimizer=optax.sgd(RATE))
+    optimizer = optax.sgd(optax.constant_schedule(RATE))
+    learner = dataclasses.replace(step.learner, policy_optimizer=optimizer)
     return dataclasses.replace(step, learner=learner)
 
 
@@ -247,7 +248,11 @@ def test_a_mini_batch_of_nothing_is_passed_over() -> None:
 def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> None:
     step = step_of(loss=LossConfig(**LOSS, reuse_below=1.05), kl=KlConfig(), minis=2, epochs=1)
     near, far = Rows(0.01), Rows(0.2)
-    still = dataclasses.replace(step.learner, policy_optimizer=optax.sgd(1e-9))
+    still = dataclasses.replace(
+        step.learner,
+        policy_optimizer=optax.sgd(optax.constant_schedule(1e-9)),
+        learning_rate=optax.linear_schedule(0.0, 1.0, 10),
+    )
     state, told = still.start(policy(), None, online=False), []
     learn = jax.jit(still.learn)
     for version, rows in enumerate((near, far, near)):
@@ -256,8 +261,28 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
         told.append(
             (float(metrics["rollout/probability_factor"]) > 1.05, int(metrics["learner/recompute"]))
         )
+        # of the first of its two updates
+        assert metrics["optimizer/learning_rate"] == pytest.approx(0.2 * version)
     assert told == [(False, 0), (True, 0), (False, 1)]
     assert bool(state.recompute)
+
+
+@pytest.mark.parametrize("how", ["reuse", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_the_gap_is_that_of_the_whole_batch_before_its_first_update(how: Any) -> None:
+    """Though the record is right in the first of four mini-batches, and every update goes far."""
+    loss = LossConfig(**LOSS, logprobs=how)
+    step = step_of((2, 1), loss, KlConfig(), minis=4, epochs=2)
+    rows = Rows(0.01)
+    rows.sampled[ROWS // 4 :] -= np.log(20)
+    rows.version[-1] = -1  # sampled by an older policy, which is no fault of the record
+    after, metrics = learnt(step, policy(), rows)
+    current = rows.chosen & (rows.version == 0)[:, None]
+    gap = np.abs(np.asarray(logprobs_of(policy(), rows)) - rows.sampled)[current]
+    assert metrics["rollout/probability_factor"] == pytest.approx(np.exp(gap).mean(), rel=1e-11)
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(gap.mean(), abs=1e-11)
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(gap.max(), abs=1e-11)
+    assert 10 < metrics["rollout/probability_factor"] < 20
+    assert bool(after.recompute)
 
 
 @pytest.mark.parametrize("where", ["reward", "reward_to_go"])

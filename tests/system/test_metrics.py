@@ -175,3 +175,36 @@ def test_equal_values_have_no_deviation(value: float, count: int) -> None:
 def test_standard_deviation() -> None:
     assert metrics.standard_deviation(np.asarray([0.0, 1.0, 1.0, 0.0], np.float32)) == 0.5
     assert math.isnan(metrics.standard_deviation(np.zeros(0, np.float32)))
+
+
+def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
+    """A rollout without a number of its own takes no part."""
+    lines = [
+        {
+            "step": 3,
+            "time/generate": 1.0,
+            "rollout/length_mean": 5.0,
+            "rollout/length_min": 2,
+            "rollout/length_max": 9,
+            "rollout/length_ended": math.nan,
+        },
+        {
+            "step": 4,
+            "time/generate": 2.0,
+            "rollout/length_mean": 8.0,
+            "rollout/length_min": 1,
+            "rollout/length_max": 8,
+            "rollout/length_ended": 4.0,
+            "reward/mean": math.nan,
+        },
+    ]
+    merged = metrics.over_rollouts(lines)
+    assert math.isnan(merged.pop("reward/mean"))
+    assert merged == {
+        "step": 3,
+        "time/generate": 3.0,
+        "rollout/length_mean": 6.5,
+        "rollout/length_min": 1,
+        "rollout/length_max": 9,
+        "rollout/length_ended": 4.0,
+    }

@@ -1,19 +1,7 @@
-"""The bugs of `test_mutants.py`: text that must be in a file exactly once, what takes its place,
-and the test that must fail."""
+"""Bugs that speculative engines have shipped, each with the test that must fail; the documents list
+them."""
 
-from typing import NamedTuple
-
-
-class Mutant(NamedTuple):
-    row: str
-    """Number of its class of bugs, which several mutants may share; `-`: it is in none."""
-    bug: str
-    file: str
-    old: str
-    new: str
-    killer: str
-    """The test that fails, under tests/."""
-
+from tests.mutants.mutant import Mutant
 
 LAW = "rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding"
 SAMPLED = "rollout/test_monte_carlo.py::test_answers_of_the_engine_pass_a_chi_square"
