@@ -93,6 +93,8 @@ class Options(Checked, prefix="--"):
     """Token ids that are never sampled."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, with the token in which it first contains one of them."""
+    stop_ids: tuple[Natural, ...] = ()
+    """Token ids that end an answer, beside those that the tokenizer's files name."""
     enable_thinking: bool = True
     """What the chat template is told of `enable_thinking`."""
     max_prompt_length: Annotated[int, Range(least=2)] = 8
@@ -108,7 +110,7 @@ class Options(Checked, prefix="--"):
 
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "max_new_tokens", "banned"),
-    *("stop", "enable_thinking", "verify", "draft", "lookup"),
+    *("stop", "stop_ids", "enable_thinking", "verify", "draft", "lookup"),
 )
 """Options that are settings of `rollout`."""
 

@@ -16,6 +16,7 @@ CHANGES = {
     "max_new_tokens": 9,
     "banned": (1, 3),
     "stop": ("#", "##"),
+    "stop_ids": (3,),
 }
 
 

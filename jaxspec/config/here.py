@@ -33,9 +33,10 @@ def with_what_is_here(config: Config) -> tuple[ResolvedConfig, list[str]]:
         # a name, of which nothing is read, says that there will be a file
         data = replace(data, path=here("data.path", data.path) or "problems.jsonl")
     rollout = replace(config.rollout, draft=draft)
-    if rollout.stop and not (model.path or data.tokenizer):
-        unseen.append("rollout.stop, which needs the tokenizer")
-        rollout = replace(rollout, stop=())
+    if not (model.path or data.tokenizer):
+        told = [name for name in ("stop", "stop_ids") if getattr(rollout, name)]
+        unseen += [f"rollout.{name}, which needs the tokenizer" for name in told]
+        rollout = replace(rollout, stop=(), stop_ids=())
     given = replace(config, rollout=rollout, lora=lora, data=data)
     if model.path:
         return resolved(replace(given, model=model), unseen.append), unseen

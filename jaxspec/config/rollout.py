@@ -177,7 +177,9 @@ class RolloutConfig(Checked, prefix="rollout."):
     stop: tuple[str, ...] = ()
     """Texts that end a response, with the token in which its text first contains one of them
     (before min_new_tokens they are passed over). They are taken as they are: in bash a line break
-    is $'\\n'."""
+    is $'\\n'. The name of a special token stands for that token."""
+    stop_ids: tuple[Natural, ...] = ()
+    """Token ids that end a response, beside those that the tokenizer's files name."""
     enable_thinking: bool = True
     """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to
     answer without thinking first."""

@@ -326,6 +326,8 @@ class ResolvedConfig(Config):
 
     model: ModelSpec = field(default_factory=ModelSpec)
     head: HeadSpec = field(default_factory=HeadSpec)
+    today: str = ""
+    """Day on which the run began, as 2026-11-27, where the chat template writes the date."""
     draft_model: ModelSpec | None = None
     """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
@@ -345,10 +347,8 @@ class ResolvedConfig(Config):
     @property
     def draft_spec(self) -> DraftSpec:
         """What the run's kind of draft may look at."""
-        rollout = self.rollout
-        draft = self.rollout.draft
-        lookup = self.rollout.lookup
-        own = self.draft_model
+        rollout, own = self.rollout, self.draft_model
+        draft, lookup = rollout.draft, rollout.lookup
         if own is not None:
             own = replace(own, dtype=self.model.dtype, remat=self.model.remat)
         trained = self.draft_training.online or self.offline.steps > 0

@@ -287,7 +287,7 @@ _FORM_OF_DRAFT = " ".join(
 )
 _SAMPLING = (
     "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p"
-    " rollout.min_p rollout.stop rollout.enable_thinking rollout.engine."
+    " rollout.min_p rollout.stop rollout.stop_ids rollout.enable_thinking rollout.engine."
 )
 OF_DRAFT = f"{OF_POLICY} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
 """Settings that `train_draft` reads."""

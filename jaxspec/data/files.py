@@ -1,10 +1,10 @@
-"""Data files, wherever they are and whatever they are written in, as the JSON lines that everything
-else reads."""
+"""Data files, wherever they are and whatever they are written in, as batches of rows."""
 
 import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxspec.inputs.checked import ConfigError, first_line, require
-from jaxspec.inputs.json_keys import listed
-from jaxspec.storage.cache import cache_folder
-from jaxspec.system.files import digest, replacing
+from jaxspec.inputs.json_keys import json_line, listed
+from jaxspec.system.files import digest
 
 _ROWS = 1024
-"""Rows of a parquet file that are in memory at once."""
+"""Rows of a file that are in memory at once."""
 _DATA = ("*.parquet", "*.jsonl")
 """Files of a dataset on the hub that hold its rows, where nothing says which do."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,7 +27,7 @@ _FILE = re.compile(r".*\.(parquet|jsonl?|txt)")
 
 def data_files(path: str, key: str) -> list[Path]:
     """Return the files that a setting names: a file; those of a dataset on the hub, OWNER/NAME or
-    OWNER/NAME:GLOB, or of a folder, FOLDER:GLOB, in the order of their names.
+    OWNER/NAME:GLOB, or of a folder, FOLDER or FOLDER:GLOB, in the order of their names.
 
     In GLOB, `*` stands for slashes as well. What is on the hub is downloaded into the hub's own
     cache first. A file that is absent is returned as it is: whoever reads it says so.
@@ -37,10 +36,10 @@ def data_files(path: str, key: str) -> list[Path]:
     """
     name, _, pattern = path.partition(":")
     here = Path(path).exists() or not (pattern or _ID.fullmatch(name))
-    if here or (not pattern and _FILE.fullmatch(name)):
-        return [Path(path)]
     if Path(name).is_dir():
         folder = Path(name)
+    elif here or (not pattern and _FILE.fullmatch(name)):
+        return [Path(path)]
     elif _ID.fullmatch(name):
         folder = _downloaded(path, key)
     else:
@@ -86,10 +85,12 @@ def _chosen(path: str, key: str, names: Sequence[str]) -> list[str]:
     patterns = [pattern] if pattern else _DATA
     found = sorted(name for name in names if any(fnmatchcase(name, each) for each in patterns))
     data = [name for name in names if any(fnmatchcase(name, each) for each in _DATA)]
+    example = sorted(data or names)
+    remedy = f"{dataset}:GLOB, such as {dataset}:{example[0]}" if example else "one that has some"
     require(
         bool(found),
         f"{key} {path}: no file of {dataset} matches {' or '.join(patterns)}; it has"
-        f" {listed(sorted(data or names)) or 'none'}; give {dataset}:GLOB that matches some",
+        f" {listed(example) or 'none'}; give {remedy}",
     )
     require(
         bool(pattern) or len(found) == 1,
@@ -99,24 +100,30 @@ def _chosen(path: str, key: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-def json_lines_of(path: str, key: str) -> str:
-    """Return the path of one file with the rows of all `data_files` as JSON lines: a single file of
-    JSON lines as it is; parquet and several files are written into one, once for each content, in
-    the folder `data` of the cache.
+def data_digest(path: str, key: str) -> str:
+    """Return the digest of all `data_files`; "-" where one is absent.
 
-    Raises `ConfigError` as `data_files` and `lines_of` do.
+    Raises `ConfigError` as `data_files` does, and for a file that cannot be read.
     """
-    files = data_files(path, key)
-    single = len(files) == 1
-    if (single and files[0].suffix != ".parquet") or not files[0].is_file():
-        return str(files[0])
-    digests = [digest(file) for file in files]
-    whole = digests[0] if single else hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    made = cache_folder() / "data" / f"{whole}.jsonl"
-    if not made.is_file():
-        with replacing(made, shared=True) as fresh, fresh.open("wb") as lines:
-            lines.writelines(lines_of(files, f"{key} {path}"))
-    return str(made)
+    digests = [_digest(file) for file in data_files(path, key)]
+    if "-" in digests:
+        return "-"
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    if not file.is_file():
+        return digest(file)
+    state = file.stat()
+    return _digest_once(file.absolute(), state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_once(file: Path, size: int, changed: int) -> str:
+    """The digest of a file in this state: a start asks for it in several places."""
+    return digest(file)
 
 
 def count_lines(files: Sequence[Path], where: str) -> int:
@@ -133,24 +140,95 @@ def count_lines(files: Sequence[Path], where: str) -> int:
     return count
 
 
-def lines_of(files: Sequence[Path], where: str) -> Iterator[bytes]:
-    """Give the rows of all files as lines of JSON, one file after the other; never more than some
-    of them are in memory.
+class LineBatch:
+    """Rows of a file of JSON lines; the first is row `first` of all files, which `where` names."""
 
-    Nested columns of parquet become objects and lists, and what JSON has no word for its text.
+    def __init__(self, lines: list[bytes], where: str, first: int) -> None:
+        self._lines, self._where, self._first = lines, where, first
+        self.sizes = [len(line) for line in lines]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
+        """Give the values of some columns, row by row; None for a blank line.
+
+        Raises `ConfigError` for a line that holds no object.
+        """
+        # nothing is kept: thousands of rows would not fit the processor's caches
+        for place, line in enumerate(self._lines):
+            row = self.row(place) if line.strip() else None
+            yield None if row is None else [row.get(name) for name in names]
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return the object that a line holds; raises as `values` does."""
+        return json_line(self._lines[place], f"{self._where}, line {self._first + place + 1}")
+
+    def as_lines(self, places: Sequence[int]) -> list[bytes]:
+        """Return some of its rows as lines of JSON."""
+        lines = (self._lines[place] for place in places)
+        return [line if line.endswith(b"\n") else line + b"\n" for line in lines]
+
+
+class TableBatch:
+    """Rows of a parquet file, which `where` names. Its methods raise `ConfigError` for damage."""
+
+    def __init__(self, table: Any, where: str) -> None:
+        self._table, self._where = table, where
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
+        """Give the values of some columns, row by row."""
+        there = self._table.schema.names
+        absent = [None] * len(self)
+        with _refusing_damage(self._where):
+            columns = [self._table[name].to_pylist() if name in there else absent for name in names]
+        return zip(*columns, strict=True)
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return a row as the object that its line of JSON would hold."""
+        with _refusing_damage(self._where):
+            return self._table.slice(place, 1).to_pylist()[0]
+
+    def as_lines(self, places: Sequence[int]) -> list[bytes]:
+        """Return some of its rows as lines of JSON.
+
+        Nested columns become objects and lists, and what JSON has no word for its text.
+        """
+        with _refusing_damage(self._where):
+            rows = self._table.take(list(places)).to_pylist() if places else []
+        return [json.dumps(row, default=str).encode() + b"\n" for row in rows]
+
+
+Batch = LineBatch | TableBatch
+
+
+def batches_of(files: Sequence[Path], where: str) -> Iterator[Batch]:
+    """Give the rows of all files, one file after the other; one batch is in memory at a time.
+
     Raises `ConfigError`, which `where` begins, where pyarrow is missing or a file is damaged, and
     OSError for one that cannot be read.
     """
+    count = 0
     for file in files:
         if file.suffix == ".parquet":
             with _as_parquet(file, where) as rows:
-                for batch in rows.iter_batches(_ROWS):
-                    for row in batch.to_pylist():
-                        yield json.dumps(row, default=str).encode() + b"\n"
+                for table in rows.iter_batches(_ROWS):
+                    yield TableBatch(table, _named(file, where))
+                    count += table.num_rows
         else:
             with file.open("rb") as lines:
-                for line in lines:
-                    yield line if line.endswith(b"\n") else line + b"\n"
+                while some := list(itertools.islice(lines, _ROWS)):
+                    yield LineBatch(some, where, count)
+                    count += len(some)
+
+
+def lines_of(files: Sequence[Path], where: str) -> Iterator[bytes]:
+    """Give the rows of all files as lines of JSON; raises as `batches_of` does."""
+    for batch in batches_of(files, where):
+        yield from batch.as_lines(range(len(batch)))
 
 
 @contextlib.contextmanager
@@ -161,14 +239,31 @@ def _as_parquet(file: Path, where: str) -> Iterator[Any]:
         f"{where}: parquet files need pyarrow, which is not installed: in a checkout run bash"
         " launch/venv.sh parquet, elsewhere pip install pyarrow; or give JSON lines",
     )
-    import pyarrow
     from pyarrow import parquet
 
+    with _refusing_damage(_named(file, where)), parquet.ParquetFile(file) as rows:
+        names: list[str] = rows.schema_arrow.names
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        require(
+            not repeated,
+            f"{_named(file, where)}: columns that are there more than once: {listed(repeated)};"
+            " rename them",
+        )
+        yield rows
+
+
+def _named(file: Path, where: str) -> str:
+    return where if where.endswith(file.name) else f"{where}, {file.name}"
+
+
+@contextlib.contextmanager
+def _refusing_damage(where: str) -> Iterator[None]:
+    """Turns what pyarrow says of damage into ConfigError."""
+    import pyarrow
+
     try:
-        with parquet.ParquetFile(file) as rows:
-            yield rows
+        yield
     except (pyarrow.ArrowException, ValueError) as error:
-        named = where if where.endswith(file.name) else f"{where}, {file.name}"
         raise ConfigError(
-            f"{named}: no parquet file that can be read ({first_line(error)}); write it anew"
+            f"{where}: no parquet file that can be read ({first_line(error)}); write it anew"
         ) from error

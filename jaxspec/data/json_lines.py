@@ -1,25 +1,20 @@
-"""Problems in a file of JSON lines: how a line becomes one, and which lines give none."""
+"""Rows of a data file: how one becomes a problem with its reference answer."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
+import json
 import math
-import os
 import re
-import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-from jaxtyping import Int64
+from typing import Any, NamedTuple
 
 from jaxspec.config.settings import DataConfig
-from jaxspec.data.files import json_lines_of
-from jaxspec.data.problem_source import LeftOut, Problem, Problems
+from jaxspec.data.messages import Message, Tools, messages_of, tools_of
+from jaxspec.data.problem_source import Problem, normal_form
 from jaxspec.inputs.checked import ConfigError, read_from
 from jaxspec.inputs.json_keys import is_whole_text, json_line, listed, named, shown
 from jaxspec.rewards.extract import extract, normalise
@@ -31,6 +26,47 @@ _ANSWERS = (
     *("response", "completion", "output", "target"),
 )
 """Columns that are never proposed for problems."""
+
+
+class Question(NamedTuple):
+    """A row's question as it stands in the file, before instruction and template."""
+
+    chat: Sequence[Message]
+    """Its messages, up to the last that is not the assistant's."""
+    tools: Tools | None
+    answer: str
+    """The reference answer; empty where the row states none."""
+    turn: int
+    """Place of the user's last message, which is the problem."""
+    cut: int
+    """Messages of the assistant after those."""
+    is_chat: bool
+    """Whether the row has messages, not one text."""
+    absent: tuple[str, ...]
+    """Settings that name a column which the row does not have."""
+
+    @property
+    def problem(self) -> str:
+        """The text of the problem; empty where there is none."""
+        return self.chat[self.turn]["content"] if self.chat else ""
+
+    @property
+    def text(self) -> str:
+        """All that is asked in its normal form, the same for the same question."""
+        if [message.keys() for message in self.chat] == [{"role", "content"}] and not self.tools:
+            return normal_form(self.problem)
+        parts = [normal_form(f"{each['role']}: {each.get('content')}") for each in self.chat]
+        others = [
+            {name: part for name, part in each.items() if name not in ("role", "content")}
+            for each in self.chat
+        ]
+        return "\n".join(parts) + json.dumps([others, self.tools], sort_keys=True, default=str)
+
+    @property
+    def key(self) -> int:
+        """A number that is the same for the same question, in every process."""
+        digest = hashlib.blake2b(self.text.encode(errors="surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True)
@@ -46,47 +82,83 @@ class RowParser:
     """Whether a row must state its answer; else one that does not, or not rightly, is a prompt
     without one."""
 
-    @cached_property
-    def lines(self) -> str:
-        """The path of the lines, which are written out first where no single file has them."""
-        return json_lines_of(self.path, self.key)
-
-    def parse(self, line: bytes, index: int) -> Problem:
-        """Return the problem in `line`, the file's row `index` from 0, with an empty prompt where
-        the problem is empty.
+    def read(self, row: Mapping[str, Any], index: int) -> Question:
+        """Return the question of `row`, the file's row `index` from 0. Its chat is empty where the
+        problem is null, absent or blank.
 
         Raises `ConfigError` naming file, line and column.
         """
-        row = json_line(line, self.where(index))
-        chat = self._messages(row, index)
-        problem = chat[-1]["content"] if chat else self._column(row, "prompt_column", index)
-        answer = self._answer(row, index)
-        if not problem.strip():
-            return Problem("", (), answer, index)
-        instruction = self.config.instruction
+        absent = []
+        value = self._value(row, "prompt_column", absent)
+        answer = self._answer(row, index, absent)
+        chat = self._messages(value, index) if isinstance(value, list) else []
+        users = [place for place, each in enumerate(chat) if each["role"] == "user"]
+        turn, tools = users[-1] if users else 0, None
+        asked = [place for place, each in enumerate(chat) if each["role"] != "assistant"]
+        if value is not None and not isinstance(value, list):
+            problem = self._column(value, "prompt_column", index)
+            chat, asked = [{"role": "user", "content": problem}], [0]
+        if "tools" in row:
+            with read_from(self.where(index)):
+                tools = tools_of(row["tools"])
+        end = asked[-1] + 1 if asked else 0
+        is_chat, cut = isinstance(value, list), len(chat) - end
+        if not chat or not (chat[turn].get("content") or "").strip():
+            chat, turn, end, cut = [], 0, 0, 0
+        return Question(chat[:end], tools, answer, turn, cut, is_chat, tuple(absent))
+
+    def asked(self, question: Question, index: int) -> str | list[Message]:
+        """Return the messages to ask, or the text where that is all: with `data.instruction`.
+
+        Raises `ConfigError` where the built-in tokenizer lacks a character.
+        """
+        instruction, problem = self.config.instruction, question.problem
         if self.config.answer_style == "code":
-            instruction = instruction.replace("{test}", first_test(answer))
+            instruction = instruction.replace("{test}", first_test(question.answer))
         text = f"{problem}\n{instruction}" if instruction else problem
         if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
             raise ConfigError(
                 f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set"
                 " data.tokenizer to a tokenizer's folder"
             )
+        if not question.is_chat and not question.tools:
+            return text
+        chat = list(question.chat)
+        chat[question.turn] = {**chat[question.turn], "content": text}
+        return chat
+
+    def render(self, question: Question, index: int) -> str:
+        """Return the prompt of a question, which is not empty; raises `ConfigError` naming file and
+        line where the chat template refuses it."""
         with read_from(self.where(index)):
-            asked = [*chat[:-1], {**chat[-1], "content": text}] if chat else text
-            prompt = self.tokenizer.render(asked)
-            return Problem(prompt, tuple(self.tokenizer.encode(prompt)), answer, index, row)
+            return self.tokenizer.render(self.asked(question, index), question.tools)
+
+    def parse(self, line: bytes, index: int) -> Problem:
+        """Return the problem in `line`, with an empty prompt where there is none.
+
+        Raises `ConfigError` as `read` and `render` do.
+        """
+        row = json_line(line, self.where(index))
+        question = self.read(row, index)
+        if not question.chat:
+            return Problem("", (), question.answer, index)
+        prompt = self.render(question, index)
+        with read_from(self.where(index)):
+            ids = tuple(self.tokenizer.encode(prompt))
+        return Problem(prompt, ids, question.answer, index, row, question.text)
 
     def answer(self, line: bytes, index: int) -> str:
         """Return the reference answer in `line`, as `parse` does; nothing is tokenised."""
-        return self._answer(json_line(line, self.where(index)), index)
+        return self._answer(json_line(line, self.where(index)), index, [])
 
-    def _answer(self, row: dict[str, Any], index: int) -> str:
+    def _answer(self, row: Mapping[str, Any], index: int, absent: list[str]) -> str:
+        value = self._value(row, "answer_column", absent)
+        if value is None or value == []:
+            return ""
         try:
             if self.config.answer_style == "code":
-                tests = self._value(row, "answer_column", index)
-                return assertions_of(row, tests) or self._column(row, "answer_column", index)
-            return reference_answer(self._column(row, "answer_column", index))
+                return assertions_of(row, value) or self._column(value, "answer_column", index)
+            return reference_answer(self._column(value, "answer_column", index))
         except ConfigError:
             if self.answers:
                 raise
@@ -96,44 +168,47 @@ class RowParser:
         """Return the place of row `index` for a message."""
         return f"{self.key} {self.path}, line {index + 1}"
 
-    def _messages(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-        """The messages of a problem that is a chat, up to the last of the user; empty where it is a
-        text."""
-        value = self._value(row, "prompt_column", index)
-        if not isinstance(value, list):
-            return []
-        chat = messages_of(value) or []
-        asked = [place for place, each in enumerate(chat) if each["role"] == "user"]
-        texts = [each.get("content") for each in chat]
-        if not asked or not all(isinstance(text, str) and is_whole_text(text) for text in texts):
+    def no_column(self, row: Mapping[str, Any], setting: str, index: int) -> ConfigError:
+        """Return the refusal of a file whose rows lack the column that a setting names."""
+        name: str = getattr(self.config, setting)
+        columns = listed(map(shown, row)) or "none"
+        return ConfigError(
+            f"{self.where(index)}: no column {shown(name)} among {columns};"
+            f" {self._remedy(row, setting)}"
+        )
+
+    def _messages(self, value: list[Any], index: int) -> list[Message]:
+        """The messages of a problem that is a chat."""
+        chat = messages_of(value)
+        texts = [each.get("content") or "" for each in chat or []]
+        users = [each for each in chat or [] if each["role"] == "user"]
+        whole = all(isinstance(text, str) and is_whole_text(text) for text in texts)
+        if chat is None or not whole or (chat and not users):
             raise ConfigError(
                 f"{self.where(index)}: column {self.config.prompt_column!r} holds a list that is no"
-                " chat; its messages must be objects with a text for `role` and `content` (or"
-                " `from` and `value`), and the user must ask something"
+                " chat; its messages must be objects with a text (or parts of type 'text') for"
+                " `role` and `content` (or `from` and `value`), and the user must ask something"
             )
-        return chat[: asked[-1] + 1]
+        return chat
 
-    def _value(self, row: dict[str, Any], setting: str, index: int) -> Any:
-        """What a row has in the column that a setting names: by its whole name, or along its
-        dots."""
+    def _value(self, row: Mapping[str, Any], setting: str, absent: list[str]) -> Any:
+        """The value in the column that a setting names, by its whole name or along its dots; None
+        for a null, and for a column that is not there, which is added to `absent`."""
         name: str = getattr(self.config, setting)
         value: Any = row
         for part in [name] if name in row else name.split("."):
-            if not isinstance(value, dict) or part not in value:
-                columns = listed(map(shown, row)) or "none"
-                raise ConfigError(
-                    f"{self.where(index)}: no column {shown(name)} among {columns};"
-                    f" {self._remedy(row, setting)}"
-                )
+            if value is None:
+                return None
+            if not isinstance(value, Mapping) or part not in value:
+                absent.append(setting)
+                return None
             value = value[part]
         return value
 
-    def _column(self, row: dict[str, Any], setting: str, index: int) -> str:
+    def _column(self, value: Any, setting: str, index: int) -> str:
+        """The text of a value that is not null."""
         name: str = getattr(self.config, setting)
-        value, holds = (
-            self._value(row, setting, index),
-            f"{self.where(index)}: column {name!r} holds",
-        )
+        holds = f"{self.where(index)}: column {name!r} holds"
         if isinstance(value, str) and not is_whole_text(value):
             raise ConfigError(f"{holds} half of a character, {shown(value)}; correct the text")
         kind, remedy = type(value).__name__, f"set {self._option(setting)} to a column of text"
@@ -143,7 +218,7 @@ class RowParser:
             raise ConfigError(f"{holds} a {kind} that is not finite instead of text; {remedy}")
         return str(value)
 
-    def _remedy(self, row: dict[str, Any], setting: str) -> str:
+    def _remedy(self, row: Mapping[str, Any], setting: str) -> str:
         """What to do about a column that is absent: never advice that would train on the answers,
         or break the other file."""
         option = self._option(setting)
@@ -163,73 +238,7 @@ class RowParser:
         return f"--{self.key.rpartition('.')[0]}.{setting}"
 
 
-class JsonLines(Problems):
-    """Rows of a JSON-lines file, of which only the places are kept in memory: offset, size, row
-    number, the prompt's hash, and whether the row states an answer."""
-
-    def __init__(
-        self, parser: RowParser, places: Int64[np.ndarray, "rows 5"], left_out: LeftOut
-    ) -> None:
-        self.left_out = left_out
-        self._parser, self._places = parser, places
-        self._file = os.open(parser.lines, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < len(self):
-            raise IndexError(f"problem {index} of {len(self)}")
-        return self._parser.parse(*self._line(index))
-
-    def _line(self, index: int) -> tuple[bytes, int]:
-        offset, size, row, *_ = self._places[index].tolist()
-        return os.pread(self._file, size, offset), row
-
-    def references(self) -> Iterator[tuple[str, str]]:
-        """The line of each problem, for a message, and its reference answer."""
-        for line, row in map(self._line, range(len(self))):
-            yield self._parser.where(row), self._parser.answer(line, row)
-
-    @property
-    def unanswered(self) -> int:
-        """How many of these problems have no reference answer."""
-        return int(np.sum(self._places[:, 4] == 0))
-
-    def shared(self, other: JsonLines) -> int:
-        """Return how many of these problems are among those of `other`."""
-        return int(np.isin(self._places[:, 3], other._places[:, 3]).sum())
-
-
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
-_KEYS = {"from": "role", "value": "content"}
-"""What the layout of ShareGPT and Magpie calls who speaks, and the keys of a message."""
-
-
-def messages_of(chat: Any) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat with `role` and `content`, whichever of the two layouts it is
-    written in; None where it is written in neither.
-
-    What else a message holds (tool_calls, reasoning_content) is left to the chat template; where it
-    is null it counts as absent, since parquet knows no other way.
-    """
-    found = []
-    for message in chat if isinstance(chat, list) else [None]:
-        if not isinstance(message, dict):
-            return None
-        held = {name: part for name, part in message.items() if part is not None}
-        held = {_KEYS[name]: part for name, part in held.items() if name in _KEYS} | held
-        role = held.get("role")
-        if not isinstance(role, str):
-            return None
-        if "content" in message:  # null beside calls of tools, which templates look for
-            held.setdefault("content", None)
-        found.append({**held, "role": _SPEAKERS.get(role, role)})
-    return found
-
-
-def assertions_of(row: dict[str, Any], tests: Any) -> str:
+def assertions_of(row: Mapping[str, Any], tests: Any) -> str:
     """Return a program of tests, as MBPP has it (a list of asserts, and what they need) or
     HumanEval (a function `check`, and what it is called with); empty where `tests` is neither a
     text nor a list of texts."""
@@ -250,6 +259,7 @@ def first_test(tests: str) -> str:
     return next((line for line in tests.splitlines() if line.startswith("assert ")), "")
 
 
+@functools.lru_cache(maxsize=32768)
 def reference_answer(text: str) -> str:
     """Return the answer of a reference: what follows its last `####`, else its last \\boxed{}, else
     all of it.
@@ -263,65 +273,3 @@ def reference_answer(text: str) -> str:
         whole = "" if _EMPTY_BOX.search(text) else text
         answer = extract(text, "boxed") or whole
     return answer.strip() if normalise(answer) else ""
-
-
-def scan(parser: RowParser) -> tuple[Int64[np.ndarray, "rows 5"], LeftOut]:
-    """Return the places of the usable rows, as `JsonLines` keeps them, and what was left out, after
-    a look at every line of the file."""
-    limit = parser.config.max_prompt_length
-    places: list[tuple[int, int, int, int, bool]] = []
-    seen: set[int] = set()
-    offset, counts, shortest = 0, Counter[str](), 0
-    try:
-        with Path(parser.lines).open("rb") as file:
-            for index, line in enumerate(file):
-                problem = parser.parse(line, index) if line.strip() else None
-                reason = _unusable(problem, limit, seen, parser.answers)
-                counts[reason] += 1
-                if problem and reason == "too_long":
-                    shortest = min(shortest or len(problem.ids), len(problem.ids))
-                elif problem and not reason:
-                    row = hash(problem.prompt), bool(problem.answer)
-                    places.append((offset, len(line), index, *row))
-                    seen.add(hash(problem.prompt))
-                offset += len(line)
-    except OSError as error:
-        where = f"{parser.key} {parser.path}: {error.strerror}"
-        raise ConfigError(f"{where}; give a readable JSON-lines file") from error
-    left_out = LeftOut(**{reason: count for reason, count in counts.items() if reason})
-    if not places:
-        why = _why_none(parser.config, left_out, shortest)
-        raise ConfigError(f"{parser.key} {parser.path}: {why}")
-    return np.array(places, np.int64), left_out
-
-
-def _why_none(config: DataConfig, left_out: LeftOut, shortest: int) -> str:
-    """Return why no line of a file gives a problem, and the remedy; `shortest` is the length of the
-    shortest prompt that does not fit."""
-    if left_out.too_long:
-        return (
-            f"none of {left_out.too_long} prompts fits data.max_prompt_length ="
-            f" {config.max_prompt_length}; the shortest takes {shortest} tokens, so raise"
-            " data.max_prompt_length"
-        )
-    if left_out.unanswered:
-        column = f"column {config.answer_column!r} states no answer in any of"
-        return f"{column} {left_out.unanswered} lines; set data.answer_column"
-    if left_out.problems:
-        column = f"column {config.prompt_column!r} is empty in all of"
-        return f"{column} {left_out.empty} lines; set data.prompt_column"
-    return "the file is empty; give one JSON object a line"
-
-
-def _unusable(problem: Problem | None, limit: int, seen: set[int], answers: bool) -> str:
-    """Return why a line is left out, by the name of the count in `LeftOut`; empty for a usable
-    one."""
-    if problem is None:
-        return "blank"
-    if not problem.prompt:
-        return "empty"
-    if answers and not problem.answer:
-        return "unanswered"
-    if len(problem.ids) > limit:
-        return "too_long"
-    return "repeated" if hash(problem.prompt) in seen else ""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+
+def normal_form(text: str) -> str:
+    """Returns a text that is the same for two that differ in white space or Unicode form only."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,8 @@ class Problem:
     index: int
     columns: dict[str, Any] = field(default_factory=dict)
     """Everything that the row says."""
+    question: str = ""
+    """The problem before instruction and template, in its normal form."""
     judge: int = 0
     """Number of the set of problems that says what its responses are paid for."""
 
@@ -28,7 +36,7 @@ class LeftOut(NamedTuple):
 
     too_long: int = 0
     repeated: int = 0
-    """Their prompt is that of an earlier line."""
+    """They ask the problem of an earlier line."""
     unanswered: int = 0
     """They state no answer."""
     empty: int = 0
@@ -57,6 +65,8 @@ class Problems(ABC):
 
     left_out = LeftOut()
     """What the source has beside them."""
+    unrendered: Mapping[str, int] = {}
+    """Parts of rows that no prompt holds, with the number of problems that have them."""
 
     @abstractmethod
     def __len__(self) -> int: ...

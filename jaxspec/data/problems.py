@@ -14,8 +14,9 @@ from jaxtyping import Int32
 
 from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data import arithmetic
-from jaxspec.data.json_lines import JsonLines, RowParser, scan
-from jaxspec.data.problem_source import LeftOut, Problem, Problems
+from jaxspec.data.json_lines import RowParser
+from jaxspec.data.problem_file import ProblemFile, load_file
+from jaxspec.data.problem_source import LeftOut, Problem, Problems, normal_form
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import is_whole_text, shown
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -39,7 +40,9 @@ class Generated(Problems):
             raise IndexError(f"problem {index} of {self.rows}")
         problem = arithmetic.make_problem(self.task, self.digits, index, held_out=self.held_out)
         prompt = self.tokenizer.render(problem.question)
-        return Problem(prompt, tuple(self.tokenizer.encode(prompt)), problem.answer, index)
+        ids = tuple(self.tokenizer.encode(prompt))
+        asked = normal_form(problem.question)
+        return Problem(prompt, ids, problem.answer, index, question=asked)
 
 
 class PromptStream:
@@ -139,7 +142,7 @@ def all_problems(
     if not config.path:
         return _generated(config, tokenizer, where, held_out=True)
     parser = RowParser(config, tokenizer, f"{where}data.path", config.path, judged)
-    return JsonLines(parser, *scan(parser))
+    return load_file(parser)
 
 
 def load_problems(
@@ -180,23 +183,23 @@ def load_problems(
     require(is_whole_text(config.instruction), halved)
     needed = answers and judged
     parser = RowParser(config, tokenizer, f"{where}data.path", config.path, needed)
-    places, left_out = scan(parser)
+    found = load_file(parser)
     held_out = config.eval_prompts
     if config.eval_path:
         other = RowParser(config, tokenizer, f"{where}data.eval_path", config.eval_path, needed)
-        eval_places, eval_left_out = scan(other)
-        held = JsonLines(other, eval_places[:held_out], eval_left_out)
-        return JsonLines(parser, places, left_out), held
-    answered = np.flatnonzero(places[:, 4] | (not judged))
-    if len(places) == len(answered) <= held_out:
+        return found, load_file(other).take(slice(held_out))
+    answered = np.flatnonzero(found.answered | (not judged))
+    if len(found) == len(answered) <= held_out:
+        most = len(found) - 1  # one at least is trained on
+        lower = f"set --{where}data.eval_prompts {most} or less, or" if most else "give more, or"
         raise ConfigError(
-            f"{where}data.path {config.path}: {len(places)} usable problems, of which"
-            f" {where}data.eval_prompts = {held_out} would be held out; lower"
-            f" {where}data.eval_prompts or set {where}data.eval_path"
+            f"{where}data.path {config.path}: {len(found)} usable problems, of which"
+            f" {where}data.eval_prompts = {held_out} would be held out; {lower} hold out those of"
+            f" another file with --{where}data.eval_path"
         )
     last = answered[-held_out:] if len(answered) > held_out else answered[:0]
-    held = JsonLines(parser, places[last], LeftOut())
-    return JsonLines(parser, np.delete(places, last, axis=0), left_out), held
+    held = found.take(last, left_out=LeftOut())
+    return found.take(np.delete(np.arange(len(found)), last)), held
 
 
 def remarks(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
@@ -217,6 +220,7 @@ def remarks(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
         found = sets.measured[each.name].problems
         counted = f"; {found.left_out}" if str(found.left_out) else ""
         lines.append(f"{each.name}: {len(found)} problems to measure by{counted}")
+        lines += _unrendered(found, each.name)
         for train in sets.training:
             lines += _shared(found, train, each.name)
     return lines
@@ -228,11 +232,13 @@ def _of_set(
     """What a user should know of a set of problems, of which a batch takes so many."""
     if str(problems.left_out):
         yield f"{where}data.path {config.path}: {problems.left_out}; {len(problems)} to train on"
-    if isinstance(problems, JsonLines) and problems.unanswered:
+    unanswered = len(problems) - sum(problems.answered) if isinstance(problems, ProblemFile) else 0
+    if unanswered:
         yield (
-            f"{where}data.path {config.path}: {problems.unanswered} of {len(problems)} prompts have"
+            f"{where}data.path {config.path}: {unanswered} of {len(problems)} prompts have"
             " no reference answer, which is not needed here"
         )
+    yield from _unrendered(problems, f"{where}data.path {config.path}")
     if held_out is not None and str(held_out.left_out):
         yield (
             f"{where}data.eval_path {config.eval_path}: {held_out.left_out}; {len(held_out)} held"
@@ -240,6 +246,8 @@ def _of_set(
         )
     if held_out is not None:
         yield from _shared(held_out, problems, "held-out")
+    if held_out is not None and config.eval_path:
+        yield from _unrendered(held_out, f"{where}data.eval_path {config.eval_path}")
     if len(problems) < batch:
         yield (
             f"warning: a batch takes {batch} problems, and there are {len(problems)} to train on,"
@@ -252,8 +260,13 @@ def _of_set(
         )
 
 
+def _unrendered(problems: Problems, name: str) -> Iterator[str]:
+    for part, count in problems.unrendered.items():
+        yield f"warning: {name}: prompts do not hold {part}, in {count} problems"
+
+
 def _shared(measured: Problems, train: Problems, what: str) -> Iterator[str]:
-    if isinstance(train, JsonLines) and isinstance(measured, JsonLines):
+    if isinstance(train, ProblemFile) and isinstance(measured, ProblemFile):
         shared = measured.shared(train)
         if shared:
             yield (

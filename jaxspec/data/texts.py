@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxspec.data.files import count_lines, data_files, lines_of
-from jaxspec.data.json_lines import messages_of
+from jaxspec.data.messages import Unrendered, messages_of, tools_of
 from jaxspec.inputs.checked import ConfigError, read_from, require
 from jaxspec.inputs.json_keys import json_line, listed, shown
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -28,6 +29,17 @@ _BLANK, _EMPTY, _REPEATED = (
 )
 _SAY_SECONDS = 10.0
 """Between two words about how far a long file is."""
+
+
+class _Tally:
+    """What was met while a file was read, beside texts to learn."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.counts = Counter[str]()
+        self.unrendered = Unrendered(tokenizer.render_whole)
+        self.refusal: ConfigError | None = None
+        """Of the first row that has none of the columns: they count as null ones do, unless no
+        row has any text."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class TextFile:
         Raises `ConfigError`, which names file, line and column of what cannot be used, and a
         remedy.
         """
-        counts = dict.fromkeys((_BLANK, _EMPTY, self._cut, self._unanswered, _REPEATED), 0)
+        tally = _Tally(self.tokenizer)
         try:
             files = data_files(self.path, "offline.text")
             self._require_regular(files)
@@ -67,7 +79,7 @@ class TextFile:
             rows, said = 0, time.monotonic()
             lines = enumerate(lines_of(files, self.name), start=1)
             for number, line in itertools.compress(lines, drawn.tolist()):
-                ids, learnt = self._row(line, number, counts)
+                ids, learnt = self._row(line, number, tally)
                 tokens[rows, : len(ids)], mask[rows, : len(ids)] = ids, learnt
                 rows += len(ids) > 0
                 if time.monotonic() - said > _SAY_SECONDS:
@@ -77,9 +89,15 @@ class TextFile:
             raise ConfigError(
                 f"{self.name}: {error.strerror}; give a readable JSON-lines file, or `generic`"
             ) from error
-        require(rows > 0, f"{self.name}: {self._why_none(counts)}")
-        counts[_REPEATED] = rows - len({hash(row.tobytes()) for row in tokens[:rows]})
-        told = [f"{count} {what}" for what, count in counts.items() if count]
+        if not rows:
+            raise tally.refusal or ConfigError(f"{self.name}: {self._why_none(tally.counts)}")
+        tally.counts[_REPEATED] = rows - len({hash(row.tobytes()) for row in tokens[:rows]})
+        kinds = _BLANK, _EMPTY, self._cut, self._unanswered, _REPEATED
+        told = [f"{tally.counts[kind]} {kind}" for kind in kinds if tally.counts[kind]]
+        told += [
+            f"the chat template does not write {part}, in {count} chats"
+            for part, count in tally.unrendered.counts.items()
+        ]
         if there > most:
             told = [f"{most:,} of {there:,} lines drawn, as many as can be trained on", *told]
         if told:
@@ -108,7 +126,7 @@ class TextFile:
                 " that",
             )
 
-    def _why_none(self, counts: dict[str, int]) -> str:
+    def _why_none(self, counts: Counter[str]) -> str:
         """Why a file has nothing to train on, and the remedy."""
         if counts[self._unanswered]:
             return (
@@ -119,25 +137,27 @@ class TextFile:
         what = f"all {counts[_EMPTY]} texts are empty" if counts[_EMPTY] else "the file is empty"
         return f"{what}; give one JSON object a line, with a column 'text' or 'messages'"
 
-    def _row(
-        self, line: bytes, number: int, counts: dict[str, int]
-    ) -> tuple[list[int], list[bool]]:
+    def _row(self, line: bytes, number: int, tally: _Tally) -> tuple[list[int], list[bool]]:
         """The tokens of a line, and which are to be learnt; none where it is left out."""
         if not line.strip():
-            counts[_BLANK] += 1
+            tally.counts[_BLANK] += 1
             return [], []
         where = f"{self.name}, line {number}"
         row = json_line(line, where, ", with a column 'text' or 'messages'")
         column = _column(row, where)
-        if column == "text" and isinstance(row["text"], str) and not row["text"].strip():
-            counts[_EMPTY] += 1
+        if not column:
+            tally.refusal = tally.refusal or _no_column(row, where)
+        if not column or _is_blank(row[column]):
+            tally.counts[_EMPTY] += 1
             return [], []
         with read_from(where):
-            read = self._text if column == "text" else self._chat
-            ids, learnt = read(row, column, where)
+            if column == "text":
+                ids, learnt = self._text(row, column, where)
+            else:
+                ids, learnt = self._chat(row, column, where, tally)
         if len(ids) > self.length:
             ids, learnt = ids[: self.length], learnt[: self.length]
-            counts[self._cut if any(learnt) else self._unanswered] += 1
+            tally.counts[self._cut if any(learnt) else self._unanswered] += 1
         return (ids, learnt) if any(learnt) else ([], [])
 
     def _text(self, row: dict[str, Any], column: str, where: str) -> tuple[list[int], list[bool]]:
@@ -158,7 +178,9 @@ class TextFile:
         ids = [*self.tokenizer.encode(text), self.tokenizer.stop_ids[0]]
         return [*first, *ids], [False] * len(first) + [True] * len(ids)
 
-    def _chat(self, row: dict[str, Any], column: str, where: str) -> tuple[list[int], list[bool]]:
+    def _chat(
+        self, row: dict[str, Any], column: str, where: str, tally: _Tally
+    ) -> tuple[list[int], list[bool]]:
         """A chat as the checkpoint's own template writes it."""
         chat = _in_turn(row[column]) if column == "data" else row[column]
         messages = messages_of(chat)
@@ -172,7 +194,10 @@ class TextFile:
             f"{where}: column {column!r} has none of role 'assistant', so there is nothing to"
             " learn; leave the row out",
         )
-        return self.tokenizer.conversation(messages)
+        tools = tools_of(row.get("tools"))
+        written = self.tokenizer.conversation(messages, tools)
+        tally.unrendered.add(messages, tools)
+        return written
 
 
 def _in_turn(chat: Any) -> Any:
@@ -183,20 +208,31 @@ def _in_turn(chat: Any) -> Any:
     return [{"role": role, "content": text} for role, text in turns]
 
 
+def _is_blank(value: Any) -> bool:
+    """Whether a column says no more than a null would."""
+    return value == [] or (isinstance(value, str) and not value.strip())
+
+
 def _column(row: dict[str, Any], where: str) -> str:
-    """Which column of a row is read."""
-    found = [name for name in _COLUMNS if name in row]
+    """Which column of a row is read; empty where all are null or absent."""
+    found = [name for name in _COLUMNS if row.get(name) is not None]
     if len(found) > 1:
         raise ConfigError(f"{where}: columns 'text' and 'messages' both; keep the one to train on")
-    found += [name for name in _OTHERS if name in row]
-    if found:
-        return found[0]
+    found += [name for name in _OTHERS if row.get(name) is not None]
+    return found[0] if found else ""
+
+
+def _no_column(row: dict[str, Any], where: str) -> ConfigError | None:
+    """The refusal of a file whose rows have none of the columns; None for a row that has one, as
+    null."""
+    if any(name in row for name in (*_COLUMNS, *_OTHERS)):
+        return None
     near = [(match, name) for name in _COLUMNS for match in difflib.get_close_matches(name, row, 1)]
     remedy = (
         f"; rename {near[0][0]!r} to {near[0][1]!r}?"
         if near
         else "; give the row one of the two (or 'conversations', or 'data')"
     )
-    raise ConfigError(
+    return ConfigError(
         f"{where}: no column 'text' or 'messages' among {listed(map(shown, row)) or 'none'}{remedy}"
     )

@@ -155,6 +155,7 @@ class Evaluator:
                 "set": part.name,
                 "problem": part.places[int(calls[0].rows[first]) // group],
                 "prompt": problem.prompt,
+                "question": problem.question,
                 "answer": problem.answer,
                 **answers,
             }

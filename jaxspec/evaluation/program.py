@@ -96,6 +96,7 @@ def asking_step(job: Job, config: ResolvedConfig) -> Step:
     """The step of a config as `measuring` gives it, beside the job's learner."""
     tokenizer, stop = job.tokenizer, job.step.generator.settings.stop
     if config.rollout.stop != job.config.rollout.stop:
+        tokenizer = tokenizer.ending_with(config.rollout.stop, config.rollout.stop_ids)
         stop = tokenizer.stop_table(config.rollout.stop)
     asking = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
     # beside it lies what the job keeps, not what this config would

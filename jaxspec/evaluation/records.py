@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.data.problem_source import normal_form
 from jaxspec.evaluation.estimates import Difference, difference
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed
@@ -21,10 +22,10 @@ class Records:
     evaluations.jsonl, the others to files with their number.
 
     A line is of one problem: `step` (the batch that the policy sampled), `set`, `problem` (its
-    place in the set), `prompt`, `answer` (the reference), and of each response to it, in lists,
-    whether it is `correct` and its `reward` (null: it failed, or nothing is known of it), its
-    `outcome`, its `tokens` and the `rounds` that they took, and where answers can be compared what
-    it `stated`.
+    place in the set), `prompt`, `question` (the problem in it), `answer` (the reference), and of
+    each response to it, in lists, whether it is `correct` and its `reward` (null: it failed, or
+    nothing is known of it), its `outcome`, its `tokens` and the `rounds` that they took, and where
+    answers can be compared what it `stated`.
 
     Every method raises ConfigError if the file cannot be read or written.
     """
@@ -83,8 +84,8 @@ def compare(first: str, second: str) -> dict[str, Difference]:
 
 
 def _shares(named: str) -> dict[str, dict[str, float]]:
-    """Share of correct answers by set and problem; a problem is known by its prompt, too, so that
-    another file under the same name is not taken for the same."""
+    """Share of correct answers by set and problem, which is known by its question, whatever prompt
+    asks it."""
     path, _, number = named.rpartition(":")
     if not path or not number.isdecimal():
         path, number = named, ""
@@ -107,6 +108,6 @@ def _shares(named: str) -> dict[str, dict[str, float]]:
     for line in lines:
         known = [right for right in line["correct"] if right is not None]
         if line["step"] == step and known:
-            problem = f"{line['problem']} {line['prompt']}"
+            problem = normal_form(line.get("question") or line["prompt"])
             found.setdefault(line["set"], {})[problem] = sum(map(bool, known)) / len(known)
     return found

@@ -17,12 +17,12 @@ from jaxtyping import Array
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import DataConfig
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.data.files import json_lines_of
+from jaxspec.data.files import data_digest
 from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host import draft_data
 from jaxspec.host.draft_data import Rows, answered
-from jaxspec.host.job import Job, sources
+from jaxspec.host.job import Job
 from jaxspec.host.runner import abstract, placed
 from jaxspec.host.warm_start import (
     KEEP_COST,
@@ -41,7 +41,14 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
 from jaxspec.state import LearnerState, PyTree, Trained
-from jaxspec.storage.cache import cache_folder, cached_by_all, content_key, load_tree, save_tree
+from jaxspec.storage.cache import (
+    cache_folder,
+    cached_by_all,
+    content_key,
+    load_tree,
+    save_tree,
+    sources,
+)
 from jaxspec.storage.trees import brought_together
 from jaxspec.system.files import digest, discard, write_whole, writing
 from jaxspec.system.interrupt import Interrupt
@@ -57,7 +64,9 @@ CODE = (
         "host/draft_training.py",
         "host/draft_data.py",
         "data/problem_source.py",
+        "data/messages.py",
         "data/json_lines.py",
+        "data/problem_file.py",
         "data/problems.py",
         "tokens/stop_strings.py",
         *("tokens/turns.py", "tokens/chat_template.py", "tokens/template_process.py"),
@@ -357,7 +366,7 @@ def _key(job: Job, text: Rows | None) -> str:
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
     code = sources(*CODE)
     rollout = config.rollout
-    sampling = config.seed, rollout.max_new_tokens, rollout.stop, processing
+    sampling = config.seed, rollout.max_new_tokens, rollout.stop, config.today, processing
     paths = config.model.path, config.lora.path, draft.path
     weights = [fingerprint(path) for path in paths if path]
     return content_key(
@@ -375,8 +384,8 @@ def _key(job: Job, text: Rows | None) -> str:
 
 def _as_read(data: DataConfig, tokenizer: str) -> DataConfig:
     """Where prompts come from, by the content of its files."""
-    files = [Path(json_lines_of(data.path, "data.path"))] if data.path else []
-    return dataclasses.replace(data, path=_digest(files), tokenizer=tokenizer)
+    content = data_digest(data.path, "data.path") if data.path else ""
+    return dataclasses.replace(data, path=content, tokenizer=tokenizer)
 
 
 def _digest(files: list[Path]) -> str:

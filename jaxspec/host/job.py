@@ -3,6 +3,7 @@ as one message and exit code 2."""
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import os
 import re
@@ -26,19 +27,23 @@ from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders, resolved
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.inputs.checked import ConfigError, called, first_line, require
+from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
 from jaxspec.processes.joining import initialize_processes
+from jaxspec.processes.process_0 import told_by_process_0
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder
-from jaxspec.system.files import digest
+from jaxspec.storage.cache import cache_folder, sources
+from jaxspec.system.files import digest, expanded
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.terminal import say
 from jaxspec.system.version import version
 from jaxspec.tokens.tokenizer import FILES, Tokenizer, character_tokenizer, load_tokenizer
 
 _PACKAGE = Path(__file__).parent.parent
+_DAYS = {"config.json": "today", "evaluation.json": "config.today"}
+"""Files of folders that say on which day their prompts were written, and the key."""
 _LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE)
 """What JAX says where it cannot reach another process any more."""
 _SHAPING = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
@@ -277,6 +282,8 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         if folder
         else character_tokenizer(config.data.task)
     )
+    config, tokenizer = _pin_day(config, tokenizer)
+    tokenizer = tokenizer.ending_with(config.rollout.stop, config.rollout.stop_ids)
     tokenizer.check_vocab(config.model.vocab, config.model.path)
     _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
@@ -287,7 +294,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         )
     if config.eval.stop != "same":
         with called({"rollout.stop": "eval.stop"}):
-            tokenizer.stop_table(config.eval.stop)
+            tokenizer.ending_with(config.eval.stop, ()).stop_table(config.eval.stop)
     return Job(
         config=config,
         tokenizer=tokenizer,
@@ -300,6 +307,26 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             tokenizer.stop_table(config.rollout.stop),
         ),
     )
+
+
+def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConfig, Tokenizer]:
+    """Pins the day that a chat template may write, so that prompts do not change over midnight:
+    that of the config, of what its folder holds, or today."""
+    if not tokenizer.reads_clock:
+        return dataclasses.replace(config, today=""), tokenizer
+    day = config.today or _day_in(config.workdir)
+    return dataclasses.replace(config, today=day), tokenizer.on_day(day)
+
+
+def _day_in(workdir: str) -> str:
+    """The day of the run or of the evaluation in a folder, else today: as process 0 finds it."""
+    day, folder = datetime.date.today(), expanded(workdir, "--workdir")
+    for name, key in _DAYS.items() if jax.process_index() == 0 else ():
+        # a damaged file is refused where the folder is judged
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
+            saved = flat(parse_json((folder / name).read_bytes()))
+            day = datetime.date.fromisoformat(saved[key])
+    return datetime.date.fromordinal(told_by_process_0(day.toordinal())).isoformat()
 
 
 def _check_bans(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
@@ -337,24 +364,3 @@ def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:
     its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
-
-
-def sources(*names: str) -> str:
-    """The text of some of the package's own files: part of the key of cached weights, which a
-    change of code must not reuse.
-
-    Raises:
-      ValueError: a name matches no file, as after a file was renamed.
-    """
-    found = {name: sorted(_PACKAGE.glob(name)) for name in names}
-    if gone := [name for name, files in found.items() if not files]:
-        raise ValueError(
-            f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is"
-            " made"
-        )
-
-    def named_text(file: Path) -> str:
-        name = os.fspath(file.relative_to(_PACKAGE))
-        return f"{name}\n{file.read_text(encoding='utf-8')}"
-
-    return "".join(map(named_text, sorted({file for some in found.values() for file in some})))

@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec.compiled.roofline import UNKNOWN, Devices, card_of_kind
-from jaxspec.host.job import sources
 from jaxspec.host.runner import (
     Advance,
     Between,
@@ -46,7 +45,7 @@ from jaxspec.state import (
     TrainState,
 )
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder
+from jaxspec.storage.cache import cache_folder, sources
 from jaxspec.storage.tables import load_table, save_table
 from jaxspec.system.terminal import say
 

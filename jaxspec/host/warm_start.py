@@ -15,7 +15,7 @@ from jaxspec.drafts.kinds import learned
 from jaxspec.hf.pretrained import Checkpoint, merger, policy_checkpoint
 from jaxspec.host.agreement import measured_agreement, report
 from jaxspec.host.draft_data import answered
-from jaxspec.host.job import Job, on_this_process, sources
+from jaxspec.host.job import Job, on_this_process
 from jaxspec.host.runner import placed
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
@@ -25,7 +25,14 @@ from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import texts_to_learn
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree
-from jaxspec.storage.cache import cache_folder, cached, content_key, load_tree, save_tree
+from jaxspec.storage.cache import (
+    cache_folder,
+    cached,
+    content_key,
+    load_tree,
+    save_tree,
+    sources,
+)
 from jaxspec.system.files import Damaged, discard, writing
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -123,7 +130,7 @@ def policy_key(job: Job) -> str:
     code = sources(
         "data/arithmetic.py",
         "data/programs.py",
-        "tokens/tokenizer.py",
+        *("tokens/tokenizer.py", "tokens/special_tokens.py"),
         "host/warm_start.py",
         "inputs/streams.py",
         "models/*.py",

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.config.as_json import differing_keys, flat, to_json
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.data.files import json_lines_of
+from jaxspec.data.files import data_digest
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, code_version
 from jaxspec.inputs.checked import INT32, ConfigError, require
@@ -250,19 +250,17 @@ def require_no_checkpoints(folder: Path) -> None:
 
 
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
-    """Digests of what is trained and evaluated on, as JSON lines, and of the tokenizer's files; by
+    """Digests of the data files to train and to evaluate on, and of the tokenizer's files; by
     setting and file."""
     sets = {where: each.data for where, each in config.judged_sets.items()}
     paths = {f"{where}data.path": data.path for where, data in sets.items()}
     paths |= {f"{where}data.eval_path": data.eval_path for where, data in sets.items() if data.path}
-    files = {
-        f"{name} {path}": Path(json_lines_of(path, name)) for name, path in paths.items() if path
-    }
+    found = {f"{name} {path}": data_digest(path, name) for name, path in paths.items() if path}
     folder = config.data.tokenizer
     for name in FILES if folder else ():
         file = Path(folder) / name
-        files[f"data.tokenizer {name} {file}"] = file
-    return {name: digest(file) for name, file in files.items()}
+        found[f"data.tokenizer {name} {file}"] = digest(file)
+    return found
 
 
 def _require_same_data(job: Job, folder: Path) -> None:

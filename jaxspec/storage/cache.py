@@ -37,6 +37,7 @@ from jaxspec.system.files import (
     writing,
 )
 
+_PACKAGE = Path(__file__).parent.parent
 SUMS = "sha256.json"
 """Digests of the other files of a cached folder."""
 MARK = "process-0.txt"
@@ -64,6 +65,27 @@ def content_key(*parts: Any) -> str:
     given."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sources(*names: str) -> str:
+    """The text of some of the package's own files: part of the key of cached weights, which a
+    change of code must not reuse.
+
+    Raises:
+      ValueError: a name matches no file, as after a file was renamed.
+    """
+    found = {name: sorted(_PACKAGE.glob(name)) for name in names}
+    if gone := [name for name, files in found.items() if not files]:
+        raise ValueError(
+            f"no file of {_PACKAGE} matches {', '.join(gone)}; correct the names where the key is"
+            " made"
+        )
+
+    def named_text(file: Path) -> str:
+        name = os.fspath(file.relative_to(_PACKAGE))
+        return f"{name}\n{file.read_text(encoding='utf-8')}"
+
+    return "".join(map(named_text, sorted({file for some in found.values() for file in some})))
 
 
 def cache_folder() -> Path:

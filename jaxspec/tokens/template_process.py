@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -43,9 +44,10 @@ _ERRORS = (
 
 
 def main() -> None:
-    """The first line is the template; each further one has the names to fill it with. The argument
-    is the seconds that each may take."""
-    seconds = int(sys.argv[1])
+    """The first line is the template; each further one has a list of names to fill it with. The
+    arguments are the seconds that each may take, and the day (2026-11-27; empty: the current
+    one)."""
+    seconds, today = int(sys.argv[1]), sys.argv[2]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # who asks may still have work to finish; the end of the input is the end
         signal.signal(number, signal.SIG_IGN)
@@ -57,9 +59,9 @@ def main() -> None:
         _allow(seconds)
         try:
             if template is None:
-                template, answer = _compiled(json.loads(line)), {"text": ""}
+                template, answer = _compiled(json.loads(line), today), {"texts": []}
             else:
-                answer = {"text": _filled(template, json.loads(line))}
+                answer = {"texts": [_filled(template, each, seconds) for each in json.loads(line)]}
         except (TemplateError, *_ERRORS) as error:
             reason = (
                 f"it needs more than {MEMORY:,} bytes"
@@ -81,16 +83,18 @@ def _allow(seconds: int) -> None:
     )
 
 
-def _compiled(source: str) -> Template:
+def _compiled(source: str, today: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    clock = partial(_strftime_now, today)
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": clock}
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
 
 
-def _filled(template: Template, names: dict[str, Any]) -> str:
+def _filled(template: Template, names: dict[str, Any], seconds: int) -> str:
+    _allow(seconds)
     text = template.render(**names)
     if len(text) > LONGEST:
         raise ValueError(f"it makes {len(text):,} characters, more than {LONGEST:,}")
@@ -101,8 +105,9 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)  # the local day, as transformers gives it
+def _strftime_now(today: str, format: str) -> str:
+    # without a day the local time, as transformers gives it
+    return (datetime.fromisoformat(today) if today else datetime.now()).strftime(format)
 
 
 def _to_json(

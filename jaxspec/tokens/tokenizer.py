@@ -3,6 +3,8 @@ one of the built-in tasks."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,37 +17,32 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import (
-    Keys,
-    is_whole,
-    is_whole_text,
-    listed,
-    read_json,
-    read_keys,
-    shown,
-)
+from jaxspec.inputs.json_keys import Keys, read_json, read_keys, shown
 from jaxspec.system.files import expanded
-from jaxspec.tokens.chat_template import ChatTemplate
+from jaxspec.tokens.chat_template import ChatTemplate, read_template, template_of
+from jaxspec.tokens.special_tokens import NAMES, ends_in_strings, special_tokens
 from jaxspec.tokens.stop_strings import StopTable, stop_table, token_bytes
-from jaxspec.tokens.turns import PROBE, Turn, turn_of
+from jaxspec.tokens.turns import PROBE, Turn, require_rendered, turn_of
 
 CHARACTERS = "0123456789+-=,#;?"
 """Of generated arithmetic."""
 PROGRAM_CHARACTERS = "0123456789+-*=(),: \n`abdeflmnrstux"
 """Of generated programs, which have their own so that the ids of arithmetic stay as they are."""
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("generation_config.json", "config.json"),
+)
 """What `load_tokenizer` reads."""
-# base models of the Qwen family end with it, whatever the chat's own end token
-BASE_END = "<|endoftext|>"
+_NOTHING = Keys({}, "")
 
 
 class Tokenizer:
     """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
 
-    `settings` is the content of tokenizer_config.json (chat template included); `end_ids` are ends
-    known from elsewhere; `enable_thinking` is handed to the chat template; `prompt_format` is as in
-    the setting `data.prompt_format`.
+    `settings` is the content of tokenizer_config.json (chat template included); `generation` and
+    `model` are generation_config.json and config.json, which name ends as well; `enable_thinking`
+    is handed to the chat template; `prompt_format` is as in the setting `data.prompt_format`.
     Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
     """
 
@@ -54,7 +51,8 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         settings: Mapping[str, Any],
         source: str,
-        end_ids: Iterable[int] = (),
+        generation: Keys = _NOTHING,
+        model: Keys = _NOTHING,
         enable_thinking: bool = True,
         prompt_format: str = "chat",
     ) -> None:
@@ -66,34 +64,82 @@ class Tokenizer:
             self.size > 0,
             f"{source}/tokenizer.json: the vocabulary is empty; download the file again",
         )
-        self._specials = {name: self._token(name) for name in SPECIALS}
-        eos = self._id("eos_token")
-        ends = [*([] if eos is None else [eos]), *end_ids]
-        if not ends:
-            raise ConfigError(
-                f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add"
-                f" the key, such as {BASE_END!r}"
+        template, self._specials = template_of(self._settings, source), dict[str, str]()
+        self._template = ChatTemplate(template, source) if template else None
+        try:
+            specials = special_tokens(
+                backend, self._settings, source, generation, model, self._closing
             )
-        if bad := [end for end in ends if not 0 <= end < self.size]:
-            raise ConfigError(
-                f"{source}/generation_config.json: eos_token_id {bad[0]} is beyond the tokenizer's"
-                f" {self.size} tokens; correct the key"
-            )
-        base_end = backend.token_to_id(BASE_END)
-        if base_end is not None:
-            ends.append(base_end)
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
-        pad = self._id("pad_token")
+        except Exception as error:
+            _refuse(error, f"{source}/tokenizer.json cannot encode", "download the file again")
+            raise
+        self._specials, self.bos_ids, self._own_ends, pad = specials
+        self.stop_ids = self._own_ends
         self.pad_id: int = pad if pad is not None else self.stop_ids[-1]
-        keys = Keys(self._settings, f"{source}/tokenizer_config.json")
-        bos = self._id("bos_token") if keys.flag("add_bos_token", True) else None
-        self.bos_ids: tuple[int, ...] = () if bos is None else (bos,)
-        self._template = self._compile_template()
+
+    def ending_with(self, strings: Sequence[str], ids: Sequence[int]) -> Tokenizer:
+        """Return this tokenizer with the end tokens of its folder and more: `ids`
+        (`rollout.stop_ids`), and the special tokens that `strings` (`rollout.stop`) name.
+
+        Raises `ConfigError` where an id is beyond the vocabulary, or a string has a special token
+        in it, which no text of a response has.
+        """
+        for number in ids:
+            require(
+                number < self.size,
+                f"rollout.stop_ids has {number}, and the tokenizer {self.source} has {self.size}"
+                " tokens, from 0; correct the id",
+            )
+        more = ends_in_strings(strings, self._special_ids)
+        other = copy.copy(self)
+        other.stop_ids = tuple(dict.fromkeys([*self._own_ends, *more, *ids]))
+        return other
+
+    @property
+    def _special_ids(self) -> dict[str, int]:
+        """Added tokens that `decode` leaves out, by their text."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {
+            token.content: number
+            for number, token in added
+            if token.special or number in self._own_ends
+        }
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the chat template may write the date."""
+        return self._template is not None and self._template.reads_clock
+
+    def on_day(self, today: str) -> Tokenizer:
+        """Return this tokenizer with a chat template that takes `today` (2026-11-27) for the
+        date."""
+        other = copy.copy(self)
+        if self._template is not None:
+            other._template = self._template.on_day(today)
+        return other
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens are recognised where they are written out, and
         none are added."""
         return self._encoded(text).ids
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Return how many ids `encode` gives for each text; many texts share the cores."""
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            what = f"{self.source}/tokenizer.json cannot encode one of {len(texts)} texts"
+            _refuse(error, what, "correct the text, or the tokenizer")
+            raise
+        return [len(encoding) for encoding in found]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that `render` and `encode` depend on."""
+        day = self._template.today if self._template and self._template.reads_clock else ""
+        told = self._settings, self.enable_thinking, self._prompt_format, day
+        text = f"{self._backend.to_str()}{json.dumps(told, sort_keys=True)}"
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of `ids` without special tokens; ids that have no token (padded rows of
@@ -105,32 +151,52 @@ class Tokenizer:
     def stop_table(self, strings: Sequence[str]) -> StopTable | None:
         """Return what finds `strings` in the text that `decode` gives: see
         `stop_strings.stop_table`."""
-        added = self._backend.get_added_tokens_decoder().items()
-        left_out = {*self.stop_ids, self.pad_id, *(i for i, token in added if token.special)}
-        pieces = token_bytes(self._backend, self.size, left_out) if strings else []
-        return stop_table(strings, pieces, self.source)
+        named = self._special_ids
+        left_out = {*self.stop_ids, self.pad_id, *named.values()}
+        texts = [string for string in strings if string not in named]  # others are end tokens
+        pieces = token_bytes(self._backend, self.size, left_out) if texts else []
+        return stop_table(texts, pieces, self.source)
 
-    def render(self, problem: str | Sequence[Mapping[str, str]]) -> str:
-        """Return `problem`, a text or the messages of a chat, as a prompt: by the chat template; or
-        behind the beginning token, where there is none or another format is asked for.
+    def render(
+        self,
+        problem: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return `problem`, a text or the messages of a chat, as a prompt: by the chat template,
+        which is given `tools`; or behind the beginning token, where there is none or another format
+        is asked for.
 
         Raises `ConfigError` for several messages without a template.
         """
         if self._prompt_format == "chat" and self._template is not None:
             whole = isinstance(problem, str)
-            messages = [{"role": "user", "content": problem}] if whole else problem
             what = "a single user message" if whole else "these messages"
-            return self._fill(self._template, messages, what, add_generation_prompt=True)
+            return self._template.fill(what, **self._asked(problem, tools))
+        text: Any = problem
         if not isinstance(problem, str):
             require(
                 len(problem) == 1,
                 f"a chat of {len(problem)} messages needs a chat template, and {self._why_none};"
                 " give the last message alone",
             )
-            problem = problem[0]["content"]
+            text = problem[0]["content"]
         if self._prompt_format not in ("chat", "raw"):
-            problem = self._prompt_format.replace("{problem}", problem)
-        return self._specials["bos_token"] + problem if self.bos_ids else problem
+            text = self._prompt_format.replace("{problem}", text)
+        begin = "".join(map(self._backend.id_to_token, self.bos_ids))  # pyright: ignore
+        return begin + text
+
+    def render_each(self, asked: Sequence[tuple[Any, Any]]) -> list[str]:
+        """Return `render` of each of some problems with their tools, which takes less time."""
+        if self._prompt_format == "chat" and self._template is not None:
+            names = [self._asked(problem, tools) for problem, tools in asked]
+            return self._template.fill_each("one of these problems", names)
+        return [self.render(problem, tools) for problem, tools in asked]
+
+    def _asked(self, problem: str | Sequence[Mapping[str, Any]], tools: Any) -> dict[str, Any]:
+        """The names that a chat template is filled with to ask a problem."""
+        text = isinstance(problem, str)
+        messages = [{"role": "user", "content": problem}] if text else list(problem)
+        return self._names(messages, tools=tools, add_generation_prompt=True)
 
     @property
     def _why_none(self) -> str:
@@ -161,9 +227,7 @@ class Tokenizer:
                 f"{self.source}: there is no chat template for messages; add chat_template to"
                 " tokenizer_config.json"
             )
-        text = self._fill(
-            self._template, messages, "these messages", tools=tools, add_generation_prompt=False
-        )
+        text = self.render_whole(messages, tools)
         spans = self._turn.spans(text)
         turns = sum(message.get("role") == "assistant" for message in messages)
         if len(spans) != turns:
@@ -178,10 +242,20 @@ class Tokenizer:
         ]
         return encoding.ids, written
 
+    def render_whole(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """Return a whole chat as the chat template, which there is, writes it."""
+        assert self._template is not None, "only asked for where there is one"
+        names = {"tools": tools, "add_generation_prompt": False}
+        return self._fill(self._template, messages, "these messages", **names)
+
     def unknown(self, text: str) -> str:
         """Return the characters of `text` that the vocabulary cannot express, each once."""
-        unk = self._id("unk_token")
-        return "".join(c for c in dict.fromkeys(text) if unk is not None and unk in self.encode(c))
+        unk = self._backend.token_to_id(self._specials["unk_token"])
+        if unk is None or unk not in self.encode(text):
+            return ""
+        return "".join(c for c in dict.fromkeys(text) if unk in self.encode(c))
 
     def check_vocab(self, vocab: int, checkpoint: str = "") -> None:
         """Raise `ConfigError` if a model of `vocab` rows, of a `checkpoint` or not, lacks some
@@ -217,68 +291,32 @@ class Tokenizer:
             _refuse(error, what, "correct the text, or the tokenizer")
             raise
 
-    def _token(self, name: str) -> str:
-        """Return the text of a named special token; published files write it as a string, or as an
-        object with `content`."""
-        token = self._settings.get(name)
-        text = token.get("content") if isinstance(token, Mapping) else token
-        if (
-            not isinstance(text, str | None)
-            or (isinstance(token, Mapping) and not text)
-            or not is_whole_text(text or "")
-        ):
-            wanted = "a string of whole characters, an object with such a 'content', or null"
-            raise ConfigError(
-                f"{self.source}/tokenizer_config.json: {name} is {shown(token)}; it must be"
-                f" {wanted}"
-            )
-        return text or ""
-
-    def _id(self, name: str) -> int | None:
-        token = self._specials[name]
-        if not token:
-            return None
-        found = self._backend.token_to_id(token)
-        if found is None:
-            raise ConfigError(
-                f"{self.source}/tokenizer_config.json: {name} {shown(token)} is not in"
-                " tokenizer.json; correct the key or add the token"
-            )
-        return found
-
     def _fill(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], what: str, **names: Any
     ) -> str:
-        return template.fill(
-            what, messages=messages, enable_thinking=self.enable_thinking, **names, **self._specials
-        )
+        return template.fill(what, **self._names(messages, **names))
+
+    def _names(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> dict[str, Any]:
+        """All that a chat template is given."""
+        thinking = {"enable_thinking": self.enable_thinking}
+        return {"messages": messages, **thinking, **names, **self._specials}
 
     @cached_property
     def _turn(self) -> Turn:
         assert self._template is not None, "only asked for where there is one"
         return turn_of(partial(self._fill, self._template), self.source)
 
-    def _compile_template(self) -> ChatTemplate | None:
-        found, where = self._settings.get("chat_template"), f"{self.source}/tokenizer_config.json"
-        if isinstance(found, list):  # several named templates
-            entries = [
-                Keys(entry, f"{where}, chat_template")
-                for entry in found
-                if isinstance(entry, Mapping)
-            ]
-            by_name = {entry.text("name"): entry.text("template") for entry in entries}
-            named = f"chat_template names {listed(by_name) or 'no template'}, and none 'default'"
-            require(
-                len(entries) == len(found) and "default" in by_name,
-                f"{where}: {named}; call the one to use 'default'",
-            )
-            found = by_name["default"]
-        wanted = "a string, or a list of objects with 'name' and 'template'"
-        require(
-            isinstance(found, str | None),
-            f"{where}: chat_template is {shown(found)}; it must be {wanted}",
-        )
-        return ChatTemplate(found, self.source) if found else None
+    def _closing(self, specials: dict[str, str]) -> str:
+        """What the chat template writes after an answer; empty where it refuses a whole chat."""
+        if self._template is None:
+            return ""
+        self._specials = specials
+        chat = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
+        try:
+            text = self._fill(self._template, chat, "a chat", add_generation_prompt=False)
+        except ConfigError:
+            return ""
+        return text.rpartition(PROBE)[2]
 
 
 def load_tokenizer(
@@ -287,11 +325,10 @@ def load_tokenizer(
     """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat
     template, and `prompt_format` is as in the setting `data.prompt_format`.
 
-    Reads tokenizer.json, and where present tokenizer_config.json, chat_template.jinja and the ends
-    of generation_config.json.
+    Reads tokenizer.json, and those others of `FILES` that are there.
     Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
     """
-    path, config, chat_template, generation_config = (
+    path, config, token_map, chat_template, generation, model = (
         expanded(folder, "data.tokenizer") / name for name in FILES
     )
     if not path.is_file():
@@ -304,9 +341,11 @@ def load_tokenizer(
             f"{path}: no key 'model', so this is not a Hugging Face tokenizer; download the file"
             " again"
         )
-    settings = read_json(config) if os.path.lexists(config) else {}
+    settings = dict(_keys(config).content)
+    if "added_tokens_decoder" not in settings:  # else transformers does not read the map either
+        settings |= {name: each for name, each in _keys(token_map).content.items() if name in NAMES}
     if os.path.lexists(chat_template):
-        settings["chat_template"] = _read_template(chat_template)
+        settings["chat_template"] = read_template(chat_template)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
@@ -316,57 +355,17 @@ def load_tokenizer(
     # padding
     backend.no_truncation()
     backend.no_padding()
-    ends = _ends(generation_config)
-    tokenizer = Tokenizer(backend, settings, folder, ends, enable_thinking, prompt_format)
-    _check_template(tokenizer, chat_template if os.path.lexists(chat_template) else config)
+    tokenizer = Tokenizer(
+        *(backend, settings, folder, _keys(generation), _keys(model)),
+        *(enable_thinking, prompt_format),
+    )
+    require_rendered(tokenizer.render, chat_template if os.path.lexists(chat_template) else config)
     return tokenizer
 
 
-def _check_template(tokenizer: Tokenizer, file: Path) -> None:
-    """Whether the prompts of two problems differ; a template that refuses them may still take a
-    whole chat."""
-    try:
-        one, other = (tokenizer.render(f"{PROBE}{number}") for number in "12")
-    except ConfigError:
-        return
-    require(
-        one != other,
-        f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it"
-        " writes the user's message",
-    )
-
-
-def _read_template(file: Path) -> str:
-    require(
-        file.is_file(),
-        f"{file} is no regular file, or a link to none; download it again, or remove it",
-    )
-    try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file}: not a text in UTF-8 ({error}); download the file again"
-        ) from error
-    if not template.strip():
-        raise ConfigError(
-            f"{file} is empty; download the file again, or remove it to use the template of"
-            " tokenizer_config.json"
-        )
-    return template
-
-
-def _ends(file: Path) -> list[int]:
-    """The end tokens of a generation_config.json, which writes one as a number and several as a
-    list."""
-    keys = read_keys(file) if os.path.lexists(file) else Keys({}, str(file))
-    found = keys.content.get("eos_token_id")
-    ends = [] if found is None else found if isinstance(found, list) else [found]
-    require(
-        all(map(is_whole, ends)),
-        f"{file}: eos_token_id is {shown(found)}; it must be a whole number or a list of whole"
-        " numbers",
-    )
-    return ends
+def _keys(file: Path) -> Keys:
+    """The keys of a file; none where it is absent."""
+    return read_keys(file) if os.path.lexists(file) else Keys({}, str(file))
 
 
 def _refuse(error: Exception, what: str, remedy: str) -> None:

@@ -2,9 +2,10 @@
 turn is found by its own rendering of chats with and without an answer."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from jaxspec.inputs.checked import ConfigError
+from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import shown
 
 PROBE = "jaxspec7probe"
@@ -65,3 +66,16 @@ def turn_of(fill: Callable[..., str], source: str) -> Turn:
             " messages"
         )
     return Turn(header, prompt.removeprefix(header), closing)
+
+
+def require_rendered(render: Callable[[str], str], file: Path) -> None:
+    """Refuses the chat template of a file if the prompts of two problems are the same."""
+    try:
+        one, other = (render(f"{PROBE}{number}") for number in "12")
+    except ConfigError:  # a template that refuses them may still take a whole chat
+        return
+    require(
+        one != other,
+        f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it"
+        " writes the user's message",
+    )

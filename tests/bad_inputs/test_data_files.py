@@ -20,7 +20,7 @@ DATA: dict[str, tuple[bytes | None, list[str]]] = {
         ["line 1", "'question'", "prompt_column"],
     ),
     "no answer": (b'{"question": "1+1="}\n', ["line 1", "'answer'"]),
-    "a null answer": (b'{"question": "1+1=", "answer": null}\n', ["line 1", "'answer'"]),
+    "a null answer": (b'{"question": "1+1=", "answer": null}\n', ["'answer'", "no answer"]),
     "a list of answers": (
         b'{"question": "1+1=", "answer": ["2"]}\n',
         ["line 1", "'answer'", "list"],

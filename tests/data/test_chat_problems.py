@@ -60,9 +60,12 @@ def test_a_problem_may_be_a_chat_and_its_answer_inside_an_object(
 @pytest.mark.parametrize(
     ("chat", "told"),
     [
-        ([], "holds a list that is no chat"),
         (["1+1="], "holds a list that is no chat"),
-        ([{"role": "user"}], "holds a list that is no chat"),
+        ([{"role": "user", "content": 3}], "holds a list that is no chat"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            "holds a list that is no chat; .* parts of type 'text'",
+        ),
         ([{"role": "assistant", "content": "2"}], "the user must ask something"),
         (
             [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}],
@@ -93,7 +96,7 @@ def test_prompts_without_an_answer_are_asked_where_only_a_draft_learns(tmp_path:
     """The last problems that have one are held out, as they are where answers are needed."""
     lines = [{"question": f"{i}+1=", **answer} for i, answer in enumerate(ANSWERS)]
     path = write(tmp_path, *lines)
-    with pytest.raises(ConfigError, match=r"line 2: no column 'answer'"):
+    with pytest.raises(ConfigError, match=r"line 4: column 'answer' holds a list"):
         load(path)
     config = DataConfig(path=path, eval_prompts=2)
     train, held_out = load_problems(config, TOKENIZER, answers=False)
@@ -140,6 +143,91 @@ def test_what_messages_hold_beside_their_text_reaches_the_template(tmp_path: Pat
     )
     train, _ = load_problems(config, load_tokenizer(str(tmp_path / "tokenizer")))
     assert [problem.prompt for problem in train] == ["1;23;4;="]
+
+
+CHATML = (
+    "{% if tools %}{{ tools[0].function.name }}|{% endif %}{% for m in messages %}"
+    "{% if m.role != 'note' %}{{ m.role[0] }}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}({{ call.name }}){% endfor %};{% endif %}{% endfor %}="
+)
+TOOLS = [{"type": "function", "function": {"name": "times", "strict": None}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "times"}]}
+
+
+def asked(folder: Path, *rows: dict[str, Any], **changes: Any) -> tuple[list[str], list[str]]:
+    """The prompts of rows, by a template with tools, and what is said of them."""
+    TOKENIZER.save(str(folder / "tokenizer"))
+    backend = json.loads((folder / "tokenizer/tokenizer.json").read_text())
+    backend["model"]["unk_token"] = "<unk>"
+    (folder / "tokenizer/tokenizer.json").write_text(json.dumps(backend))
+    (folder / "tokenizer/chat_template.jinja").write_text(CHATML)
+    tokenizer, name = load_tokenizer(str(folder / "tokenizer")), str(folder / "tokenizer")
+    other = folder / "other"
+    other.mkdir()
+    config = DataConfig(
+        path=write(folder, *rows),
+        eval_path=write(other, {"question": "6", "answer": "7"}),
+        tokenizer=name,
+        max_prompt_length=99,
+        eval_prompts=1,
+        **changes,
+    )
+    whole = ResolvedConfig(data=config, batch=BatchConfig(prompts=1))
+    sets = load_sets(whole, tokenizer)
+    return [problem.prompt for problem in sets.training[0]], remarks(whole, sets)
+
+
+def test_calls_of_tools_their_results_and_the_tools_are_asked(tmp_path: Path) -> None:
+    """Tools as objects or as JSON text; the instruction goes to the last message of the user."""
+    chat = [{"role": "user", "content": "7*8"}, CALL, {"role": "tool", "content": "56"}]
+    told = [*chat, {"role": "assistant", "content": "It is 56."}]
+    rows = [
+        {"question": chat, "tools": TOOLS, "answer": "56"},
+        {"question": told[:3], "tools": json.dumps(TOOLS), "answer": "56"},
+        {"question": [*chat[:2], {"role": "tool", "content": "5"}], "tools": TOOLS, "answer": "5"},
+        {"question": chat, "tools": None, "answer": "56"},
+    ]
+    prompts, said = asked(tmp_path, *rows, instruction="!")
+    assert prompts == [
+        "times|u7*8\n!;a(times);t56;=",
+        "times|u7*8\n!;a(times);t5;=",
+        "u7*8\n!;a(times);t56;=",
+    ]
+    assert [line for line in said if "hold" in line] == []
+    assert "1 repeated" in said[0]
+
+
+def test_parts_of_a_chat_that_no_prompt_holds_are_counted(tmp_path: Path) -> None:
+    ask = {"role": "user", "content": "1+1"}
+    answer = {"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}
+    note, more = {"role": "note", "content": "x"}, {"role": "user", "content": "2+2", "name": "I"}
+    rows = [
+        {"question": [ask, answer], "answer": "2"},
+        {"question": [ask, answer, more], "answer": "4"},
+        {"question": [ask, answer, {**more, "content": "3+3"}], "answer": "6"},
+        {"question": [note, more], "answer": "4"},
+        {
+            "question": [{**ask, "content": [{"type": "text", "text": "5+"}, {"text": "5"}]}],
+            "answer": "9",
+        },
+    ]
+    prompts, said = asked(tmp_path, *rows)
+    assert prompts == ["u1+1;=", "u1+1;a2;u2+2;=", "u1+1;a2;u3+3;=", "u2+2;=", "u5+5;="]
+    path = tmp_path / "train.jsonl"
+    assert [line.removeprefix(f"warning: data.path {path}: ") for line in said] == [
+        "prompts do not hold the assistant's messages after the last question, in 1 problems",
+        "prompts do not hold the key 'name' of messages of role 'user', in 3 problems",
+        "prompts do not hold the key 'reasoning_content' of messages of role 'assistant', in 2"
+        " problems",
+        "prompts do not hold messages of role 'note', in 1 problems",
+    ]
+
+
+def test_tools_that_are_no_objects_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"line 1: column 'tools' holds 'a, b'; give a list of ob"
+    ):
+        load(write(tmp_path, {"question": "1", "answer": "1", "tools": "a, b"}))
 
 
 @pytest.mark.skipif(

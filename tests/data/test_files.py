@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from jaxspec.config.settings import DataConfig
 from jaxspec.data import files
-from jaxspec.data.files import data_files, json_lines_of
+from jaxspec.data.files import data_digest, data_files, lines_of
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import load_problems
 from jaxspec.inputs.checked import ConfigError
@@ -40,13 +42,11 @@ SETTINGS: dict[str, Any] = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     files._downloaded.cache_clear()
-    return tmp_path / "cache/data"
+    return tmp_path / "cache"
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    from pyarrow import Table, parquet
-
-    parquet.write_table(Table.from_pylist(rows), file)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     return str(file)
 
 
@@ -56,15 +56,16 @@ def problems(path: str) -> list[Problem]:
 
 
 def test_rows_are_those_of_json_lines(tmp_path: Path, cache: Path) -> None:
-    """Written out once for each content."""
+    """Looked through once for each content."""
     lines = tmp_path / "same.jsonl"
     lines.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), encoding="utf-8")
     path = write(tmp_path / "train.parquet", ROWS)
     assert problems(path) == problems(str(lines))
-    (made,) = cache.iterdir()
+    (made,) = cache.glob("problems-*/table.npy")
     before = made.stat().st_mtime_ns
     assert problems(path) == problems(str(lines))
     assert made.stat().st_mtime_ns == before
+    assert [*cache.glob("problems-*/table.npy")] == [made]
     write(tmp_path / "train.parquet", ROWS[:20])
     assert len(problems(path)) == 20
 
@@ -148,8 +149,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:
-    file = Path(json_lines_of(path, "data.path"))
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    where = f"data.path {path}"
+    return [json.loads(line) for line in lines_of(data_files(path, "data.path"), where)]
 
 
 @pytest.mark.parametrize("network", [True, False])
@@ -171,8 +172,9 @@ def test_a_single_file_of_lines_is_read_where_it_is(
     hub: Callable[..., Asked], tmp_path: Path, cache: Path
 ) -> None:
     hub()
-    path = json_lines_of("Somebody/Sums:main/test-0.jsonl", "data.path")
-    assert path == str(tmp_path / "there/main/test-0.jsonl")
+    path = "Somebody/Sums:main/test-0.jsonl"
+    assert len(problems(path)) == 12
+    assert data_files(path, "data.path") == [tmp_path / "there/main/test-0.jsonl"]
     assert not cache.exists()
 
 
@@ -214,11 +216,13 @@ def test_files_of_a_folder_are_read_likewise(tmp_path: Path, cache: Path) -> Non
     folder = dataset(tmp_path / "sums")
     path = f"{folder}:main/*.parquet"
     assert rows_of(path) == ROWS[:40]
-    before = json_lines_of(path, "data.path")
-    assert json_lines_of(path, "data.path") == before
+    before, found = data_digest(path, "data.path"), problems(path)
+    assert problems(path) == found
     write(folder / "main/train-00001-of-2.parquet", ROWS[90:100])
     assert rows_of(path) == [*ROWS[:20], *ROWS[90:100]]
-    assert len(list(cache.iterdir())) == 2
+    assert data_digest(path, "data.path") != before
+    assert problems(path) != found
+    assert len(list(cache.glob("problems-*/lines.jsonl"))) == 2
     (folder / "main/train-00000-of-2.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ConfigError, match=r"sums:main/\*\.parquet, train-00000-of-2\.parquet: no"):
         rows_of(path)
@@ -227,6 +231,39 @@ def test_files_of_a_folder_are_read_likewise(tmp_path: Path, cache: Path) -> Non
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=r"sums:main/\*\.parquet: No such file"):
         problems(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "last", "told"),
+    [
+        (["question", "answer", "answer"], b"3", "columns that are there more than once: answer;"),
+        (["question", "answer", "id"], b"\xff", "no parquet file that can be read .*write it anew"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused(
+    tmp_path: Path, names: list[str], last: bytes, told: str
+) -> None:
+    """Also where the damage is found only in a value."""
+    file = tmp_path / "train.parquet"
+    text = pyarrow.array([b"1", b"2", last], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, text.buffers())
+    parquet.write_table(pyarrow.table([column] * 3, names=names), file)
+    with pytest.raises(ConfigError, match=rf"^data\.path {file}: {told}"):
+        problems(str(file))
+
+
+def test_a_folder_with_one_data_file_is_that_file(tmp_path: Path) -> None:
+    """With several, the message's own remedy names one of them, and works."""
+    folder = tmp_path / "main"
+    folder.mkdir()
+    write(folder / "train-0.parquet", ROWS[:20])
+    (folder / "README.md").write_text("a card")
+    assert rows_of(str(folder)) == ROWS[:20]
+    assert len(problems(str(folder))) == 20
+    write(folder / "train-1.parquet", ROWS[20:40])
+    with pytest.raises(ConfigError, match=r"has 2 data files.*; say which with .*:GLOB") as refused:
+        problems(str(folder))
+    assert len(problems(str(refused.value).rpartition("such as ")[2])) == 20
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./a/b", "a/b/c", "/nowhere/at-all", "x"])

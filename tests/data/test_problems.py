@@ -246,6 +246,11 @@ def test_reads_from_many_threads_agree(write):
             "column 'answer' states no answer in any of 1 lines",
         ),
         ([{"question": ["1+1="], "answer": "2"}], {}, "column 'question' holds a list"),
+        (
+            [{"question": "1+1="}, {"question": "2+1=", "answers": "3"}],
+            {},
+            "line 1: no column 'answer' among 'question'; set --data.answer_column",
+        ),
         (["[" * 100_000], {}, "line 1: not JSON .nested too deeply"),
         (
             ['{"question": NaN, "answer": "2"}'],
@@ -304,8 +309,9 @@ def test_bad_files(write, lines, changes, message):
 def test_missing_files(write, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path .*absent\.jsonl: No such file"):
         load(str(tmp_path / "absent.jsonl"))
-    with pytest.raises(ConfigError, match=r"data\.eval_path .*Is a directory"):
-        load(write(*rows(3)), eval_path=str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.eval_path .*: no file of .*/empty matches"):
+        load(write(*rows(3)), eval_path=str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,18 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
     assert settings.stop is None
 
 
+def test_an_evaluation_ends_with_the_special_tokens_that_it_names(job: Job) -> None:
+    """Not with those that training names."""
+    trained = dataclasses.replace(CONFIG.rollout, stop=("<pad>",))
+    tokenizer = job.tokenizer.ending_with(trained.stop, ())
+    assert tokenizer.stop_ids == (1, 0)
+    config = dataclasses.replace(CONFIG, rollout=trained, eval=EvalConfig(stop=("<unk>",)))
+    run = dataclasses.replace(job, config=config, tokenizer=tokenizer)
+    settings = asking_step(run, measuring(config, 1)).generator.settings
+    assert settings.processing.stop_ids == (1, 3)
+    assert settings.stop is None
+
+
 def lines_of(folder: Path, step: int, shares: dict[str, list[bool | None]], **changes: Any) -> None:
     folder.mkdir(exist_ok=True)
     lines = [
@@ -284,6 +296,18 @@ def test_two_evaluations_are_compared_by_problem(tmp_path: Path) -> None:
     assert compare(str(first), f"{second}:0")["sums"].estimate.value == pytest.approx(-0.25)
     Records(second, 0).cut_back(20)
     assert compare(str(first), str(second))["sums"].estimate.value == pytest.approx(-0.25)
+
+
+def test_evaluations_are_compared_by_their_problems_not_by_their_prompts(tmp_path: Path) -> None:
+    """Also where another prompt leaves out other problems, and in other white space."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, prompts in ((first, "What is {}?"), (second, "<user>{}<assistant>")):
+        lines_of(folder, 0, {prompts.format("1+1="): [True]}, question="1+1=", problem=4)
+        lines_of(folder, 0, {prompts.format("2+1="): [folder == second]}, question="2+1= ")
+    lines = second / "evaluations.jsonl"
+    lines.write_text(lines.read_text().replace("2+1= ", " 2+1="))
+    found = compare(str(first), str(second))["sums"].estimate
+    assert (found.value, found.problems) == (pytest.approx(0.5), 2)
 
 
 def test_evaluations_that_cannot_be_compared(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from jaxspec.data.problems import load_sets
 from jaxspec.host import draft_training, round_cost
 from jaxspec.host.draft_data import Rows
 from jaxspec.host.draft_training import ACCEPTANCE
-from jaxspec.host.job import Job, sources
+from jaxspec.host.job import Job
 from jaxspec.host.warm_start import policy_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.storage.cache import sources
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
@@ -125,7 +126,7 @@ class TestCachedDraft:
                 round_cost._key(job.step.generator, 6),
             ]
         )
-        prompts = "data/problem_source data/json_lines data/problems tokens/turns"
+        prompts = "data/problem_source data/messages data/json_lines data/problems tokens/turns"
         prompts += " tokens/chat_template tokens/template_process"
         assert {f"{name}.py" for name in prompts.split()} <= set(draft_training.CODE)
         with pytest.raises(ValueError, match=r"nothing\*\.py"):

@@ -1,7 +1,9 @@
 """What a job opens once for all programs: the tokenizer as the config wants it, and a step that
 knows it."""
 
+import datetime
 import errno
+import json
 import os
 import re
 import sys
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import (
     DataConfig,
     DraftConfig,
@@ -23,9 +26,10 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.job import identity, make_job, reported, sources
+from jaxspec.host.job import identity, make_job, reported
 from jaxspec.host.run_state import random_draft
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.storage.cache import sources
 from jaxspec.system.closing_table import closing_table
 from jaxspec.system.progress import Progress, Screen
 from jaxspec.tokens.tokenizer import character_tokenizer
@@ -95,6 +99,44 @@ def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
         make_job(replace(config, rollout=replace(rollout, stop=("Problem:",))), small_mesh())
 
 
+def test_the_day_of_the_chat_template_is_that_of_the_run(tmp_path: Path) -> None:
+    """The config.json of the run keeps it, and a run that goes on later has it from there. So has
+    an evaluation."""
+    character_tokenizer().save(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d') }}{{ messages[0].content }}"
+    )
+    config = tiny_config(
+        tiny_model(vocab=32),
+        data=DataConfig(tokenizer=str(tmp_path)),
+        sft=SftConfig(steps=0),
+        workdir=str(tmp_path / "run"),
+    )
+    begun = make_job(config, small_mesh())
+    assert begun.config.today == datetime.date.today().isoformat()
+    (tmp_path / "run").mkdir()
+    earlier = replace(config, today="2026-03-04")
+    (tmp_path / "run/config.json").write_text(json.dumps(to_json(earlier)))
+    later = make_job(config, small_mesh())
+    assert later.config.today == "2026-03-04"
+    assert later.tokenizer.render("+2") == "04+2"
+    (tmp_path / "run/config.json").unlink()
+    evaluation = {"config": to_json(replace(config, today="2026-03-05"))}
+    (tmp_path / "run/evaluation.json").write_text(json.dumps(evaluation))
+    assert make_job(config, small_mesh()).config.today == "2026-03-05"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert make_job(config, small_mesh()).config.today == ""
+
+
+def test_stop_ids_reach_the_generator() -> None:
+    config = tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0))
+    rollout = replace(config.rollout, stop=("<pad>",), stop_ids=(9,))
+    job = make_job(replace(config, rollout=rollout), small_mesh())
+    settings = job.step.generator.settings
+    assert settings.processing.stop_ids == (1, 0, 9)
+    assert settings.stop is None
+
+
 def test_a_generated_task_brings_its_characters() -> None:
     data = DataConfig(task="programs", max_prompt_length=21)
     config = tiny_config(tiny_model(vocab=40), data=data)
@@ -149,7 +191,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the memory of this machine does not hold what is asked for (")
     assert told in line
-    assert re.search(r"job\.py, line \d+: return .*lower the setting", line)
+    assert re.search(r"cache\.py, line \d+: return .*lower the setting", line)
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -45,8 +45,8 @@ class TestTrainingText:
             tmp_path,
             {"text": "1+2=3"},
             "",
-            {"text": " "},
-            {"text": "1+2=3"},
+            *({"text": " "}, {"text": None}, {"id": 7}, {"messages": []}),
+            *({"messages": None}, {"text": "1+2=3", "messages": None}),
             "  ",
             {"text": "1+2=3"},
             {"text": "5"},
@@ -54,13 +54,32 @@ class TestTrainingText:
         rows = training_text(a_config(text=path), TOKENIZER, told.append)
         assert rows is not None
         assert len(rows.tokens) == 4
-        what = "2 blank lines passed over, 1 empty texts left out, 2 repeated texts (kept)"
+        what = "2 blank lines passed over, 5 empty texts left out, 2 repeated texts (kept)"
         assert told == [f"offline.text {path}: {what}; 4 to train on"]
         told.clear()
         training_text(
             a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append
         )
         assert told == []
+
+    def test_tools_are_written_and_what_is_not_is_said(self, tmp_path: Path) -> None:
+        TOKENIZER.save(str(tmp_path / "tokenizer"))
+        (tmp_path / "tokenizer/chat_template.jinja").write_text(
+            "{% if tools %}{{ tools[0].n }}{% endif %}{% for m in messages %}"
+            "{{ '#=' if m.role == 'assistant' else '?' }}{{ m.content }};{% endfor %}"
+            "{% if add_generation_prompt %}#={% endif %}"
+        )
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+        asked = {"role": "user", "content": "1"}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "2"}], "thought": "3"}
+        path, told = self.file(tmp_path, {"messages": [asked, answer], "tools": [{"n": "7"}]}), []
+        rows = training_text(a_config(text=path), tokenizer, told.append)
+        assert rows is not None
+        assert tokenizer.decode(rows.tokens[0]) == "7?1;#=2;"
+        assert told == [
+            f"offline.text {path}: the chat template does not write the key 'thought' of messages"
+            " of role 'assistant', in 1 chats; 1 to train on"
+        ]
 
     def test_generic_is_the_mixed_corpus_and_nothing_is_the_policys_own(self) -> None:
         config = ResolvedConfig(
@@ -83,8 +102,8 @@ class TestTrainingText:
             ([{"text": "1"}, "{"], ["line 2", "not JSON", "one JSON object a line"]),
             ([[1]], ["line 1", "a list instead of an object"]),
             (
-                [{"text": "1"}, "", {"txt": "1"}],
-                ["line 3", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"],
+                ["", {"txt": "1"}, {"text": None}],
+                ["line 2", "no column 'text' or 'messages' among 'txt'", "rename 'txt' to 'text'"],
             ),
             (
                 [{"message": [], "id": 1}],

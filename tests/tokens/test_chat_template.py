@@ -112,6 +112,34 @@ def test_what_transformers_adds_to_templates_writes_the_same(folder, name):
     assert load_tokenizer(str(folder)).render("1+1=") == wanted
 
 
+def test_the_day_of_a_template_is_pinned(folder, monkeypatch):
+    """Else it is the local time, which differs from prompt to prompt."""
+    edit(folder / "tokenizer_config.json", chat_template="{{ strftime_now('%d %b %T') }}" + ASKS)
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.reads_clock
+    pinned = tokenizer.on_day("2026-03-04")
+    assert pinned.render("1+1=") == "04 Mar 00:00:001+1="
+    assert pinned.fingerprint != tokenizer.fingerprint
+    assert tokenizer.on_day("2026-03-05").fingerprint != pinned.fingerprint
+    edit(folder / "tokenizer_config.json", chat_template=ASKS)
+    assert not load_tokenizer(str(folder)).reads_clock
+
+
+def test_many_prompts_at_once_are_those_of_one_by_one(folder):
+    edit(
+        folder / "tokenizer_config.json",
+        chat_template="{% if tools %}{{ tools[0].n }}{% endif %}" + ASKS,
+    )
+    tokenizer = load_tokenizer(str(folder))
+    asked = [("1+1=", None), ([{"role": "user", "content": "2"}], [{"n": "7"}]), ("3", None)]
+    prompts = tokenizer.render_each(asked)
+    assert prompts == [tokenizer.render(*each) for each in asked] == ["1+1=", "72", "3"]
+    assert tokenizer.lengths(prompts) == [len(tokenizer.encode(prompt)) for prompt in prompts]
+    with pytest.raises(ConfigError, match=r"refuses one of these problems"):
+        tokenizer.render_each([("1", None), ([], None)])
+    assert tokenizer.render("1") == "1"
+
+
 def test_template_cannot_reach_python(folder):
     edit(folder / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ConfigError, match="unsafe"):
