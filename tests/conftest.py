@@ -34,6 +34,7 @@ import numpy as np
 import optax
 import pytest
 from filelock import FileLock
+from jax._src.lru_cache import LRUCache
 from jaxtyping import install_import_hook
 from scipy import stats
 
@@ -108,6 +109,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+LIMIT = 2**30
+"""Bytes of compiled programs that are kept from one run to the next."""
+
+
 def compiled_programs() -> Path:
     """Where the tests keep them."""
     return cache_folder() / "tests" / f"jax-{jax.__version__}"
@@ -120,7 +125,12 @@ def pytest_configure() -> None:
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     # with a limit, entries are written and read under a file lock
-    jax.config.update("jax_compilation_cache_max_size", 2**30)
+    jax.config.update("jax_compilation_cache_max_size", LIMIT)
+    cache = LRUCache(str(compiled_programs()), max_size=LIMIT)
+    with cache.lock:
+        cache._evict_if_needed()
+    # Every entry that is written would look at all others: minutes of a run from an empty cache.
+    LRUCache._evict_if_needed = lambda *_, **__: None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -322,7 +322,7 @@ MUTANTS = [
         "rollout/verification/fused.py",
         "weighted = log_weight[:, None] + _logprobs_at(block, known, accepted, tokens)",
         "weighted = _logprobs_at(block, known, accepted, tokens)",
-        f"{ONE_ROUND}[fused-3-3-block-no zeros]",
+        f"{ONE_ROUND}[fused by ids-3-3-block-no zeros]",
     ),
     Mutant(
         "-",

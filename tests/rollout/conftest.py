@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.rollout.harness import FORMS, InUse
+from tests.rollout.harness import InUse
 
-# The fast forms take seconds to compile for each shape. The fast part has `test_fused.py` for them.
-PARAMS = [pytest.param(name, marks=[] if name == "plain" else pytest.mark.slow) for name in FORMS]
+# The fast form takes seconds to compile for each shape. The fast part has `test_fused.py` for it.
+PARAMS = ["plain", pytest.param("fused by ids", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=PARAMS)

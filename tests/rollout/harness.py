@@ -102,9 +102,9 @@ def marked(cases: Iterable[Any]) -> list[Any]:
 
 def by_form(plain: Iterable[tuple[Any, ...]], every: tuple[Any, ...]) -> list[Any]:
     """A form of verification and a case, as pytest's parameters: the plain form has all cases, the
-    fast ones have one, as each takes them seconds to compile."""
-    fast = [pytest.param(form, *every, marks=pytest.mark.slow) for form in FORMS if form != "plain"]
-    return [("plain", *case) for case in (*plain, every)] + fast
+    fast one has one, as each takes it seconds to compile."""
+    fast = pytest.param("fused by ids", *every, marks=pytest.mark.slow)
+    return [*(("plain", *case) for case in (*plain, every)), fast]
 
 
 def log(probabilities: np.ndarray) -> np.ndarray:
