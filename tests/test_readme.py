@@ -17,6 +17,7 @@ from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.config import cli
 from jaxspec.config.cli import load_config, override, take_option
 from jaxspec.config.settings import Config
+from jaxspec.inputs.checked import ConfigError
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -199,7 +200,7 @@ def test_an_example_with_a_folder_that_nothing_makes_is_noticed() -> None:
     ):
         with pytest.raises(AssertionError, match="is made by no earlier command"):
             Reader().type(fenced(start.format(words))[0])
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(ConfigError, match="did you mean --rollout"):
         Reader().type(fenced(start.format("--rollout.draft.lenght 3"))[0])
 
 
