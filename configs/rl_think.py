@@ -17,8 +17,8 @@ and 12 seconds from an empty cache.
 
 Learning rates: at scale tiny 2e-4, and 4e-4 and 1e-2 for its draft, online and offline, which are
 for a model of this size alone: a warning says so beside --model.path, and
---optimizer.learning_rate auto is 1e-6 there. At the larger scales they are left to what is trained:
-1e-6, or 2e-5 with --lora.rank, and 1e-4 for the draft during the run.
+--optimizer.learning_rate auto is 1e-6 there. At the larger scales they are left to what is trained,
+with --model.path: 1e-6, or 2e-5 with --lora.rank, and 1e-4 for the draft during the run.
 
 With a policy from a folder the draft is first trained in domain: on answers of the policy to the
 training prompts. A draft of --rollout.draft.path FOLDER goes on from its weights in this; it is

@@ -48,11 +48,9 @@ from jaxspec.host.warm_start import load_draft, load_policy
 from jaxspec.host.workdir import data_digests, held
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import listed, read_json
-from jaxspec.models.lora import Adapted, merged
 from jaxspec.processes.process_0 import refused_by_all
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.rollout.generator import rounding_key
 from jaxspec.state import TrainState
 from jaxspec.system.files import write_whole
 from jaxspec.system.interrupt import Interrupt
@@ -292,9 +290,6 @@ def loaded(job: Job, interrupt: Interrupt, run: Run | None) -> TrainState:
     else:
         bare, generator = restored(run, job)
         policy, draft = bare.learner.policy.network, bare.learner.draft
-        if isinstance(policy, Adapted):
-            # the very weights that the run generates with
-            policy = jax.jit(merged)(policy, rounding_key(run.config.seed, bare.learner.version))
         network = draft.network if draft else None
         factors = measured_factors(
             bare.generator.overlap_by_factor, step.generator, generator.settings.grid

@@ -38,6 +38,13 @@ def test_the_constant_is_the_longest_response() -> None:
     assert aggregation.longest == 6
 
 
+def test_a_constant_counts_the_rows_of_a_mini_batch() -> None:
+    batch = BatchConfig(prompts=8, group_size=2, mini_batches=4)
+    step = step_of(loss=LossConfig(aggregation="constant"), batch=batch)
+    aggregation: Any = step.learner.aggregation
+    assert aggregation.rows == 4
+
+
 def test_a_schedule_ends_with_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 3 batches with 2 x 2 updates each, the twelfth is the last that moves anything."""
     made, schedule = [], build.optimizers.scheduled

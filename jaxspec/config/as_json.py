@@ -38,6 +38,16 @@ def from_json(saved: Mapping[str, Any]) -> ResolvedConfig:
       ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of
         another type.
     """
+    require_same_version(saved)
+    return _filled(ResolvedConfig, saved)
+
+
+def require_same_version(saved: Mapping[str, Any], remedy: str = "use that version") -> None:
+    """Refuses a saved config whose settings are not those of this version.
+
+    Raises:
+      ConfigError: a key is missing or unknown.
+    """
     missing, unknown = _differences(ResolvedConfig, saved)
     differing = [
         f"it lacks {', '.join(missing)}" if missing else "",
@@ -45,10 +55,9 @@ def from_json(saved: Mapping[str, Any]) -> ResolvedConfig:
     ]
     another = (
         "the config was written by another version of jaxspec:"
-        f" {'; '.join(filter(None, differing))}; use that version"
+        f" {'; '.join(filter(None, differing))}; {remedy}"
     )
     require(not missing and not unknown, another)
-    return _filled(ResolvedConfig, saved)
 
 
 def _differences(cls: Any, saved: Any, prefix: str = "") -> tuple[list[str], list[str]]:

@@ -350,6 +350,7 @@ def _key(job: Job, text: Rows | None) -> str:
     data = [(each.weight, _as_read(each.data, tokenizer)) for each in config.training_sets]
     offline = dataclasses.replace(
         config.offline,
+        learning_rate=config.learning_rates.offline,
         text=hashlib.sha256(b"".join(part.tobytes() for part in text)).hexdigest() if text else "",
     )
     draft, training = config.rollout.draft, config.draft_training

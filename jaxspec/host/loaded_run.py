@@ -26,8 +26,9 @@ from jaxspec.host.runner import abstract, ahead, ahead_with, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
 from jaxspec.inputs.checked import read_from, require
 from jaxspec.inputs.streams import Stream
+from jaxspec.models.lora import Adapted, merged
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.generator import Generator, rounding_key
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
@@ -159,11 +160,20 @@ def restore(run: Run, job: Job, samples: int) -> Ready:
 
 def restored(run: Run, job: Job) -> tuple[TrainState, Generator]:
     """The run's state on the job's mesh, as `read_state` does, with the draft if the job's drafts
-    by weights; and the run's own generator."""
+    by weights; and the run's own generator.
+
+    Adapters are merged as the run merges them to generate.
+    """
     own = replace(run.config, mesh=job.config.mesh)
     stop = job.step.generator.settings.stop
     trained = build_step(own, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
-    return read_state(run, trained, job.config.rollout.draft.learned), trained.generator
+    state = read_state(run, trained, job.config.rollout.draft.learned)
+    learner, policy = state.learner, state.learner.policy
+    if isinstance(policy.network, Adapted):
+        # rounded by the run's own seed, which need not be that of the job
+        network = jax.jit(merged)(policy.network, rounding_key(own.seed, learner.version))
+        learner = learner.replace(policy=policy.replace(network=network))
+    return state.replace(learner=learner), trained.generator
 
 
 def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:

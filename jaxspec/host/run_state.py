@@ -147,8 +147,8 @@ def stall_watch(config: ResolvedConfig, lines: Iterable[Mapping[str, Any]]) -> S
     batches."""
     optimizer, batch = config.optimizer, config.batch
     updates = config.steps * batch.mini_batches * batch.epochs
-    risen = min(1.0, updates / max(optimizer.warmup_steps, 1))
-    watch = StallWatch(config.advantage.baseline != "none", optimizer.learning_rate * risen)
+    rate = config.learning_rates.policy * min(1.0, updates / max(optimizer.warmup_steps, 1))
+    watch = StallWatch(config.advantage.baseline != "none", rate)
     for line in lines:
         watch.look(line)
     return watch

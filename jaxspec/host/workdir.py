@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.config.as_json import differing_keys, flat, to_json
+from jaxspec.config.as_json import differing_keys, flat, require_same_version, to_json
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.files import data_digest
 from jaxspec.hf.pretrained import fingerprint
 from jaxspec.host.job import Job, code_version
-from jaxspec.inputs.checked import INT32, ConfigError, require
+from jaxspec.inputs.checked import INT32, ConfigError, read_from, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import machine, row_shards
 from jaxspec.processes.process_0 import refused_by_all
@@ -122,7 +122,10 @@ def _require_own(job: Job, folder: Path) -> None:
     would erase what it does not know."""
     begun, saved, batches = (folder / CONFIG).exists(), steps(folder), len(read(folder))
     if begun:
-        differing = differing_keys(saved_config(folder), job.config)
+        written = saved_config(folder)
+        with read_from(str(folder / CONFIG)):
+            require_same_version(written, "use that version, or choose another --workdir")
+        differing = differing_keys(written, job.config)
         belongs = (
             f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir,"
             " or set these keys back"

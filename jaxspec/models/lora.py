@@ -95,6 +95,11 @@ class Adapted(nnx.Module):
         self.base = _variables(Frozen, cast(base, jnp.dtype(base.config.dtype)))
         self.adapters = Adapters(base, self.names, lora.rank, key)
 
+    @property
+    def config(self) -> ModelSpec:
+        """The base's."""
+        return self.base.config
+
 
 def chosen(names: tuple[str, ...], model: ModelSpec, where: str) -> tuple[str, ...]:
     """The targets named, or all that a decoder has; `where` names them in the ConfigError for

@@ -20,7 +20,7 @@ from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
-from jaxspec.rl.loss_terms import LARGEST_LOG_RATIO, LossInputs, inside, k3
+from jaxspec.rl.loss_terms import LossInputs, bounded, inside, k3
 from jaxspec.rl.losses import Aggregation, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
 from jaxspec.sampling import Processing
@@ -139,7 +139,7 @@ EXTREMES = ("advantage/max", "advantage/min", "ratio/max", "ratio/min")
 def _log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
     """Of policy to old policy, within bounds; 0 outside the labels to learn."""
     log_ratio = inside(inputs, inputs.policy_logprobs - inputs.old_logprobs)
-    return lax.stop_gradient(jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+    return lax.stop_gradient(bounded(log_ratio))
 
 
 def _measures(inputs: LossInputs) -> dict[str, Float[Array, "B T"]]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxspec.kernels.order import after, computed
 from jaxspec.mesh import ROWS, by_rows, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.lora import Adapted
 from jaxspec.rl import optimizers
 from jaxspec.rl.fsdp import Pair, Shards
 from jaxspec.rl.micro_batch import Counts, Gap, Losses, Sums
@@ -210,7 +210,7 @@ class Passes:
             0,
             batch.plan.used[mini],
             read,
-            (nothing, losses.nothing(counts, applied(policy).config)),
+            (nothing, losses.nothing(counts, policy.config)),
         )
         # once a batch, and not for every micro-batch
         return trained.summed(gradients) if learning else gradients, sums.over_shards(), counts

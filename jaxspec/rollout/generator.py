@@ -273,8 +273,8 @@ class Generator:
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            "rollout/length_min": jnp.min(jnp.where(ran, lengths, self.settings.max_new_tokens)),
-            "rollout/length_max": jnp.max(jnp.where(ran, lengths, 0)),
+            "rollout/length_min": jnp.nanmin(jnp.where(ran, lengths, jnp.nan)),
+            "rollout/length_max": jnp.nanmax(jnp.where(ran, lengths, jnp.nan)),
             "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
             "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import DraftConfig, RolloutConfig
+from jaxspec.config.settings import Config, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.host import run_state
 from jaxspec.host.batches import Batches
@@ -73,3 +73,8 @@ def test_costs_of_rounds_are_those_of_the_machine(
     # what the run has seen of its draft counts on
     np.testing.assert_array_equal(known.acceptance.accepted, seen)
     assert ("another machine or mesh" in capsys.readouterr().out) == elsewhere
+
+
+def test_a_learning_rate_that_is_chosen_is_watched() -> None:
+    """Of `auto`, which is that of what is trained."""
+    assert run_state.stall_watch(ResolvedConfig.of(Config()), []).summary() == []

@@ -178,8 +178,7 @@ def logprob_gap(
     of the answers."""
     learner = dataclasses.replace(step.learner, objective=None, taps=())
     placed = learner.passes.at_places(step.batch_of(finished))
-    policy, there = state.learner.policy.network, jnp.ones((), bool)
-    logprobs, _ = learner.passes.logprobs(policy, there, placed)
+    logprobs, _ = learner.passes.logprobs(state.learner.policy.network, 0, placed)
     gap = jnp.abs(logprobs - placed.sampled_logprobs.astype(logprobs.dtype))
     gap = jnp.where(placed.chosen, gap, 0)
     return jnp.sum(gap) / jnp.sum(placed.chosen, dtype=gap.dtype), jnp.max(gap)
