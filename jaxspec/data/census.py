@@ -15,6 +15,8 @@ from jaxspec.rewards.mathematics.spelling import respell, split_list
 
 MOST = 100_000
 """References that are counted, at most: those of the first problems."""
+LONGEST = 4096
+"""Characters of a reference that is looked into; a longer one is a text."""
 SENTENCE = 5
 """Words of a reference, from which on it is a sentence."""
 COMMON = 0.1
@@ -93,6 +95,8 @@ def kind_of(reference: str) -> str:
     """Return the kind of a reference, one of `KINDS`."""
     if is_number(reference):
         return "numbers"
+    if len(reference) > LONGEST:
+        return "sentences"
     text = respell(reference)
     if is_number(text):
         return "numbers"

@@ -189,8 +189,7 @@ class TableBatch:
 
     def row(self, place: int) -> dict[str, Any]:
         """Return a row as the object that its line of JSON would hold."""
-        with _refusing_damage(self._where):
-            return self._table.slice(place, 1).to_pylist()[0]
+        return json_line(self.as_lines([place])[0], self._where)
 
     def as_lines(self, places: Sequence[int]) -> list[bytes]:
         """Return some of its rows as lines of JSON.

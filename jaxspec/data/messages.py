@@ -70,7 +70,8 @@ def tools_of(value: Any) -> Tools | None:
     Raises `ConfigError` for a value of another kind.
     """
     try:
-        tools = parse_json(value) if isinstance(value, str) and value.strip() else value
+        given = value.strip() if isinstance(value, str) else value
+        tools = parse_json(given) if given and isinstance(given, str) else given
         parts = tools if isinstance(tools, list) else [tools] if tools else []
         parts = [parse_json(part) if isinstance(part, str) else part for part in parts]
     except ValueError:

@@ -67,7 +67,10 @@ def compare(first: str, second: str) -> dict[str, Difference]:
     Raises:
       ConfigError: there is no such evaluation; a line is damaged; they have no problem in common.
     """
-    shares = [_shares(named) for named in (first, second)]
+    lines = [_lines_of(named) for named in (first, second)]
+    # evaluations of earlier versions know their problems by the prompts alone
+    key = "question" if all(line.get("question") for each in lines for line in each) else "prompt"
+    shares = [_shares(each, key) for each in lines]
     found = {}
     for name in shares[0]:
         if name in shares[1]:
@@ -83,9 +86,8 @@ def compare(first: str, second: str) -> dict[str, Difference]:
     return found
 
 
-def _shares(named: str) -> dict[str, dict[str, float]]:
-    """Share of correct answers by set and problem, which is known by its question, whatever prompt
-    asks it."""
+def _lines_of(named: str) -> list[dict[str, Any]]:
+    """The lines of an evaluation."""
     path, _, number = named.rpartition(":")
     if not path or not number.isdecimal():
         path, number = named, ""
@@ -104,10 +106,15 @@ def _shares(named: str) -> dict[str, dict[str, float]]:
         step in steps,
         f"--compare {named}: no evaluation at step {step}; there are {listed(map(str, steps))}",
     )
+    return [line for line in lines if line["step"] == step]
+
+
+def _shares(lines: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
+    """Share of correct answers by set and problem, which is known by its `key`."""
     found: dict[str, dict[str, float]] = {}
     for line in lines:
         known = [right for right in line["correct"] if right is not None]
-        if line["step"] == step and known:
-            problem = normal_form(line.get("question") or line["prompt"])
+        if known:
+            problem = normal_form(line[key])
             found.setdefault(line["set"], {})[problem] = sum(map(bool, known)) / len(known)
     return found

@@ -20,7 +20,8 @@ _READ = _words("""
     attention_bias mlp_bias max_position_embeddings rope_theta rope_scaling rope_parameters
     partial_rotary_factor use_sliding_window sliding_window max_window_layers layer_types use_mrope
     mlp_only_layers decoder_sparse_step pruned_heads num_experts num_local_experts
-    num_experts_per_tok moe_intermediate_size norm_topk_prob
+    num_experts_per_tok moe_intermediate_size norm_topk_prob rope_interleaved
+    shared_expert_intermediate_size qkv_bias use_qk_norm
     """)
 _WITHOUT_EFFECT = _words("""
     _name_or_path name_or_path _commit_hash transformers_version auto_map torch_dtype dtype
@@ -33,7 +34,7 @@ _WITHOUT_EFFECT = _words("""
     is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
     tie_encoder_decoder tf_legacy_loss model_max_length max_sequence_length
     tokenizer_model_max_length num_nextn_predict_layers unsloth_version unsloth_fixed
-    transformers.js_config tokenizer_class prefix
+    transformers.js_config tokenizer_class prefix is_llama_config
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
@@ -81,6 +82,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
     "decoder_sparse_step": (1,),
     "pruned_heads": ({}, []),
+    "rope_interleaved": (False,),
+    "shared_expert_intermediate_size": (0,),
     # of vLLM's YaRN
     "extrapolation_factor": (1,),
     "apply_yarn_scaling": (True,),

@@ -112,7 +112,17 @@ def _family(keys: Keys, family: FamilySpec) -> FamilySpec:
             experts_per_token=chosen,
             normalize_experts=keys.flag("norm_topk_prob", False),
         )
-    return implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
+    family = implied(replace(family, attention_bias=keys.flag("attention_bias", False)))
+    for name, built in (
+        ("qkv_bias", family.attention_bias),
+        ("use_qk_norm", family.query_key_norm),
+    ):
+        require(
+            keys.flag(name, built) == built,
+            f"{keys.source}: {name} is {not built}, and {family.model_type} is built here with"
+            f" {built} alone",
+        )
+    return family
 
 
 def refuse_sliding(keys: Keys) -> None:

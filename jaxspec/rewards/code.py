@@ -184,6 +184,10 @@ class _Process:
                 env={"PATH": "/usr/bin:/bin", "HOME": folder},
                 cwd=folder,
             )
+        except OSError:
+            os.close(self._to)
+            os.close(self._from)
+            raise
         finally:
             os.close(reads)
             os.close(writes)

@@ -19,7 +19,8 @@ DAPO_WINDOW = 300
 """Characters from the end that DAPO's rule searches."""
 
 _LANGUAGES = "", "python", "python3", "py"
-_FENCE = re.compile(r"(?P<mark>`{3,}|~{3,})[ {.]*(?P<language>[\w+#-]*)[^`~]*$")
+_FENCE = re.compile(r"[^`~]*(?P<mark>`{3,}|~{3,})(?P<info>[^`~]*)")
+_LANGUAGE = re.compile(r"[ {.]*([\w+#-]*)")
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
 _BOX = (
@@ -234,9 +235,12 @@ def _blocks(text: str) -> Iterator[str]:
     for line in text.splitlines():
         bare = line.strip()
         if not mark:
-            opening = _FENCE.search(line)
+            # two marks in a line are code inside a sentence
+            opening = _FENCE.fullmatch(line)
             if opening:
-                mark, lines, python = opening["mark"], [], opening["language"].lower() in _LANGUAGES
+                language = _LANGUAGE.match(opening["info"])
+                python = language is not None and language[1].lower() in _LANGUAGES
+                mark, lines = opening["mark"], []
                 indent = len(line) - len(line.lstrip())
         elif bare.startswith(mark) and not bare.strip(mark[0]):
             if python:
@@ -244,6 +248,10 @@ def _blocks(text: str) -> Iterator[str]:
             mark = ""
         else:
             lines.append(line[indent:] if not line[:indent].strip() else line)
+            if python and bare.endswith(mark):
+                lines[-1] = lines[-1].rstrip().removesuffix(mark)
+                yield "\n".join(lines) + "\n"
+                mark = ""
 
 
 def _last_answer_line(text: str) -> str | None:

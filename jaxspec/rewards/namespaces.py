@@ -111,6 +111,9 @@ def _see_little(linux: _Linux, root: str) -> None:
         Path(root + path).chmod(0o1777)
     with contextlib.suppress(OSError):  # in some containers; then there is none
         linux.mount("proc", f"{root}/proc", "proc", NOSUID | NODEV, None)
+    with contextlib.suppress(OSError):
+        # Shared memory that no process is attached to would count for none.
+        Path("/proc/sys/kernel/shmall").write_text("0", encoding="ascii")
     os.chdir(root)
     linux.pivot_root(".", ".")
     linux.umount2(".", DETACH)

@@ -54,7 +54,7 @@ def adapt_function(function: Callable[..., Any]) -> OwnFunction:
                 f" as {OWN}, as {VERL} (verl), or as {TRL} (TRL)"
             ) from error
     else:
-        if "completions" not in names or not takes_any:
+        if "completions" not in names or (not takes_any and "rows" in names):
             return OwnFunction(function)
     return OwnFunction(_by_column(function, signature), f"TRL's form: {TRL}")
 
@@ -64,6 +64,14 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _require_given(signature: inspect.Signature, whose: str, given: Mapping[str, Any]) -> None:
+    by_place = [
+        name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_ONLY
+    ]
+    if by_place:
+        raise TypeError(
+            f"it has {whose}'s form, which gives values by name, and takes {', '.join(by_place)} by"
+            " place alone; take the `/` out of its parameters"
+        )
     missing = [name for name in _required(signature) if name not in given]
     if missing:
         raise TypeError(
@@ -210,6 +218,8 @@ def _one(given: Any) -> list[Any]:
         return [None, f"it gave a dictionary, {shown(given)}, in place of a number"]
     if isinstance(reward, str | bytes):  # which may be read as one
         return [None, f"it gave {shown(given)}, which is no number but text"]
+    if reward is None:
+        return [None, "it gave None; give 0 where the function does not apply to a row"]
     try:
         number = float(reward)  # pyright: ignore[reportArgumentType] - it may be anything
     except (TypeError, ValueError):

@@ -56,10 +56,11 @@ def special_tokens(
     ends = [] if ids["eos_token"] is None else [ids["eos_token"]]
     ends += _end_ids(generation, size)
     # a stale one of another vocabulary would be an ordinary word of this one
-    other = _end_ids(model, size) + _end_ids(model.part("text_config"), size)
+    within = None if ends else size
+    other = _end_ids(model, within) + _end_ids(model.part("text_config"), within)
     ends += [end for end in other if not ends or end in added]
     closed = backend.encode(closing(texts), add_special_tokens=False).ids
-    ends += [token for token in closed if token in added][:1]
+    ends += [token for token in closed if token in added and added[token].content.strip()][:1]
     require(
         bool(ends),
         f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add the key,"
@@ -105,8 +106,11 @@ def _begin(
     return tuple(around[:count])
 
 
-def _end_ids(file: Keys, size: int) -> list[int]:
-    """The end tokens of a file, which writes one as a number and several as a list."""
+def _end_ids(file: Keys, size: int | None) -> list[int]:
+    """The end tokens of a file, which writes one as a number and several as a list.
+
+    `size`: tokens of the tokenizer, which has to have them; None: it need not.
+    """
     found = file.content.get("eos_token_id")
     ends = [] if found is None else found if isinstance(found, list) else [found]
     require(
@@ -116,7 +120,7 @@ def _end_ids(file: Keys, size: int) -> list[int]:
     )
     for end in ends:
         require(
-            0 <= end < size,
+            size is None or 0 <= end < size,
             f"{file.source}: eos_token_id {end} is beyond the tokenizer's {size} tokens; correct"
             " the key",
         )

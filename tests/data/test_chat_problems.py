@@ -185,7 +185,7 @@ def test_calls_of_tools_their_results_and_the_tools_are_asked(tmp_path: Path) ->
         {"question": chat, "tools": TOOLS, "answer": "56"},
         {"question": told[:3], "tools": json.dumps(TOOLS), "answer": "56"},
         {"question": [*chat[:2], {"role": "tool", "content": "5"}], "tools": TOOLS, "answer": "5"},
-        {"question": chat, "tools": None, "answer": "56"},
+        {"question": chat, "tools": "  ", "answer": "56"},
     ]
     prompts, said = asked(tmp_path, *rows, instruction="!")
     assert prompts == [

@@ -2,6 +2,7 @@
 several files, of a folder or of a dataset on the hub."""
 
 import datetime
+import decimal
 import json
 import shutil
 from collections.abc import Callable
@@ -75,6 +76,11 @@ def test_what_json_has_no_word_for_is_text(tmp_path: Path) -> None:
     found = problems(write(tmp_path / "train.parquet", rows))
     assert found[0].columns["day"] == "2026-01-02"
     assert found[0].columns["raw"] == "b'x'"
+    priced = [
+        {"prompt": f"{n}", "reward_model": {"ground_truth": decimal.Decimal(n) / 4}}
+        for n in range(12)
+    ]
+    assert problems(write(tmp_path / "priced.parquet", priced))[1].answer == "0.25"
 
 
 def test_a_damaged_file_and_a_wrong_column_are_named(tmp_path: Path) -> None:

@@ -310,6 +310,15 @@ def test_evaluations_are_compared_by_their_problems_not_by_their_prompts(tmp_pat
     assert (found.value, found.problems) == (pytest.approx(0.5), 2)
 
 
+def test_an_evaluation_without_questions_is_compared_by_its_prompts(tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    lines_of(first, 0, {"user: 1+1=": [True]})
+    lines_of(second, 0, {"user: 1+1=": [False]}, question="1+1=")
+    found = compare(str(first), str(second))["sums"].estimate
+    assert (found.value, found.problems) == (pytest.approx(-1), 1)
+
+
 def test_evaluations_that_cannot_be_compared(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     lines_of(first, 0, {"1+1=": [True]})

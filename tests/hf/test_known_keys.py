@@ -24,12 +24,10 @@ ATTN_FACTOR = 0.8782488562869419
     ("changes", "words"),
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-        ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"is_causal": False}, "is_causal is False"),
         ({"original_max_position_embeddings": 16}, "original_max_position_embeddings is 16"),
         ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is"),
         ({"text_config": {"hidden_size": 16}}, "text_config is"),
-        ({"shared_expert_intermediate_size": 8, **MOE}, "shared_expert_intermediate_size is 8"),
         ({"rope_scaling": {**YARN, "alpha": 1000.0}}, "rope_scaling: alpha is 1000.0"),
         ({"rope_scaling": {**YARN, "short_factor": [1.0]}}, "rope_scaling: short_factor is"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}, "mrope_section"),
@@ -50,6 +48,10 @@ def test_keys_that_are_not_known_are_refused(changes: dict[str, Any], words: str
     ("changes", "words"),
     [
         ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
+        ({"use_qk_norm": False}, "use_qk_norm is False"),
+        ({"qkv_bias": True}, "qkv_bias is True"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
+        ({"shared_expert_intermediate_size": 8, **MOE}, "shared_expert_intermediate_size is 8"),
         ({"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}, "partial_rot"),
         ({"rope_scaling": {**YARN, "extrapolation_factor": 0.5}}, "extrapolation_factor is 0.5"),
         ({"rope_scaling": {**YARN, "apply_yarn_scaling": False}}, "apply_yarn_scaling is False"),
@@ -107,6 +109,13 @@ def test_keys_without_effect_are_let_through() -> None:
         "sliding_window": 4096, "_name_or_path": "x", "a_key_of_tomorrow": None,
     }  # fmt: skip
     assert read(**changes) == plain
+
+
+def test_keys_that_say_what_is_built_are_let_through() -> None:
+    """Of Qwen3-Coder-480B-A35B, and of SmolLM2."""
+    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert read(**coder, **MOE) == read(**MOE)
+    assert read(is_llama_config=True, rope_interleaved=False) == read()
 
 
 @pytest.mark.hf

@@ -162,6 +162,8 @@ USES = f"```python\n{RIGHT}\n```\n"
         "1. So:\n   ```python\n   def f(x):\n       return x + 1\n   ```",
         f"```python\n{RIGHT}\n# ~~~\n```",
         f"Here: ```python\n{RIGHT}\n```",
+        f"The call ```f(1)``` gives 2.\n\n```python\n{RIGHT}\n```\n",
+        f"```python\n{RIGHT}```\n",
     ],
 )
 def test_forms_of_a_program(response: str) -> None:

@@ -86,11 +86,24 @@ def test_completions_are_chats_where_prompts_are() -> None:
     [
         (lambda queries, prompts, labels: 0, "cannot be called with four lists .*too many"),
         (lambda solution_str, ground_truth, tokenizer: 0, "verl's form, and needs tokenizer"),
+        (lambda solution_str, ground_truth, /: 0, "solution_str, ground_truth by place alone"),
     ],
 )
 def test_other_forms_are_refused(function: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         adapt_function(function)
+
+
+def test_completions_are_of_trl_whatever_else_is_taken() -> None:
+    """Four parameters are four lists only where they are called so."""
+    adapted = adapt_function(lambda prompts, completions, answer, level: 0)
+    assert adapted.form.startswith("TRL's form")
+
+
+def test_none_is_told_apart() -> None:
+    [[reward, told], _] = called(lambda *_: [None, 1])["rewards"]
+    assert reward is None
+    assert "give 0 where the function does not apply" in told
 
 
 def test_a_column_that_the_rows_do_not_have_is_named() -> None:

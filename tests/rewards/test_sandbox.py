@@ -150,6 +150,16 @@ def f(x):
     assert judged_here(tmp_path, program, sandbox, "assert f(1) == 1") == (True, 0)
 
 
+@needs_sandbox
+def test_shared_memory_that_nobody_is_attached_to_has_no_room(patient: RewardPool) -> None:
+    program = """
+import ctypes
+def f(x):
+    return ctypes.CDLL(None).shmget(0, 2**20, 0o1600) + 3
+"""
+    assert passes(patient, program, "assert f(1) == 2") is True
+
+
 def test_what_ends_before_the_program_begins_says_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,14 @@ FORMS = {
         {"eos_token": "</s>"},
         named(generation_config={"eos_token_id": 4}, config={"eos_token_id": 1}),
     ),
+    "a stale end beyond the vocabulary": Form(
+        [], {4}, {"eos_token": "</s>"}, named(config={"eos_token_id": [4, 99]})
+    ),
+    "white space that was added, after an answer": Form(
+        [],
+        {4},
+        {"eos_token": "</s>", "chat_template": CHATML.replace("<|im_end|>", "\t")},
+    ),
     "an end in config.json that was added, though not as a special token": Form(
         [], {4, 8}, {"eos_token": "</s>"}, named(config={"eos_token_id": [4, 8]})
     ),
@@ -168,7 +176,6 @@ def test_ends_are_checked_in_every_file(tmp_path: Path) -> None:
             {"eos_token_id": 99},
             "eos_token_id 99 is beyond the tokenizer'",
         ),
-        ("config.json", {"eos_token_id": [4, 99]}, "eos_token_id 99 is beyond the tokenizer's 9"),
         ("config.json", {"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a whole number"),
         ("special_tokens_map.json", {"eos_token": 3}, "eos_token is 3; it must be a string"),
     ):
@@ -176,6 +183,12 @@ def test_ends_are_checked_in_every_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=told):
             load_tokenizer(folder)
         (tmp_path / name).unlink()
+
+
+def test_the_only_end_must_be_in_the_vocabulary(tmp_path: Path) -> None:
+    folder = write(tmp_path, Form([], set(), {}, named(config={"eos_token_id": 99})))
+    with pytest.raises(ConfigError, match="eos_token_id 99 is beyond the tokenizer's 9"):
+        load_tokenizer(folder)
 
 
 def test_a_stop_string_that_names_a_special_token_is_one_more_end(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:([CF])(?![a-zA-Z]))?\s*$")
 _BARE = re.compile(
     r"(?<![\\a-zA-Z_{])([a-zA-Z]{2,}(?:\.[a-z]\.)?)(?![a-zA-Z(])(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 )
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]*\*?\}|\\[a-zA-Z]+")
 _LETTER = re.compile(r"(?<=[\d})])\s+([mgshlLNJWVKA])(?:\s*\^\s*\{?\s*([23])\s*\}?)?\s*$")
 _POWERS = {"2": "square", "3": "cubic"}
 
