@@ -33,8 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from filelock import FileLock
-from jax._src.lru_cache import LRUCache
 from jaxtyping import install_import_hook
 from scipy import stats
 
@@ -69,7 +67,7 @@ from jaxspec.models.decoder import Decoder  # noqa: E402
 from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
 from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
-from jaxspec.storage.cache import cache_folder  # noqa: E402
+from tests.compile_cache import drop_torn_entries, keep_programs  # noqa: E402
 
 # Traced programs are many objects. Looking through them for garbage would be a tenth of the time.
 gc.set_threshold(200_000, 20, 100)
@@ -109,37 +107,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-LIMIT = 2**30
-"""Bytes of compiled programs that are kept from one run to the next."""
-
-
-def compiled_programs() -> Path:
-    """Where the tests keep them."""
-    return cache_folder() / "tests" / f"jax-{jax.__version__}"
-
-
 def pytest_configure() -> None:
-    """Keeps compiled programs in the user's cache folder, for the next run and for other clones: a
-    program's text is its key."""
-    compiled_programs().mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    # with a limit, entries are written and read under a file lock
-    jax.config.update("jax_compilation_cache_max_size", LIMIT)
-    cache = LRUCache(str(compiled_programs()), max_size=LIMIT)
-    with cache.lock:
-        cache._evict_if_needed()
-    # Every entry that is written would look at all others: minutes of a run from an empty cache.
-    LRUCache._evict_if_needed = lambda *_, **__: None
+    keep_programs()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_cache() -> None:
-    """Deletes what a killed process left half written: with it there, nothing more is kept."""
-    with FileLock(compiled_programs() / ".lockfile"):
-        for entry in compiled_programs().glob("*-cache"):
-            if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
-                entry.unlink()
+    """Without what a test before has killed."""
+    drop_torn_entries()
 
 
 LONGEST = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import WAYS, Campaign
-from tests.conftest import compiled_programs
+from tests.compile_cache import compiled_programs
 
 
 @pytest.mark.slow

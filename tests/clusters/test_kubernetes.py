@@ -13,7 +13,8 @@ import yaml
 from jaxspec.processes import places
 from jaxspec.processes.places import Place
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
-from tests.conftest import compiled_programs, free_port
+from tests.compile_cache import compiled_programs
+from tests.conftest import free_port
 from tests.runs import ROOT, command, environment, lines
 
 

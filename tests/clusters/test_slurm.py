@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.processes import places
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
-from tests.conftest import compiled_programs
+from tests.compile_cache import compiled_programs
 from tests.runs import ROOT, command, environment, lines
 
 SRUN = f"""#!{sys.executable}
