@@ -24,6 +24,8 @@ from jaxspec.rewards.mathematics.values import INDEX, Item, take_apart, values_o
 
 _ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
+_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z(])")
+"""A letter but for e and i."""
 
 
 _RESTATED = 8
@@ -189,7 +191,15 @@ def _facts_agree(one: Item, other: Item) -> bool:
     names = _plain_name(one), _plain_name(other)
     if names[0] and names[1] and names[0] != names[1]:
         return False
+    # an equation in one unknown says what it is to be solved for, not what the solution is
+    if not one.name and not _unknowns(one.chain) and not other.name:
+        return len(_unknowns(other.chain[:-1])) != 1 and _is_chain(other)
     return _is_chain(other)
+
+
+def _unknowns(members: Sequence[str]) -> set[str]:
+    """Letters that stand for numbers in members of a chain of `=`."""
+    return {letter for part in members for letter in _UNKNOWN.findall(part)}
 
 
 def _plain_name(item: Item) -> str:
