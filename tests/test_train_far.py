@@ -66,7 +66,7 @@ def test_two_processes_of_four_devices_match_one_of_eight(cache: Path, tmp_path:
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
     # Seconds that one process measured choose the lengths of both; coupled tokens are the same
     # whatever they are. A device for each is enough, and rounds are timed on it in half the time.
-    auto = {"steps": 1, "rollout__draft__draft_length": "auto", "no_compare_plain": True}
+    auto = {"steps": 1, "rollout__draft__draft_length": "auto"}
     output = together(cache, tmp_path / "auto", 1, **(changes | auto))
     assert "K=5 costs" in output
     assert (
