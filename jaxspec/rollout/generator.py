@@ -269,12 +269,13 @@ class Generator:
         tokens = jnp.sum(jnp.where(ran, lengths, 0))
         count = jnp.sum(ended)
         of_ended = jnp.sum(jnp.where(ended, lengths, 0)) / jnp.maximum(count, 1)
+        of_those_that_ran = jnp.where(ran, lengths.astype(jnp.float32), jnp.nan)
         return {
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            "rollout/length_min": jnp.nanmin(jnp.where(ran, lengths, jnp.nan)),
-            "rollout/length_max": jnp.nanmax(jnp.where(ran, lengths, jnp.nan)),
+            "rollout/length_min": jnp.nanmin(of_those_that_ran),
+            "rollout/length_max": jnp.nanmax(of_those_that_ran),
             "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
             "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
