@@ -41,4 +41,4 @@ if (($# == 0)); then
     tests/rollout/test_lossless.py::test_sequences_have_exactly_the_law_of_plain_decoding
   )
 fi
-exec "$python" -m pytest -m "not slow" -n 2 --dist loadfile "${tests[@]}"
+exec "$python" -m pytest -m "not slow and not sweep" -n 2 --dist loadfile "${tests[@]}"

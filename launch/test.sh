@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The tests on this machine, set-up included: bash launch/test.sh [--slow] [pytest arguments]
-# Without --slow: all but the slow ones. With it: the slow ones only.
+# The tests on this machine, set-up included: bash launch/test.sh [--slow | --sweep] [pytest arguments]
+# Alone: those that are neither slow nor of a sweep. With --slow or --sweep: only these. The sweeps are more cases of slow tests:
+# they take hours, and are for a release and for who changes what they test.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/venv.sh test
-marks="not slow"
-if [[ ${1-} == --slow ]]; then
-  marks=slow
+marks="not slow and not sweep"
+if [[ ${1-} == --slow || ${1-} == --sweep ]]; then
+  marks=${1#--}
   shift
 fi
 # Each of some hundred programs that tests start would translate the package anew.

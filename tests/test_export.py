@@ -141,7 +141,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("eagle3", "raw"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+    [("eagle3", "raw"), *(pytest.param(*other, marks=pytest.mark.sweep) for other in OTHERS)],
 )
 def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> None:
     """Through the folders that the next run names; MiMo's own layers stand in the policy's

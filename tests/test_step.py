@@ -80,7 +80,7 @@ def test_one_program_equals_its_phases_one_by_one(options: dict[str, Any]) -> No
 MESHES = [
     (4, 2, 0),  # the mesh of test_step_loop, so that one finds the compiled program of the other
     *(
-        pytest.param(*shape, marks=pytest.mark.slow)
+        pytest.param(*shape, marks=pytest.mark.sweep)
         for shape in [(8, 1, 0), (2, 4, 0), (8, 1, 2**20), (4, 2, 2**20), (2, 4, 2**20), (1, 1, 0)]
     ),
 ]
@@ -112,7 +112,7 @@ def test_twenty_steps_are_one_trace_and_one_compile() -> None:
     "options",
     [
         pytest.param({}, id="one update"),
-        pytest.param(TWO_UPDATES, id="two updates", marks=pytest.mark.slow),
+        pytest.param(TWO_UPDATES, id="two updates", marks=pytest.mark.sweep),
     ],
 )
 def test_the_draft_never_touches_the_policy_over_twenty_steps(options: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class Hlo:
         ]
 
 
-@pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verify", ["coupled", pytest.param("token", marks=pytest.mark.sweep)])
 def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(verify: str) -> None:
     data, tensor = 4, 2
     hlo = compiled(data, tensor, shard_above=0, verify=verify)

@@ -214,7 +214,7 @@ def test_staged_gives_the_same_numbers_and_times_each_phase(
         np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_lengths_that_rounds_choose_change_no_token(
     cache: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -228,8 +228,9 @@ def test_lengths_that_rounds_choose_change_no_token(
         assert line.keys() - expected.keys() >= {"rollout/acceptance_rate_5"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
+)
 def test_sigkill_at_a_random_moment_changes_nothing(
     cache: Path, undisturbed: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -255,8 +256,10 @@ def test_sigkill_at_a_random_moment_changes_nothing(
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    "staged",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.sweep)],
+)
 def test_sigterm_saves_and_leaves_within_ten_seconds(
     cache: Path, tmp_path: Path, request: pytest.FixtureRequest, staged: bool
 ) -> None:
@@ -309,7 +312,7 @@ ALSO_REFUSED = [
 
 @pytest.mark.parametrize(
     ("changes", "devices", "words"),
-    [*REFUSED, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO_REFUSED)],
+    [*REFUSED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in ALSO_REFUSED)],
 )
 def test_bad_input_is_one_message_and_status_two(
     cache: Path, tmp_path: Path, changes: dict, devices: int, words: list[str]

@@ -56,7 +56,7 @@ class Case(NamedTuple):
     two drafts can walk the same way."""
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp1", "mtp4")]
+SLOW = [pytest.param(kind, marks=pytest.mark.sweep) for kind in ("eagle3", "mtp1", "mtp4")]
 
 
 @pytest.fixture(scope="module", params=["eagle3 of 2", "mtp2", *SLOW])

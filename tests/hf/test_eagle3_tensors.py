@@ -183,7 +183,7 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=case.name, marks=() if number in (0, 2) else pytest.mark.slow)
+        pytest.param(number, id=case.name, marks=() if number in (0, 2) else pytest.mark.sweep)
         for number, case in enumerate(CASES)
     ],
 )

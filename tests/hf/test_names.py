@@ -32,7 +32,7 @@ def in_two_blocks(policy: Decoder, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.sweep) for name in CASES]
 )
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also beyond the positions that a stretched model was made for, and for a row whose first

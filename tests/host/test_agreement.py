@@ -187,7 +187,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "layers before" else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "layers before" else pytest.mark.sweep)
         for name in MISTAKES
     ],
 )

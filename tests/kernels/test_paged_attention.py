@@ -107,7 +107,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])],
+    [*CASES[:2], *(pytest.param(case, marks=pytest.mark.sweep) for case in CASES[2:])],
     ids=str,
 )
 def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> None:

@@ -86,7 +86,7 @@ def test_blocks_give_what_products_with_all_experts_give(
 )
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [("float64", 1e-12), pytest.param("float32", 1e-5, marks=pytest.mark.slow)],
+    [("float64", 1e-12), pytest.param("float32", 1e-5, marks=pytest.mark.sweep)],
 )
 def test_it_does_not_matter_who_holds_the_experts(
     data: int, expert: int, tensor: int, dtype: str, tolerance: float

@@ -130,7 +130,7 @@ FAST = "norms and biases, tied"
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind == FAST else pytest.mark.slow) for kind in DECODERS],
+    [pytest.param(kind, marks=[] if kind == FAST else pytest.mark.sweep) for kind in DECODERS],
 )
 def test_decoders_give_what_they_gave(kind: str) -> None:
     """In one pass, and in two blocks with a cache, stacked or apart; taps too."""

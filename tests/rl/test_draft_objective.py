@@ -167,7 +167,7 @@ def assert_as_inference(
 @pytest.mark.parametrize(
     ("kv_heads", "tied", "temperature", "decay", "vocab", "layers"),
     [
-        pytest.param(4, False, 1.0, 0.8, 0, 1, marks=pytest.mark.slow),
+        pytest.param(4, False, 1.0, 0.8, 0, 1, marks=pytest.mark.sweep),
         (1, True, 0.7, 1.0, 0, 1),
         (2, False, 1.3, 0.5, 7, 2),
     ],
@@ -192,7 +192,7 @@ def test_eagle3_unroll_equals_inference(
     [
         (1, False, True, (3,)),
         (2, True, False, (3,)),
-        pytest.param(3, False, False, (5,), marks=pytest.mark.slow),
+        pytest.param(3, False, False, (5,), marks=pytest.mark.sweep),
     ],
 )
 def test_mtp_unroll_equals_inference(
@@ -246,7 +246,7 @@ def test_the_target_gets_no_gradient_and_every_weight_of_the_draft_does() -> Non
     assert not np.asarray(slopes[2].taps).any()
 
 
-@pytest.mark.parametrize("layers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [0, pytest.param(2, marks=pytest.mark.sweep)])
 def test_gradient_matches_finite_differences(layers: int) -> None:
     """Through all depths: the recurrence is not cut. Layers 0: EAGLE-3."""
     network, target = networks()

@@ -73,7 +73,7 @@ def compiled(data: int, tensor: int, tokens: int = 100) -> Any:
     return jax.jit(step.learn).lower(state, finished).compile()
 
 
-MESHES = [(8, 1), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(4, 2), (2, 4)])]
+MESHES = [(8, 1), *(pytest.param(*shape, marks=pytest.mark.sweep) for shape in [(4, 2), (2, 4)])]
 
 
 @pytest.mark.parametrize(("data", "tensor"), MESHES)
@@ -267,7 +267,7 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
         ("eagle3", 47, 1, 1),
         ("mtp", 30, 2, 1),
         *(
-            pytest.param(*shape, marks=pytest.mark.slow)
+            pytest.param(*shape, marks=pytest.mark.sweep)
             for shape in (
                 ("eagle3", 12, 1, 1),  # a row a pack: a micro-batch for each, or nearly
                 ("model", 30, 2, 2),
@@ -360,7 +360,7 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.sweep)])
 def test_chunks_of_positions_are_added_up_in_float32(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

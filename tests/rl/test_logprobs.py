@@ -85,7 +85,7 @@ def test_minimum_length_counts_from_the_prompts_end_and_top_p_keeps_what_was_sam
             assert np.exp(found[row, t]) == pytest.approx(law[TOKENS[row, t]], abs=1e-12)
 
 
-@pytest.mark.parametrize("positions_per_chunk", [1, pytest.param(2, marks=pytest.mark.slow), 3, 7])
+@pytest.mark.parametrize("positions_per_chunk", [1, pytest.param(2, marks=pytest.mark.sweep), 3, 7])
 def test_chunks_change_neither_values_nor_gradients(
     monkeypatch: pytest.MonkeyPatch, positions_per_chunk: int
 ) -> None:

@@ -164,7 +164,7 @@ def assert_close(found: Any, wanted: Any) -> None:
     [
         ((2, 1), 2, 2, False, 0),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
                 ((1, 1), 4, 1, True, 0),
                 ((4, 2), 2, 2, True, 0),
@@ -267,7 +267,7 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
     assert bool(state.recompute)
 
 
-@pytest.mark.parametrize("how", ["reuse", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["reuse", pytest.param("recompute", marks=pytest.mark.sweep)])
 def test_the_gap_is_that_of_the_whole_batch_before_its_first_update(how: Any) -> None:
     """Though the record is right in the first of four mini-batches, and every update goes far."""
     loss = LossConfig(**LOSS, logprobs=how)
@@ -362,7 +362,7 @@ def test_a_constant_counts_all_rows_that_were_asked() -> None:
     assert metrics["loss/policy"] == pytest.approx(-gains.sum() / (NEW * ROWS), abs=1e-12)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])
 def test_the_reference_is_the_policy_that_training_began_with(rank: int) -> None:
     """Its divergence is 0 before the first update; then the policy leaves it, and it stays."""
     step = step_of(minis=1, epochs=1, rank=rank)

@@ -93,9 +93,9 @@ def match(*arguments: Any) -> Verdict:
 
 
 def marked(cases: Iterable[Any]) -> list[Any]:
-    """Cases as pytest's parameters: marked slow where they say so."""
+    """Cases as pytest's parameters, each with the mark that it names."""
     return [
-        pytest.param(case, marks=pytest.mark.slow if case.slow else [], id=str(case))
+        pytest.param(case, marks=getattr(pytest.mark, case.mark) if case.mark else [], id=str(case))
         for case in cases
     ]
 

@@ -44,25 +44,25 @@ class Coupled(NamedTuple):
     choice: tuple[int, ...] = ()
     data: int = 1
     tensor: int = 1
-    slow: bool = True
+    mark: str = "sweep"
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.length}, mesh {self.data}x{self.tensor}"
 
 
 COUPLED = [
-    Coupled("eagle3", 3, (0.0, 0.6, 1.7), (2, 0, 1), 4, 2, slow=False),
+    Coupled("eagle3", 3, (0.0, 0.6, 1.7), (2, 0, 1), 4, 2, mark=""),
     Coupled("eagle3", 7, (0.8,), (), 8),
     Coupled("eagle3 small", 2),
     Coupled("eagle3 other", 3, (1.0,), (), 2),
     Coupled("eagle1", 3),
     Coupled("mtp", 5),
-    Coupled("mtp reversed", 2, (1.0,), (), 2, 2),
-    Coupled("mtp 2", 5, (1.0,), (), 8, slow=False),
-    Coupled("model", 3, (0.0,), (), 2),
+    Coupled("mtp reversed", 2, (1.0,), (), 2, 2, mark="slow"),
+    Coupled("mtp 2", 5, (1.0,), (), 8, mark=""),
+    Coupled("model", 3, (0.0,), (), 2, mark="slow"),
     Coupled("vllm", 5),
     Coupled("hf", 2, (1.0,), (), 8),
-    Coupled("history", 5, (1.0,), (), 2),
+    Coupled("history", 5, (1.0,), (), 2, mark="slow"),
     Coupled("eagle3+history", 3, (0.5, 1.0), (0, 1, 1), 2),
     Coupled("model+latest", 1),
 ]

@@ -40,7 +40,7 @@ class Split(NamedTuple):
     data: int = 1
     tensor: int = 1
     evicts: bool = False
-    slow: bool = True
+    mark: str = "sweep"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.data}x{self.expert}x{self.tensor}"
@@ -52,9 +52,9 @@ def pooled(prompts: int, spare: int, **settings: Any) -> Settings:
 
 
 SPLITS = [
-    Split("eagle3", pooled(4, 3, slots=6), expert=2, evicts=True, slow=False),
+    Split("eagle3", pooled(4, 3, slots=6), expert=2, evicts=True, mark=""),
     Split("eagle3", pooled(4, 3, slots=6, tail=(2,), lengths=(0, 1, 3)), expert=2, evicts=True),
-    Split("mtp", SETTINGS._replace(slots=3), expert=4, data=2),
+    Split("mtp", SETTINGS._replace(slots=3), expert=4, data=2, mark="slow"),
     Split("model", pooled(2, 2, slots=4), expert=2, data=2, tensor=2, evicts=True),
 ]
 NETWORKS = {"eagle3": eagle3, "mtp": Mtp, "model": Decoder}

@@ -72,7 +72,7 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
     assert found.statistics.accepted[failed].sum() > 0, "rows must fail inside blocks, too"
 
 
-@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.sweep)])
 def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     """A draft that proposes the poisoned token often: as many rows fail, after as many tokens, as
     by plain decoding."""
@@ -97,7 +97,7 @@ def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     [
         (block_rule, np.nan),
         *(
-            pytest.param(rule, value, marks=pytest.mark.slow)
+            pytest.param(rule, value, marks=pytest.mark.sweep)
             for rule in (token_rule, None)
             for value in (np.nan, np.inf)
         ),
@@ -155,7 +155,7 @@ NaN."""
     [
         (2, block_rule),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.sweep)
             for case in ((2, token_rule), (2, None), (0, None), (0, block_rule))
         ),
     ],
@@ -192,7 +192,7 @@ def test_a_row_whose_law_is_nan_fails_with_the_tokens_before_it(drafted: int, ru
         )
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.sweep)])
 def test_a_row_without_any_possible_token_fails(temperature: float) -> None:
     """All tokens are banned but the end token, which may not come yet."""
     target, _ = bigram_target(np.random.default_rng(0).normal(size=(4, 4)))

@@ -127,7 +127,7 @@ def assert_pending_block_is_the_text(target: Decoder, draft: RecurrentState, row
         )
 
 
-@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.sweep), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
     draft, chosen = recurrent(3, (1, 2, 3)), settings(coupled)
     target, network = networks()
@@ -174,7 +174,7 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
 
 @pytest.mark.parametrize(
     ("length", "coupled", "temperature"),
-    [(3, False, 0.7), pytest.param(3, True, 0.7, marks=pytest.mark.slow), (0, True, 0.7)],
+    [(3, False, 0.7), pytest.param(3, True, 0.7, marks=pytest.mark.sweep), (0, True, 0.7)],
 )
 def test_recorded_logprobs_are_those_of_the_whole_sequence(
     length: int, coupled: bool, temperature: float
@@ -191,7 +191,7 @@ def test_recorded_logprobs_are_those_of_the_whole_sequence(
 # ---- rows and failures
 
 
-@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.sweep), False])
 def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
     run, made = program(3, coupled), prompts()
     whole = run(networks(), made)
@@ -298,7 +298,7 @@ def test_rows_that_are_not_live_generate_nothing(coupled: bool) -> None:
 # ---- drafts that are right by construction
 
 
-@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.sweep), False])
 def test_a_draft_with_the_targets_law_keeps_every_draft(coupled: bool) -> None:
     vocab, length, new = 8, 3, 10
     target, table = bigram_target(np.random.default_rng(0).normal(size=(8, vocab)) / 2)
@@ -316,7 +316,7 @@ FAST_CUTS = (None, 6), (block_rule, 7)
 @pytest.mark.parametrize(
     ("rule", "new"),
     [
-        pytest.param(*cut, marks=[] if cut in FAST_CUTS else pytest.mark.slow)
+        pytest.param(*cut, marks=[] if cut in FAST_CUTS else pytest.mark.sweep)
         for cut in itertools.product((None, token_rule, block_rule), (5, 6, 7, 8))
     ],
 )

@@ -66,7 +66,7 @@ class Law(NamedTuple):
     choice: tuple[int, ...] = ()
     processing: Processing = PLAIN
     lengths: tuple[int, ...] = ()
-    slow: bool = True
+    mark: str = "sweep"
     form: str = "plain"
 
     def __str__(self) -> str:
@@ -97,15 +97,15 @@ class Law(NamedTuple):
 LAWS = [
     Law("eagle3", 2, block_rule),
     Law("eagle3", 3, block_rule, (0.0, 0.6, 1.7), (2, 0, 1)),
-    Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, slow=False),
+    Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, mark=""),
     Law("eagle3", 3, token_rule, (1.4,), (), TRUNCATED),
     Law("eagle3", 3, block_rule, (0.7,), (), MIN_P),
-    Law("model", 2, token_rule, (1.4,), (), MIN_P),
+    Law("model", 2, token_rule, (1.4,), (), MIN_P, mark="slow"),
     Law("eagle3", 2, token_rule, (0.0,)),
-    Law("eagle3", 2, None, (0.6,)),
+    Law("eagle3", 2, None, (0.6,), mark="slow"),
     Law("eagle3 small", 3, block_rule),
     Law("eagle3 small", 2, token_rule),
-    Law("mtp", 3, block_rule),
+    Law("mtp", 3, block_rule, mark="slow"),
     Law("mtp", 2, token_rule),
     Law("mtp", 2, None),
     Law("mtp reversed", 2, block_rule),
@@ -115,17 +115,17 @@ LAWS = [
     Law("model", 2, None),
     Law("vllm", 3, block_rule),
     Law("hf", 3, token_rule),
-    Law("history", 3, None),
+    Law("history", 3, None, mark="slow"),
     Law("eagle3+history", 2, block_rule),
     Law("model+latest", 2, token_rule),
     Law("none", 0, block_rule, (1.0,), (), TRUNCATED),
     Law("eagle3", 3, block_rule, (0.7,), lengths=(0, 1, 3)),
     Law("model", 2, token_rule, lengths=(0, 2)),
-    Law("eagle3 small", 3, block_rule, slow=False, form="fused"),
+    Law("eagle3 small", 3, block_rule, mark="", form="fused"),
     Law("eagle3 small", 3, token_rule, (0.0, 0.6, 1.7), (2, 0, 1), TEMPERED, form="fused"),
-    Law("eagle3 small+history", 2, block_rule, form="fused"),
+    Law("eagle3 small+history", 2, block_rule, form="fused", mark="slow"),
     Law("mtp", 3, block_rule, (0.0, 1.0), (1, 0, 1), TEMPERED, form="fused"),
-    Law("model", 2, token_rule, lengths=(0, 2), form="fused"),
+    Law("model", 2, token_rule, lengths=(0, 2), form="fused", mark="slow"),
 ]
 
 
@@ -205,9 +205,9 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        pytest.param(token_rule, marks=pytest.mark.slow),
+        pytest.param(token_rule, marks=pytest.mark.sweep),
         block_rule,
-        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param(None, marks=pytest.mark.sweep),
     ],
 )
 def test_a_target_that_drafts_for_itself_keeps_every_draft(rule: Any) -> None:
@@ -234,7 +234,7 @@ def independent_target() -> tuple[Decoder, np.ndarray]:
     [
         (token_rule, (1.0,)),
         (token_rule, (0.0,)),
-        pytest.param(block_rule, (1.0,), marks=pytest.mark.slow),
+        pytest.param(block_rule, (1.0,), marks=pytest.mark.sweep),
     ],
     ids=["uniform", "one-hot", "uniform block"],
 )
@@ -313,7 +313,7 @@ def test_block_keeps_more_than_token_by_the_published_vector() -> None:
     ("kind", "dtype"),
     [
         ("eagle3", "float32"),
-        *(pytest.param(kind, "float64", marks=pytest.mark.slow) for kind in ("eagle3", "history")),
+        *(pytest.param(kind, "float64", marks=pytest.mark.sweep) for kind in ("eagle3", "history")),
     ],
 )
 def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: str) -> None:
@@ -382,7 +382,7 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
     ("kind", "rule", "grid"),
     [
         ("eagle3", block_rule, (0.0,)),
-        pytest.param("model", token_rule, (0.9,), marks=pytest.mark.slow),
+        pytest.param("model", token_rule, (0.9,), marks=pytest.mark.sweep),
     ],
 )
 def test_temperature_zero_takes_the_most_likely_token(

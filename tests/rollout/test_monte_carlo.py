@@ -60,16 +60,20 @@ class Trial(NamedTuple):
     rule: Any
     tables: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     vocab: int
-    slow: bool = True
+    mark: str = "sweep"
 
     def __str__(self) -> str:
         rule = self.rule.__name__.removesuffix("_rule") if self.rule else "coupled"
         return f"{rule}, {self.tables.__name__}, {self.vocab}"
 
 
-FAST = {(block_rule, opposite, 3)}
+MARKS = {
+    (block_rule, opposite, 3): "",
+    (token_rule, opposite, 3): "slow",
+    (None, opposite, 3): "slow",
+}
 TRIALS = [
-    Trial(rule, tables, vocab, (rule, tables, vocab) not in FAST)
+    Trial(rule, tables, vocab, MARKS.get((rule, tables, vocab), "sweep"))
     for rule in (token_rule, block_rule, None)
     for tables in (opposite, disjoint, one_hot, equal)
     for vocab in ((3, 16) if tables is opposite else (3,))
@@ -115,7 +119,7 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
         assert chi_square(seen.ravel(), law.ravel()) > 1e-3
 
 
-@pytest.mark.parametrize("vocab", [3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab", [3, pytest.param(16, marks=pytest.mark.sweep)])
 def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> None:
     """Rounds that could draft, and do not: each token has its law given the one before it, whatever
     coin gave that one."""
@@ -144,7 +148,7 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
     assert chi_square(seen.ravel(), wanted.ravel()) > 1e-3
 
 
-@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [block_rule, pytest.param(token_rule, marks=pytest.mark.sweep)])
 def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
     """After one round, in which no row can end: a draft is reached where the one before it was
     kept, and nowhere else."""

@@ -82,7 +82,7 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any 
     return ahead(step.generator.begin, ready, asked)[0]
 
 
-@pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.sweep)])
 def test_memory_is_linear_in_the_length_of_prompts(kind: Any) -> None:
     short, long = (
         prefill(width, 2, kind=kind).memory_analysis().temp_size_in_bytes for width in (2048, 4096)

@@ -71,11 +71,11 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     ("kind", "piece", "pieces"),
     [
         ("eagle3", 2, 3),
-        pytest.param("none", 3, 2, marks=pytest.mark.slow),
-        pytest.param("mtp 2", 1, 3, marks=pytest.mark.slow),
-        pytest.param("mtp 2", 2, 8, marks=pytest.mark.slow),
-        pytest.param("model", 2, 2, marks=pytest.mark.slow),
-        pytest.param("eagle3+latest", 3, 4, marks=pytest.mark.slow),
+        pytest.param("none", 3, 2, marks=pytest.mark.sweep),
+        pytest.param("mtp 2", 1, 3, marks=pytest.mark.sweep),
+        pytest.param("mtp 2", 2, 8, marks=pytest.mark.sweep),
+        pytest.param("model", 2, 2, marks=pytest.mark.sweep),
+        pytest.param("eagle3+latest", 3, 4, marks=pytest.mark.sweep),
     ],
 )
 def test_text_that_is_read_in_pieces_leaves_the_same(

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     data: int = 1
     tensor: int = 1
     lengths: tuple[int, ...] = ()
-    slow: bool = True
+    mark: str = "sweep"
 
     @property
     def settings(self) -> Settings:
@@ -88,19 +88,19 @@ class Layout(NamedTuple):
 
 LAYOUTS = [
     Layout("eagle3", 3, 5, tail=(2, 1)),
-    Layout("eagle3+history", 3, 8, 2, 3, (2,), slow=False),
+    Layout("eagle3+history", 3, 8, 2, 3, (2,), mark=""),
     Layout("none", 0, 7, 3),
     Layout("eagle3", 3, 32, 3, tail=(8, 2)),
     Layout("eagle3", 3, 32, tail=(8,), data=2),
     Layout("eagle3", 2, 1, 4, 0),
     Layout("eagle3 other", 3, 8, 5, 2, data=2, tensor=2),
-    Layout("mtp 2", 3, 8, 1, 0, (3,)),
+    Layout("mtp 2", 3, 8, 1, 0, (3,), mark="slow"),
     Layout("model", 3, 3, 2, 0, data=4),
     Layout("model", 2, 16, tail=(4, 1)),
-    Layout("history", 3, 6, 2, 0),
+    Layout("history", 3, 6, 2, 0, mark="slow"),
     Layout("hf", 4, 3, 16, data=8),
-    Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), slow=False),
-    Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 3)),
+    Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), mark=""),
+    Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 3), mark="slow"),
     Layout("mtp 2", 3, 32, tail=(8, 2), lengths=(0, 2, 3)),
     Layout("model", 2, 8, 5, 2, (4,), lengths=(0, 1, 2)),
     Layout("history", 3, 16, tail=(4,), lengths=(1, 3)),
@@ -109,8 +109,8 @@ LAYOUTS = [
 
 CHUNKS = [
     Layout("eagle3", 3, 5, tail=(2, 1)),
-    Layout("none", 0, 32, slow=False),
-    Layout("mtp 2", 3, 32, tail=(8,), data=2, lengths=(0, 3)),
+    Layout("none", 0, 32, mark=""),
+    Layout("mtp 2", 3, 32, tail=(8,), data=2, lengths=(0, 3), mark="slow"),
 ]
 
 

@@ -121,7 +121,7 @@ CASES = [
     Case("none", 0, MINIMUM),
     Case("eagle3", 5, data=2),
     pytest.param(
-        Case("model", 3, MINIMUM, 8, tail=(2,), lengths=(0, 1, 3)), marks=pytest.mark.slow
+        Case("model", 3, MINIMUM, 8, tail=(2,), lengths=(0, 1, 3)), marks=pytest.mark.sweep
     ),
 ]
 
