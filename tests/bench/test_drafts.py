@@ -73,6 +73,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
     jobs = [
         make_job(config_of(variant, CONFIG), small_mesh(2))

@@ -65,6 +65,7 @@ def answers(cells: Cells, begin: Any, advance: Any) -> list[list[int]]:
     return np.asarray(running.rollout.tokens).tolist()
 
 
+@pytest.mark.slow
 def test_loaded_in_a_fresh_process_a_generators_programs_give_the_same_tokens(
     tmp_path: Path,
 ) -> None:

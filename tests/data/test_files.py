@@ -56,6 +56,7 @@ def problems(path: str) -> list[Problem]:
     return [*train, *held_out]
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_json_lines(tmp_path: Path, cache: Path) -> None:
     """Looked through once for each content."""
     lines = tmp_path / "same.jsonl"

@@ -254,6 +254,7 @@ def test_preferring_needs_a_lookup_and_a_draft_that_draws() -> None:
             preferring(lookup, learned)
 
 
+@pytest.mark.slow
 def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: None) -> None:
     """Rows with a whole block from the lookup are certain of it; the others' laws are those of the
     learned draft after all of the text."""

@@ -64,6 +64,7 @@ def committed(text: np.ndarray, lengths: np.ndarray, junk: int = 0) -> jax.Array
     return jnp.asarray(np.where(np.arange(text.shape[1]) < lengths[:, None], text, junk), jnp.int32)
 
 
+@pytest.mark.slow
 def test_laws_and_cache_are_those_of_the_model_after_the_text(network: Decoder) -> None:
     """Also where all drafts were kept, the last of which was never read, in rows that start with
     one token, and after rounds of other lengths or without drafts."""

@@ -56,10 +56,13 @@ class Case(NamedTuple):
     two drafts can walk the same way."""
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.sweep) for kind in ("eagle3", "mtp1", "mtp4")]
+MORE = [
+    pytest.param("mtp2", marks=pytest.mark.slow),
+    *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("eagle3", "mtp1", "mtp4")),
+]
 
 
-@pytest.fixture(scope="module", params=["eagle3 of 2", "mtp2", *SLOW])
+@pytest.fixture(scope="module", params=["eagle3 of 2", *MORE])
 def case(x64: None, request: pytest.FixtureRequest) -> Case:
     kind, depth = request.param, DEPTHS[request.param]
     taps = (1, 2, 3) if "eagle3" in kind else ()

@@ -100,6 +100,7 @@ def rewired(network: Any, **settings: Any) -> Any:
     return other
 
 
+@pytest.mark.slow
 def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
     """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the
     overlap of the laws."""

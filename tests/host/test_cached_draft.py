@@ -69,6 +69,7 @@ class TestCachedDraft:
             second = np.load(trained_draft(job, interrupt))
         assert all(np.array_equal(first[name], second[name]) for name in first.files)
 
+    @pytest.mark.slow
     def test_a_text_replaces_the_samples_but_not_those_held_out(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -132,6 +133,7 @@ class TestCachedDraft:
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
             sources("step.py", "nothing*.py")
 
+    @pytest.mark.slow
     def test_responses_that_failed_are_neither_trained_on_nor_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -98,10 +98,13 @@ class TestResponder:
         "rollout",
         [
             {},
-            {
-                "draft": DraftConfig(draft_length="auto"),
-                "engine": EngineConfig(page_size=2, pages=52),
-            },
+            pytest.param(
+                {
+                    "draft": DraftConfig(draft_length="auto"),
+                    "engine": EngineConfig(page_size=2, pages=52),
+                },
+                marks=pytest.mark.slow,
+            ),
         ],
     )
     def test_a_batch_depends_on_its_number_and_is_drawn_anew_for_each(

@@ -34,7 +34,10 @@ def random_rows(count: int, seed: int = 0) -> Rows:
 class TestTrain:
     @pytest.mark.parametrize(
         ("kind", "draft"),
-        [("eagle3", {"vocab": 12}), pytest.param("model", {"ffn": 8}, marks=pytest.mark.sweep)],
+        [
+            pytest.param("eagle3", {"vocab": 12}, marks=pytest.mark.slow),
+            pytest.param("model", {"ffn": 8}, marks=pytest.mark.sweep),
+        ],
     )
     def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, draft

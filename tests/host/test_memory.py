@@ -37,7 +37,7 @@ def on_one_device(tree) -> int:
     )
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("data", "tensor"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2)])
 def test_parts_are_what_then_lies_on_a_device(data: int, tensor: int) -> None:
     fills = DynamicSamplingConfig(max_batches=3)
     split, kl = MeshConfig(shard_above=0), KlConfig(beta=0.04)

@@ -171,6 +171,7 @@ class TestFittingTheEngine:
         assert [sizes.tokens for sizes in machine.compiled] == [tokens, -(-tokens // 256) * 128]
         assert fit.step.sizes[1:] == (256, 4, 2056)
 
+    @pytest.mark.slow
     def test_both_shrink_where_both_are_too_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config, machine = engine_config(page_size=4), Machine(monkeypatch, 1_000, 10)
         step = engine_step(config)
@@ -195,6 +196,7 @@ class TestFittingTheEngine:
         assert 32 <= fit.step.sizes.slots < 64
         assert fit.step.sizes.page_size == fit.step.sizes.pages == 0
 
+    @pytest.mark.slow
     def test_what_is_asked_for_is_refused_with_what_fits(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -207,6 +207,7 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     np.testing.assert_array_equal(timer.end(), seen.cost)
 
 
+@pytest.mark.slow
 def test_rounds_that_were_not_all_run_are_no_measurement() -> None:
     """Where all rows have ended, a call has run less rounds than it was asked for."""
     at = engine()

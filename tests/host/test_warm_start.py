@@ -20,6 +20,7 @@ def job() -> Job:
     return a_job(rollout=rollout, data=data, sft=SftConfig(steps=6, rows=4))
 
 
+@pytest.mark.slow
 def test_a_killed_warm_start_goes_on_to_the_same_weights_in_every_bit(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

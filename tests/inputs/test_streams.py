@@ -50,6 +50,7 @@ def test_all_streams_of_the_host_are_distinct() -> None:
     assert len(drawn) == len(SEEDS) * len(Stream) * len(NUMBERS)
 
 
+@pytest.mark.slow
 def test_weights_come_from_streams_of_their_own() -> None:
     config = tiny_config(tiny_model(dtype="float32"), seed=3)
     step = build_step(config, small_mesh(1), (), 11)

@@ -107,7 +107,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:2], *(pytest.param(case, marks=pytest.mark.sweep) for case in CASES[2:])],
+    [
+        CASES[0],
+        pytest.param(CASES[1], marks=pytest.mark.slow),
+        *(pytest.param(case, marks=pytest.mark.sweep) for case in CASES[2:]),
+    ],
     ids=str,
 )
 def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> None:
@@ -166,6 +170,7 @@ def test_on_a_gpu_it_is_the_attention_of_its_plain_twin(case: Case) -> None:
         pytest.skip("the kernel is for Hopper GPUs, and this is none")
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: Any) -> None:
     case = CASES[0]
     cache, query = cache_of(case), query_of(case)

@@ -73,7 +73,10 @@ def compiled(data: int, tensor: int, tokens: int = 100) -> Any:
     return jax.jit(step.learn).lower(state, finished).compile()
 
 
-MESHES = [(8, 1), *(pytest.param(*shape, marks=pytest.mark.sweep) for shape in [(4, 2), (2, 4)])]
+MESHES = [
+    pytest.param(8, 1, marks=pytest.mark.slow),
+    *(pytest.param(*shape, marks=pytest.mark.sweep) for shape in [(4, 2), (2, 4)]),
+]
 
 
 @pytest.mark.parametrize(("data", "tensor"), MESHES)
@@ -265,7 +268,7 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
     [
         # some texts a pack, the last one not full; layers are not run again in the backward pass
         ("eagle3", 47, 1, 1),
-        ("mtp", 30, 2, 1),
+        pytest.param("mtp", 30, 2, 1, marks=pytest.mark.slow),
         *(
             pytest.param(*shape, marks=pytest.mark.sweep)
             for shape in (
@@ -291,6 +294,7 @@ def test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows(
     assert metrics["learner/micro_batches"] >= (3 if data == 1 and tokens < 100 else 1)
 
 
+@pytest.mark.slow
 def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     """Beside a base in the model's type and without moments, which stays as it is."""
     step = step_of("eagle3", 30, 2, lora=LoraConfig(rank=2, alpha=3.0))
@@ -360,7 +364,13 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("eagle3", marks=pytest.mark.slow),
+        pytest.param("model", marks=pytest.mark.sweep),
+    ],
+)
 def test_chunks_of_positions_are_added_up_in_float32(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -97,7 +97,7 @@ class Law(NamedTuple):
 LAWS = [
     Law("eagle3", 2, block_rule),
     Law("eagle3", 3, block_rule, (0.0, 0.6, 1.7), (2, 0, 1)),
-    Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, mark=""),
+    Law("eagle3", 3, block_rule, (0.7,), (), TRUNCATED, mark="slow"),
     Law("eagle3", 3, token_rule, (1.4,), (), TRUNCATED),
     Law("eagle3", 3, block_rule, (0.7,), (), MIN_P),
     Law("model", 2, token_rule, (1.4,), (), MIN_P, mark="slow"),
@@ -232,7 +232,7 @@ def independent_target() -> tuple[Decoder, np.ndarray]:
 @pytest.mark.parametrize(
     ("rule", "grid"),
     [
-        (token_rule, (1.0,)),
+        pytest.param(token_rule, (1.0,), marks=pytest.mark.slow),
         (token_rule, (0.0,)),
         pytest.param(block_rule, (1.0,), marks=pytest.mark.sweep),
     ],

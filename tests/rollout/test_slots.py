@@ -99,7 +99,7 @@ LAYOUTS = [
     Layout("model", 2, 16, tail=(4, 1)),
     Layout("history", 3, 6, 2, 0, mark="slow"),
     Layout("hf", 4, 3, 16, data=8),
-    Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), mark=""),
+    Layout("eagle3", 3, 8, tail=(2,), lengths=(0, 1, 3), mark="slow"),
     Layout("eagle3+history", 3, 8, 2, 3, (2,), data=2, tensor=2, lengths=(0, 1, 3), mark="slow"),
     Layout("mtp 2", 3, 32, tail=(8, 2), lengths=(0, 2, 3)),
     Layout("model", 2, 8, 5, 2, (4,), lengths=(0, 1, 2)),
@@ -216,6 +216,7 @@ def sliced(settings: Settings, rounds: int) -> Rollout:
     return jax.tree.map(np.asarray, collect(state))
 
 
+@pytest.mark.slow
 def test_slots_are_full_until_nobody_waits() -> None:
     """By the rule of the law, whose tokens are those of slots for all rows."""
     whole, some = sliced(BY_LAW, 1000), sliced(BY_LAW._replace(slots=6, tail=(2,)), 3)
