@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_readme import DOCUMENTS, ROOT, Reader
+from tests.test_readme import PAGES, ROOT, Reader
 
 _SMALL_POLICY = {"model.layers": "4", "sft.steps": "2"}
 _SMALL_DRAFT = {
@@ -143,9 +143,15 @@ class Typist(Reader):
         self.done.add(line)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(PAGES[:1], id="the README", marks=pytest.mark.slow),
+        pytest.param(PAGES, id="all", marks=pytest.mark.sweep),
+    ],
+)
 def test_every_command_of_the_documents_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pages: list[Path]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # compiled as in tests: most of the time is spent in compiling what runs for an instant
@@ -157,8 +163,11 @@ def test_every_command_of_the_documents_runs(
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
     }
     typist = Typist(variables)
-    for command, document in typed(DOCUMENTS):
+    for command, document in typed("\n".join(page.read_text("utf-8") for page in pages)):
         typist.run_for_real(command, document)
+    assert "train" in typist.ran
+    if pages != PAGES:
+        return
     benches = {f"bench {name}" for name in ("generate", "step", "load", "roofline", "gpu")}
     others = {"train_sft", "train_draft", "evaluate", "sample", "export"}
     assert typist.ran == {"", "train"} | others | benches
