@@ -125,7 +125,7 @@ LAWS = [
     Law("eagle3 small", 3, token_rule, (0.0, 0.6, 1.7), (2, 0, 1), TEMPERED, form="fused"),
     Law("eagle3 small+history", 2, block_rule, form="fused", mark="slow"),
     Law("mtp", 3, block_rule, (0.0, 1.0), (1, 0, 1), TEMPERED, form="fused"),
-    Law("model", 2, token_rule, lengths=(0, 2), form="fused", mark="slow"),
+    Law("model", 2, token_rule, lengths=(0, 2), form="fused"),
 ]
 
 

@@ -246,11 +246,14 @@ def few_prompts(count: int) -> Prompts:
     return jax.tree.map(lambda leaf: leaf[:count] if leaf.ndim else leaf, coupled_prompts())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "slots", "page_size", "tail", "slices"),
-    [(8, 8, 0, (2,), 3), (2, 6, 2, (3,), 1)],
-    ids=["whole rows", "rows of the tail lose their pages"],
+    [
+        pytest.param(8, 8, 0, (2,), 3, id="whole rows", marks=pytest.mark.slow),
+        pytest.param(
+            2, 6, 2, (3,), 1, id="rows of the tail lose their pages", marks=pytest.mark.sweep
+        ),
+    ],
 )
 def test_lengths_are_chosen_alike_in_slices(
     prompts: int, slots: int, page_size: int, tail: tuple[int, ...], slices: int
