@@ -228,7 +228,7 @@ def test_sampled_rounds_pass_a_chi_square(rule: str, case: str, vocab: int) -> N
     assert fit(decoded(rule, target, draft, draft, 200_000, 2), target) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_wide_vocabulary_passes_a_chi_square() -> None:
     """The first token of a round of two drafts out of 4096, 200,000 times. The draws are made once,
     for all laws and rules.
