@@ -151,7 +151,7 @@ def evaluated(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "evaluations.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_evaluations_change_nothing_in_a_run(
     cache: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -136,7 +136,7 @@ class TestProgram:
         assert "draft 2/2" in told
         assert "eagle3 on 2 held-out responses" in told
 
-    @pytest.mark.slow
+    @pytest.mark.sweep
     def test_stopped_it_says_that_it_goes_on_and_does_and_a_cached_draft_shows_the_same_table(
         self, tmp_path: Path
     ) -> None:

@@ -100,7 +100,7 @@ runpy.run_module("jaxspec.train", run_name="__main__")
 """The main program, which keeps the draft after every update."""
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_train_the_draft_together_and_go_on_after_a_kill(
     cache: Path, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_processes_train_the_draft_together_and_go_on_after_a_kill(
     assert not partial.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_past_answers_follow_their_problems_to_other_processes(cache: Path, tmp_path: Path) -> None:
     """There are some 50 problems, so that batches from the seventh on ask again what processes have
     answered that are not the ones who ask, or are gone."""
@@ -184,7 +184,7 @@ def test_three_updates_that_are_not_finite_end_the_run_with_what_to_look_at(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_programs_of_a_model_are_run(cache: Path, tmp_path: Path) -> None:
     """A warm start on right programs of one step gets some of them right; all are judged."""
     task = {

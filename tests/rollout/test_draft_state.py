@@ -127,8 +127,14 @@ def said(
     return ours, theirs, lengths
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if place == 2 else pytest.mark.sweep)
+        for place, case in enumerate(CASES)
+    ],
+    ids=str,
+)
 def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) -> None:
     """Drafts of all depths, with pages, evictions and a tail, within 1e-9 of a prefill of the same
     text, before every round."""
