@@ -274,7 +274,7 @@ def test_large_gumbel_noise_is_as_fine_as_float32() -> None:
         assert abs((noise > least).sum() - expected) < 4 * np.sqrt(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
     """100,000 tokens of probability 1e-7, in the vocabulary of Qwen: 1 draw of 100 is one of
     them."""

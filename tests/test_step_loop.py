@@ -157,15 +157,21 @@ def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "tensor", "kind", "rank", "algorithm"),
     [
-        (8, 1, "eagle3", 0, {}),
-        (4, 2, "mtp", 0, TWO_UPDATES),
-        (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
-        (2, 2, "eagle3", 0, {"model": WITH_EXPERTS}),
-        (4, 1, "model", 2, {"model": WITH_EXPERTS} | TWO_UPDATES),
+        pytest.param(8, 1, "eagle3", 0, {}, marks=pytest.mark.slow),
+        pytest.param(
+            4, 1, "model", 2, {"model": WITH_EXPERTS} | TWO_UPDATES, marks=pytest.mark.slow
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                (4, 2, "mtp", 0, TWO_UPDATES),
+                (4, 2, "eagle3", 2, {"kl": KlConfig(beta=0.1, where="reward")}),
+                (2, 2, "eagle3", 0, {"model": WITH_EXPERTS}),
+            )
+        ),
     ],
 )
 def test_no_loop_that_talks_runs_beside_another_that_talks(

@@ -240,7 +240,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     assert max(map(len, file.getvalue().splitlines())) <= width
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
     wanted = [
         *(("none", False), ("eagle3", True), ("eagle3-generic", False)),

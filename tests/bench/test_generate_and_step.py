@@ -26,7 +26,7 @@ def test_the_first_word_names_the_benchmark(
     assert "drafts" in printed.out + printed.err
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_step_and_a_generation_are_measured_and_traced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,7 +246,7 @@ def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_whole_command_runs_on_a_cpu_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     """All programs from a folder but one, whose file is damaged, and one whose file is gone."""
     made = bench("--prepare", "programs", "--hardware", "here", folder=tmp_path)

@@ -187,7 +187,7 @@ def test_the_compiler_knows_the_flags_of_the_launch_files() -> None:
     assert said.stdout == "cpu\n", said.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_pods_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
     _, jobset = the_jobset()

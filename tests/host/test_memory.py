@@ -120,7 +120,7 @@ def test_what_programs_take_beside_the_weights_is_their_own_analysis() -> None:
     assert wanted > 200 * 16 * 4 * MODEL.layers, "a micro-batch's activations are in it"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
