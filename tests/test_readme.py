@@ -266,6 +266,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
         "rows",
         "generic",
         "slow",
+        "sweep",
         "signal",
         "nodes",
         "segment",
