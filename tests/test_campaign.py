@@ -9,7 +9,7 @@ from tests.campaign import WAYS, Campaign
 from tests.compile_cache import compiled_programs
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_of_two_processes_survives_every_way_to_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ COUPLED = [
     Coupled("mtp 2", 5, (1.0,), (), 8, mark=""),
     Coupled("model", 3, (0.0,), (), 2, mark="slow"),
     Coupled("vllm", 5),
-    Coupled("hf", 2, (1.0,), (), 8),
+    Coupled("hf", 2, (1.0,), (), 8, mark="slow"),
     Coupled("history", 5, (1.0,), (), 2, mark="slow"),
     Coupled("eagle3+history", 3, (0.5, 1.0), (0, 1, 1), 2),
     Coupled("model+latest", 1),

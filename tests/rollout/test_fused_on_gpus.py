@@ -138,7 +138,7 @@ class Compiler(NamedTuple):
         return self.process.submit(function, HARDWARE[self.name], *arguments).result()
 
 
-@pytest.fixture(scope="module", params=["h200", "gb200"])
+@pytest.fixture(scope="module", params=["h200", pytest.param("gb200", marks=pytest.mark.sweep)])
 def card(request: pytest.FixtureRequest) -> Iterator[Compiler]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         yield Compiler(request.param, process)
