@@ -73,12 +73,12 @@ RUNS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a key too few": (
         edited("config.json", lambda content: content.pop("seed")),
         "it lacks seed",
-        "seed: ",
+        "it lacks seed; use that version, or choose another --workdir",
     ),
     "a key too many": (
         edited("config.json", lambda content: content.update(stepz=1)),
         "it has stepz",
-        "stepz: 1",
+        "it has stepz, which is unknown here; use that version, or choose another --workdir",
     ),
     "text of a number": (
         edited("config.json", lambda content: content.update(seed="one")),
