@@ -55,7 +55,7 @@ class Target(NamedTuple):
     card: str
     """Kind of device, as JAX calls it."""
     code: str
-    """Version and digest of this package."""
+    """Digest of this package's code."""
     sizes: dict[str, Any]
     """Of model and prompts."""
 
@@ -69,7 +69,7 @@ class Target(NamedTuple):
         if self.card != here.card:
             found.append(f"a {self.card} (here: {here.card})")
         if self.code != here.code:
-            found.append(f"jaxspec {self.code} (here: {here.code})")
+            found.append(f"the code {self.code} (here: {here.code})")
         for name in sorted({*self.sizes, *here.sizes}):
             made, have = self.sizes.get(name), here.sizes.get(name)
             if made != have:

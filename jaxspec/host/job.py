@@ -243,7 +243,12 @@ def identity(config: ResolvedConfig) -> dict[str, Any]:
 
 def code_version() -> str:
     """The version of this package, and a digest of its code, which changes more often."""
-    return f"{version()} ({hashlib.sha256(sources('**/*.py').encode()).hexdigest()[:8]})"
+    return f"{version()} ({code_digest()})"
+
+
+def code_digest() -> str:
+    """A digest of this package's code."""
+    return hashlib.sha256(sources("**/*.py").encode()).hexdigest()[:8]
 
 
 def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.bench.gpu.cells import Cell, Cells
 from jaxspec.bench.gpu.options import DEFAULTS
 from jaxspec.bench.gpu.programs import NotMade, Programs, Recipe, compile_recipe, device_options
+from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.starting import target_of
 from jaxspec.check import uncached
 from jaxspec.compiled.serialized import (
     MANIFEST,
@@ -31,7 +33,7 @@ from tests.runs import ROOT
 OPTIONS = DEFAULTS["tiny"]
 CELL = Cell(4, 3, 16, OPTIONS.draft_vocab)
 NUMBERS = np.array([1, 2, 3], np.float32)
-HERE = Target(compiler_versions(), "cpu", "1 (abc)", {"rows": 4})
+HERE = Target(compiler_versions(), "cpu", "abc", {"rows": 4})
 
 IN_A_FRESH_PROCESS = """
 import json
@@ -63,6 +65,16 @@ def answers(cells: Cells, begin: Any, advance: Any) -> list[list[int]]:
         assert before.rollout.tokens.is_deleted(), "its memory is the result's"
     assert (np.asarray(running.rollout.lengths) == OPTIONS.prompt + CELL.new).all()
     return np.asarray(running.rollout.tokens).tolist()
+
+
+def test_a_copy_that_does_not_know_its_version_takes_its_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = make_mesh(1, 1, 1)
+    plan = Plan(OPTIONS, mesh, Cells(OPTIONS, mesh))
+    made = target_of(plan)
+    monkeypatch.setattr("jaxspec.host.job.version", lambda: "unknown")
+    assert not made.differences(target_of(plan))
 
 
 @pytest.mark.slow
@@ -111,7 +123,7 @@ def test_programs_for_something_else_are_named_with_what_is_here(folder: Program
     for change, words in (
         ({"card": "NVIDIA H100"}, "made for a cpu (here: NVIDIA H100)"),
         ({"versions": {"jax": "0.9"}}, "(here: 0.9)"),
-        ({"code": "2 (def)"}, "jaxspec 1 (abc) (here: 2 (def))"),
+        ({"code": "def"}, "the code abc (here: def)"),
         ({"sizes": {"rows": 8}}, "--rows 4 (here: 8)"),
     ):
         with pytest.raises(Unusable) as refused:

@@ -21,7 +21,7 @@ from jaxspec.compiled.serialized import (
     compiler_versions,
     require_writable,
 )
-from jaxspec.host.job import code_version
+from jaxspec.host.job import code_digest
 from jaxspec.inputs.checked import require
 from jaxspec.storage.cache import cache_folder
 
@@ -76,7 +76,8 @@ def _plan(options: GpuOptions, device: Any) -> Plan:
 def target_of(plan: Plan) -> Target:
     """All that the programs of a plan depend on."""
     kind = plan.mesh.devices.flat[0].device_kind
-    return Target(compiler_versions(), kind, code_version(), plan.options.sizes)
+    # by its digest alone: a copy of the package, as on a lent card, does not know its version
+    return Target(compiler_versions(), kind, code_digest(), plan.options.sizes)
 
 
 def opened_folder(plan: Plan, say: Say) -> ProgramFolder | None:
