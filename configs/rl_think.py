@@ -3,6 +3,10 @@
   python -m jaxspec.train --config rl_think.py
   python -m jaxspec.train --config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE
 
+  bash launch/real_model.sh
+
+The script fetches SmolLM2-135M-Instruct and runs rl_think.py:smollm2_135m on word problems
+(docs/real_model.md). This policy marks no answer: the last number of its text is read.
 At qwen3_0.6b FILE holds JSON lines with columns question and answer. At qwen3_8b, qwen3_30b_a3b and
 qwen3_235b_a22b it is DAPO-Math-17k (columns prompt and reward_model.ground_truth; each prompt once,
 however often the file has it), and --data.eval_path AIME-2024 in the same layout.
@@ -45,6 +49,7 @@ from jaxspec.config.presets import (
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_235B_A22B,
+    SMOLLM2_135M,
     TINY,
 )
 from jaxspec.config.settings import (
@@ -54,6 +59,7 @@ from jaxspec.config.settings import (
     DataConfig,
     DraftConfig,
     DraftTrainingConfig,
+    EvalConfig,
     ModelConfig,
     OfflineConfig,
     OptimizerConfig,
@@ -61,7 +67,7 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 
-SCALES = ("tiny", "qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b")
+SCALES = ("tiny", "smollm2_135m", "qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b")
 TINY_OPTIMIZER = OptimizerConfig(learning_rate=2e-4, adam=AdamConfig(betas=(0.9, 0.95)))
 """For a model of half a million weights and 80 updates, which a mean over 1,000 updates of squared
 gradients would outlast."""
@@ -75,6 +81,24 @@ def get_config(scale: str = "tiny") -> Config:
                 optimizer=TINY_OPTIMIZER,
                 draft_training=DraftTrainingConfig(learning_rate=4e-4),
                 offline=OfflineConfig(learning_rate=1e-2),
+            )
+        case "smollm2_135m":
+            return Config(
+                steps=100,
+                # its activations are small, and a CPU takes a third longer to recompute them
+                model=replace(SMOLLM2_135M, remat=False),
+                rollout=RolloutConfig(max_new_tokens=32, draft=DraftConfig(vocab=4096)),
+                batch=BatchConfig(prompts=4),
+                optimizer=OptimizerConfig(learning_rate=2e-5),
+                data=DataConfig(
+                    # without an instruction it answers at length
+                    instruction=" Answer in one short sentence.",
+                    answer_style="number",
+                    max_prompt_length=96,
+                ),
+                eval=EvalConfig(every=50),
+                sft=SftConfig(steps=0),
+                offline=OfflineConfig(samples=512, steps=48, rows=32, learning_rate=1e-3),
             )
         case "qwen3_0.6b":
             return Config(

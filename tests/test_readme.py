@@ -80,6 +80,9 @@ class Reader:
     def launch(self, script: str, words: list[str]) -> None:
         if script in ("local.sh", "multiprocess_cpu.sh"):
             self.run("jaxspec.train", words[1:] if script.startswith("multi") else words)
+        elif script == "real_model.sh":
+            config = ["--config", "rl_think.py:smollm2_135m", "--model.path", "FOLDER"]
+            self.run("jaxspec.train", [*config, "--data.path", "FILE", *words])
         else:
             assert script in ("test.sh", "venv.sh"), script
 

@@ -39,8 +39,9 @@ class DataConfig(Checked, prefix="data."):
     for a model that was only taught to go on; or a text of your own with {problem} in it."""
     answer_style: Style = "hash"
     """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
-    last `Answer:` line, in `either` of these two, in the last block of `code`; `dapo`: DAPO's own
-    rule for that line and what equals it, which is stricter (`42.` is not 42)."""
+    last `Answer:` line, in `either` of these two, in the last block of `code`; `number`: the last
+    number of the text; `dapo`: DAPO's own rule for that line and what equals it, which is stricter
+    (`42.` is not 42)."""
     instruction: str = ""
     """Text appended to each problem of `path`, such as how to mark the final answer. With
     answer_style code, {test} in it stands for the first of a row's asserts, which names the

@@ -18,6 +18,18 @@ TINY = ModelConfig(
 )
 """The embedded default: deep and narrow, about 0.5 M parameters, for characters of arithmetic."""
 
+SMOLLM2_135M = ModelConfig(
+    vocab=49_152,
+    layers=30,
+    embed=576,
+    heads=9,
+    kv_heads=3,
+    head_size=64,
+    ffn=1536,
+    rope_theta=1e5,
+    norm_eps=1e-5,
+    tied=True,
+)
 QWEN3_0_6B = ModelConfig(
     vocab=151_936,
     layers=28,

@@ -38,6 +38,7 @@ _STATED: dict[Style, str] = {
     "answer_line": "Answer: ANSWER",
     "either": "\\boxed{ANSWER}",
     "dapo": "Answer: ANSWER",
+    "number": "The answer is ANSWER.",
     "code": "```python\npass\n```",
 }
 """Responses that a user's function is tried on."""

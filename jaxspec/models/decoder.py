@@ -303,6 +303,15 @@ def with_cast_head(network: Any, dtype: str) -> Any:
     return network
 
 
+def head_of(decoder: Decoder) -> Decoder:
+    """The decoder without its layers: all that `logits` reads."""
+    alone: Any = jax.tree.map(lambda leaf: leaf, decoder)
+    alone.layers = nnx.data(None)
+    if alone.head is not None:
+        alone.embedding = nnx.data(None)
+    return alone
+
+
 def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights
     above all."""

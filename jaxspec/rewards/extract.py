@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-Style = Literal["hash", "boxed", "answer_line", "either", "dapo", "code"]
+Style = Literal["hash", "boxed", "answer_line", "either", "dapo", "number", "code"]
 
 # characters from the end of a response that are searched, so that the work does not grow with its
 # length
@@ -47,6 +47,10 @@ _LIST = re.compile(r"\s*,\s+|\s+,\s*")
 _LOOSE = re.compile(r"(?<![0-9]) | (?![0-9])")
 """Spaces that do not part two numbers."""
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
+_LAST_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}|[0-9]{1,99})(?:\.[0-9]{1,99})?"
+)
+"""A number in running text. A sign after a word or number is an operator."""
 _DAPO_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DAPO_SPELLING = (
     ("an ", ""),
@@ -87,8 +91,9 @@ def extract(text: str, style: Style, *, in_thought: bool = False) -> str | None:
     \\boxed{}, or all final ones as a list (`final_boxes`); `answer_line`: what follows the last
     `Answer:`, in or out of a box or markdown emphasis; `either`: the last box, else that line;
     `dapo`: what follows the last `Answer:` in the last 300 characters, as it stands (DAPO, arXiv
-    2503.14476, in its code); `code`: the program in the last whole blocks between ``` or ~~~
-    marks. A number that is merely the last one in the text is no answer.
+    2503.14476, in its code); `number`: the last number of the text, for a policy that marks no
+    answer (flexible-extract of lm-evaluation-harness); `code`: the program in the last whole blocks
+    between ``` or ~~~ marks. For all but `number`, the last number of the text is no answer.
     """
     if in_thought and "</think>" not in text:
         return None
@@ -107,6 +112,8 @@ def extract(text: str, style: Style, *, in_thought: bool = False) -> str | None:
             found = _last_box(tail) or _last_answer_line(tail)
         case "dapo":
             found = next(reversed(_DAPO_LINE.findall(tail[-DAPO_WINDOW:])), None)
+        case "number":
+            found = next(reversed(_LAST_NUMBER.findall(tail)), None)
     return (found or "").strip() or None
 
 

@@ -191,12 +191,14 @@ def draft_loss(
     depths = objective.depths
     hidden = drafted(network, target, forward, pack, depths, objective)
 
-    def chunk(hidden_target: Float[Array, "B C E"], hidden: Float[Array, "B C A D"]) -> Compared:
+    def chunk(
+        networks: PyTree, hidden_target: Float[Array, "B C E"], hidden: Float[Array, "B C A D"]
+    ) -> Compared:
+        network, target = networks
         return compared(network, target, target.logits(hidden_target), hidden, objective)
 
-    found = in_chunks(
-        chunk, len(pack.tokens) * target.config.vocab * (1 + depths), forward.hidden, hidden
-    )
+    elements = len(pack.tokens) * target.config.vocab * (1 + depths)
+    found = in_chunks(chunk, (network, target), elements, forward.hidden, hidden)
     inside = predicts(objective, pack.chosen, pack.positions, depths)
     count = jnp.maximum(jnp.sum(inside, axis=(0, 1), dtype=found.loss.dtype), 1)
     means = Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) / count for part in found))

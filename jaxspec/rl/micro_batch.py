@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import ROWS
-from jaxspec.models.decoder import Decoder, Forward, with_cast_head
+from jaxspec.models.decoder import Decoder, Forward, head_of, with_cast_head
 from jaxspec.models.lora import Adapted, applied
 from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
@@ -280,8 +280,9 @@ class Losses:
         target, network = with_cast_head(target, dtype), with_cast_head(network, dtype)
 
         def chunk(
-            hidden_target: Any, hidden: Any, labels: Any, produced: Any
+            networks: Any, hidden_target: Any, hidden: Any, labels: Any, produced: Any
         ) -> tuple[Any, Any, Compared]:
+            target, network = networks
             logits = target.logits(hidden_target)
             logprobs, entropy = label_logprobs(logits, labels, produced, self.processing)
             nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
@@ -295,9 +296,9 @@ class Losses:
             return logprobs, entropy, lax.cond(online, run, lambda *_: nothing, logits, hidden)
 
         elements = len(pack.tokens) * target.config.vocab * (1 + depths)
-        logprobs, entropy, found = in_chunks(
-            chunk, elements, forward.hidden, hidden, pack.labels, learnt_before(pack)
-        )
+        parts = forward.hidden, hidden, pack.labels, learnt_before(pack)
+        heads = head_of(target), network
+        logprobs, entropy, found = in_chunks(chunk, heads, elements, *parts, wanted=pack.chosen)
 
         def over_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
@@ -363,19 +364,18 @@ class Losses:
             first=pack.first,
         )
 
-    def logprobs(
-        self, policy: Decoder | Adapted, shards: Shards, pack: Pack
-    ) -> Float[Array, "1 T"]:
-        """Log-probabilities of a pack's labels, by a forward pass alone."""
+    def logprobs(self, policy: Decoder | Adapted, shards: Shards, pack: Pack) -> Array:
+        """Log-probabilities of a pack's labels [1 T], by a forward pass alone."""
         target = applied(policy)
         forward = target(pack.tokens, pack.positions, first=pack.first, enter=shards.layer_whole)
         target = with_cast_head(target, target.config.dtype)
 
-        def chunk(hidden: Any, labels: Any, produced: Any) -> Float[Array, "B T"]:
+        def chunk(target: Any, hidden: Any, labels: Any, produced: Any) -> Float[Array, "B T"]:
             return label_logprobs(target.logits(hidden), labels, produced, self.processing)[0]
 
         elements = len(pack.tokens) * target.config.vocab
-        return in_chunks(chunk, elements, forward.hidden, pack.labels, learnt_before(pack))
+        parts = forward.hidden, pack.labels, learnt_before(pack)
+        return in_chunks(chunk, head_of(target), elements, *parts, wanted=pack.chosen)
 
     def _drafted(
         self,

@@ -61,8 +61,8 @@ MUTANTS = [
         "-",
         "the minimum length is ignored in passes for logprobs",
         "rl/micro_batch.py",
-        "in_chunks(chunk, elements, forward.hidden, pack.labels, learnt_before(pack))",
-        "in_chunks(chunk, elements, forward.hidden, pack.labels, learnt_before(pack) + 1000)",
+        "parts = forward.hidden, pack.labels, learnt_before(pack)",
+        "parts = forward.hidden, pack.labels, learnt_before(pack) + 1000",
         f"{MICRO}::test_logprobs_of_a_pass_ban_end_tokens_until_the_minimum_length",
     ),
     Mutant(

@@ -21,7 +21,7 @@ from jaxspec.rewards.extract import (
     opens_thought,
 )
 
-STYLES = ("hash", "boxed", "answer_line")
+STYLES = ("hash", "boxed", "answer_line", "number")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,15 @@ STYLES = ("hash", "boxed", "answer_line")
         ("answer_line", "Answer:\n42", "42"),
         ("answer_line", "Answer:", None),
         ("answer_line", "the answer is 42", None),
+        ("number", "4 + 3 = 7.", "7"),
+        ("number", "x = -4", "-4"),
+        ("number", "10-20", "20"),
+        ("number", "(3)-2", "2"),
+        ("number", "it costs $1,234.50 now", "1,234.50"),
+        ("number", "12, 13 and no more", "13"),
+        ("number", "<think>5", None),
+        ("number", "<think>5</think> none", None),
+        ("number", "no number", None),
     ],
 )
 def test_extract(style, text, found):
