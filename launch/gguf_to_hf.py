@@ -186,7 +186,10 @@ def main() -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_folder(reader, partial)
+    try:
+        write_folder(reader, partial)
+    except KeyError as error:
+        fail(f"{file} lacks the key {error}, without which it cannot be converted")
     partial.replace(folder)
     print(f"wrote {folder}")
 

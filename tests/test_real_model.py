@@ -48,7 +48,14 @@ def write_gguf(
     """Writes a small Llama; returns its weights by their Hugging Face names, as they are once they
     were quantized."""
     rng = np.random.default_rng(0)
-    keys = {"architecture": "llama", "model": "gpt2", "pre": "smollm", "extra": ""} | changes
+    keys = {
+        "architecture": "llama",
+        "model": "gpt2",
+        "pre": "smollm",
+        "extra": "",
+        "template": "yes",
+    }
+    keys |= changes
     letters = sorted(set("Ġabcdefghijklmnopqrstuvwxyz0123456789+=?"))
     tokens = [*TOKENS, *letters, "ab", "12"]
     writer = gguf.GGUFWriter(file, keys["architecture"])
@@ -69,7 +76,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    if keys["template"]:
+        writer.add_chat_template(TEMPLATE)
     size = WIDTH // HEADS
     shapes = {
         "attn_q": (HEADS * size, WIDTH),
@@ -158,6 +166,7 @@ def test_the_tokenizer_splits_numbers_into_digits_and_knows_special_tokens(tmp_p
         ({"architecture": "qwen2"}, "architecture qwen2"),
         ({"pre": "llama-bpe"}, "llama-bpe"),
         ({"extra": "blk.0.router.weight"}, "blk.0.router.weight"),
+        ({"template": ""}, "tokenizer.chat_template"),
     ],
 )
 def test_other_files_are_refused_by_name_and_leave_no_folder(
