@@ -42,6 +42,21 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def add_tokenizer(writer: Any, tokens: list[str], keys: dict[str, Any]) -> None:
+    """Writes the keys of a small tokenizer."""
+    writer.add_tokenizer_model(keys["model"])
+    writer.add_tokenizer_pre(keys["pre"])
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(TOKENS) + [1] * (len(tokens) - len(TOKENS)))
+    writer.add_token_merges(["a b", "1 2"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    if keys["template"]:
+        writer.add_chat_template(TEMPLATE)
+
+
 def write_gguf(
     file: Path, kind: Any = gguf.GGMLQuantizationType.Q8_0, **changes: Any
 ) -> dict[str, np.ndarray]:
@@ -67,17 +82,7 @@ def write_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(1e4)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model(keys["model"])
-    writer.add_tokenizer_pre(keys["pre"])
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(TOKENS) + [1] * (len(tokens) - len(TOKENS)))
-    writer.add_token_merges(["a b", "1 2"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    if keys["template"]:
-        writer.add_chat_template(TEMPLATE)
+    add_tokenizer(writer, tokens, keys)
     size = WIDTH // HEADS
     shapes = {
         "attn_q": (HEADS * size, WIDTH),
