@@ -50,8 +50,8 @@ REFUSED = {
 NO_DRAFT = ("--algorithm", "--kl.beta", "--staged", "--reward.function")
 """Of training commands that are about something else than drafts: training one and compiling with
 it is most of their time."""
-SET_UP = ("test.sh", "venv.sh", "newest.sh")
-"""Scripts of launch/ that install and test: CI runs them itself."""
+SET_UP = ("test.sh", "venv.sh", "newest.sh", "real_model.sh")
+"""Scripts of launch/ that install, test or download, and a run of an hour: none of them is run."""
 
 
 def typed(text: str) -> Iterator[tuple[str, str]]:
