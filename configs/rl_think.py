@@ -87,7 +87,8 @@ def get_config(scale: str = "tiny") -> Config:
                 steps=100,
                 # its activations are small, and a CPU takes a third longer to recompute them
                 model=replace(SMOLLM2_135M, remat=False),
-                rollout=RolloutConfig(max_new_tokens=32, draft=DraftConfig(vocab=4096)),
+                # a tail of unlikely tokens makes every other answer nonsense
+                rollout=RolloutConfig(max_new_tokens=32, min_p=0.1, draft=DraftConfig(vocab=4096)),
                 batch=BatchConfig(prompts=4),
                 optimizer=OptimizerConfig(learning_rate=2e-5),
                 data=DataConfig(
@@ -98,7 +99,7 @@ def get_config(scale: str = "tiny") -> Config:
                 ),
                 eval=EvalConfig(every=50),
                 sft=SftConfig(steps=0),
-                offline=OfflineConfig(samples=512, steps=48, rows=32, learning_rate=1e-3),
+                offline=OfflineConfig(samples=1024, steps=128, rows=32, learning_rate=1e-3),
             )
         case "qwen3_0.6b":
             return Config(

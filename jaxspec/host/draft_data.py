@@ -22,11 +22,15 @@ from jaxspec.host.runner import abstract_prompts, put
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
+from jaxspec.rl.train_batch import States, texts_to_learn
 from jaxspec.state import FAILED, Prompts, PyTree
+from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import Tokenizer
 
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
+MOST_STATES = 4 << 30
+"""Bytes that the policy's states may take of a host's memory."""
 
 
 class Rows(NamedTuple):
@@ -153,17 +157,39 @@ def in_batches(rows: Rows, size: int) -> list[Rows]:
     ]
 
 
-def batch_of(rows: Rows, number: int, size: int, seed: int) -> Rows:
-    """Batch `number` of an endless stream of `rows`, shuffled anew each epoch; it depends on
-    nothing but the arguments."""
-    count = len(rows.tokens)
+def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
+    """Batch `number` of an endless stream of `rows`, arrays of one length that is shuffled anew
+    each epoch; it depends on nothing but the arguments."""
+    count = len(jax.tree.leaves(rows)[0])
     places = np.arange(number * size, (number + 1) * size)
     orders = {
         epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count)
         for epoch in set((places // count).tolist())
     }
     chosen = [orders[place // count][place % count] for place in places.tolist()]
-    return Rows(*(part[chosen] for part in rows))
+    return jax.tree.map(lambda part: part[chosen], rows)
+
+
+def states_fit(job: Job, rows: Rows) -> bool:
+    """Whether the policy's states at all tokens of `rows` are to be kept: they are needed again,
+    and this host has room for them."""
+    config = job.config
+    updates = config.offline.steps * config.offline.rows
+    widths = (1 + len(job.step.learner.taps)) * config.model.embed
+    size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
+    return updates > len(rows.tokens) and size <= MOST_STATES and jax.process_count() == 1
+
+
+def read_states(job: Job, policy: Decoder, rows: Rows, micro: int, progress: Progress) -> States:
+    """Runs the policy once over all `rows`, in micro-batches of `micro` positions a data shard."""
+    learner, size = job.step.learner.for_texts(None, tokens=micro), job.config.offline.rows
+    read = jax.jit(learner.passes.states, out_shardings=meshes.replicated(job.mesh))
+    found = []
+    for number, batch in enumerate(in_batches(rows, size)):
+        found.append(jax.device_get(read(policy, texts_to_learn(*batch, job.mesh, micro))))
+        progress.update(min((number + 1) * size, len(rows.tokens)))
+    # the last batch was filled up
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows.tokens)], *found)
 
 
 def vocabulary(

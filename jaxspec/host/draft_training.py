@@ -39,7 +39,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.processes.process_0 import agreed_by_process_0, require_shared, told_by_process_0
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
-from jaxspec.rl.train_batch import TrainBatch, texts_to_learn
+from jaxspec.rl.train_batch import States, TrainBatch, texts_to_learn
 from jaxspec.state import LearnerState, PyTree, Trained
 from jaxspec.storage.cache import (
     cache_folder,
@@ -60,17 +60,10 @@ ACCEPTANCE = "acceptance.json"
 DEPTHS = 8
 """Depths that are measured at least, so that another draft_length finds its own in the cache."""
 CODE = (
-    *(
-        "host/draft_training.py",
-        "host/draft_data.py",
-        "data/problem_source.py",
-        "data/messages.py",
-        "data/json_lines.py",
-        "data/problem_file.py",
-        "data/problems.py",
-        "tokens/stop_strings.py",
-        *("tokens/turns.py", "tokens/chat_template.py", "tokens/template_process.py"),
-    ),
+    *("host/draft_training.py", "host/draft_data.py", "data/problem_source.py"),
+    *("data/messages.py", "data/json_lines.py", "data/problem_file.py", "data/problems.py"),
+    *("tokens/stop_strings.py", "tokens/turns.py", "tokens/chat_template.py"),
+    "tokens/template_process.py",
     *("build.py", "step.py", "inputs/streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/**/*.py", "rl/*.py", "kernels/*.py"),
 )
@@ -105,10 +98,16 @@ def collect(
 
 
 def train(
-    job: Job, policy: Decoder, rows: Rows, folder: Path, progress: Progress, loaded: PyTree = None
+    job: Job,
+    policy: Decoder,
+    rows: Rows,
+    folder: Path,
+    progress: Progress,
+    loaded: PyTree = None,
+    states: States | None = None,
 ) -> PyTree:
     """Trains a fresh draft, or one that was `loaded`, for `offline.steps` updates on batches of
-    `rows`; returns its weights.
+    `rows`; returns its weights. Without its `states` at the rows the policy is run.
 
     Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to
     the same weights in every bit.
@@ -160,8 +159,9 @@ def train(
     call = jax.jit(update, donate_argnums=0, out_shardings=(layout[0], whole))
     last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(int(done), offline.steps):
-        batch = draft_data.batch_of(rows, number, offline.rows, config.seed)
-        trained, metrics = call(trained, policy, texts_to_learn(*batch, mesh, learner.tokens))
+        batch, known = draft_data.batch_of((rows, states), number, offline.rows, config.seed)
+        texts = texts_to_learn(*batch, mesh, learner.tokens, known)
+        trained, metrics = call(trained, policy, texts)
         if agreed_by_process_0(time.monotonic() - last >= pause):
             began = time.monotonic()
             _keep(file, (trained, np.int32(number + 1)))
@@ -230,10 +230,8 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
         job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job)
     )
     compare = jax.jit(learner.compare, out_shardings=meshes.replicated(job.mesh))
-    found = [
-        jax.device_get(compare(policy, network, texts_to_learn(*batch, job.mesh, learner.tokens)))
-        for batch in held_out
-    ]
+    texts = (texts_to_learn(*batch, job.mesh, learner.tokens) for batch in held_out)
+    found = [jax.device_get(compare(policy, network, batch)) for batch in texts]
     sums, counts = (
         np.sum(part, axis=0)
         for part in zip(*((sums.acceptance, counts) for sums, counts in found), strict=True)
@@ -276,11 +274,18 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
             f"{asked - used} of {asked} responses failed (logits that are not finite) and are"
             " left out"
         )
+    states = None
+    if draft_data.states_fit(job, rows):
+        with (
+            Progress("reading", len(rows.tokens), me) as progress,
+            interrupt.nothing_unsaved("reading the responses", progress.stop, then=then),
+        ):
+            states = draft_data.read_states(job, policy, rows, _micro(job), progress)
     with (
         Progress("draft", offline.steps, me) as progress,
         interrupt.nothing_unsaved("training the draft", progress.stop, then=then),
     ):
-        network = train(job, policy, rows, partial, progress, loaded)
+        network = train(job, policy, rows, partial, progress, loaded, states)
     outcome: dict[str, Any] = {
         "kind": draft.kind,
         "responses": len(measured.tokens),

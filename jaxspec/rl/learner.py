@@ -22,9 +22,9 @@ from jaxspec.models.layers import LOGICAL_AXES, cast
 from jaxspec.models.lora import ADAPTER_AXES, Adapted
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective
-from jaxspec.rl.loss_terms import KlPenalty
+from jaxspec.rl.loss_terms import Gap, KlPenalty, no_gap
 from jaxspec.rl.losses import Aggregation, PolicyLoss, by_token
-from jaxspec.rl.micro_batch import Counts, Gap, Losses, Sums, no_gap
+from jaxspec.rl.micro_batch import Counts, Losses, Sums
 from jaxspec.rl.passes import Passes, tied
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing

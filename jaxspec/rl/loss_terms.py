@@ -1,12 +1,17 @@
 """What a loss of the policy is put together from: its inputs, importance weights for data that
-another policy or another program sampled, and a penalty for leaving a reference policy."""
+another policy or another program sampled, how far logprobs are from the recorded ones, and a
+penalty for leaving a reference policy."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.state import PyTree
 
 PerLabel = Float[Array, "B T"]
 """Numbers of the labels of packed texts."""
@@ -186,3 +191,60 @@ class KlPenalty(NamedTuple):
     ) -> PerLabel:
         """Estimates the divergence at chosen labels from bounded log ratios; 0 at others."""
         return self.estimator(bounded(jnp.where(chosen, reference - logprobs, 0)))
+
+
+# ---- the gap between recorded and own logprobs
+
+
+class Gap(NamedTuple):
+    """How far the logprobs of the policy that is read are from those that the rollout recorded:
+    sums over the labels to learn."""
+
+    absolute: Float[Array, ""]
+    """Of |policy - sampled|."""
+    factor: Float[Array, ""]
+    """Of exp |policy - sampled|: by how much a probability differs (NeMo RL's
+    token_mult_prob_error)."""
+    kl: Float[Array, ""]
+    """Of exp(x) - 1 - x for x = policy - sampled: the divergence of what sampled from the
+    policy."""
+    largest: Float[Array, ""]
+    """The largest |policy - sampled|."""
+    labels: Float[Array, ""]
+    """How many."""
+
+    @classmethod
+    def of(cls, policy: PyTree, sampled: PyTree, chosen: PyTree) -> "Gap":
+        """The sums of a pack."""
+        log_ratio = jnp.where(chosen, policy - sampled, 0)
+        size = jnp.abs(log_ratio)
+        factor = jnp.where(chosen, jnp.exp(size), 0)
+        return cls(
+            absolute=jnp.sum(size),
+            factor=jnp.sum(factor),
+            kl=jnp.sum(k3(log_ratio)),
+            largest=jnp.max(size, initial=0),
+            labels=jnp.sum(chosen, dtype=size.dtype),
+        )
+
+    def plus(self, other: "Gap") -> "Gap":
+        """Both together."""
+        largest = jnp.maximum(self.largest, other.largest)
+        return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
+
+    @property
+    def metrics(self) -> dict[str, Float[Array, ""]]:
+        """Means over the labels, and the largest; NaN if there is none."""
+        least = jnp.maximum(self.labels, 1)
+        means = {
+            "rollout/logprob_gap_mean": self.absolute / least,
+            "rollout/logprob_gap_max": self.largest,
+            "rollout/probability_factor": self.factor / least,
+            "rollout/kl": self.kl / least,
+        }
+        return {name: jnp.where(self.labels > 0, value, jnp.nan) for name, value in means.items()}
+
+
+def no_gap(dtype: np.dtype) -> Gap:
+    """The sums of no label."""
+    return Gap(*[jnp.zeros((), dtype)] * len(Gap._fields))

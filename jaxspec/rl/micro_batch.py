@@ -20,65 +20,11 @@ from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
 from jaxspec.rl.logprobs import in_chunks, label_logprobs
-from jaxspec.rl.loss_terms import LossInputs, bounded, inside, k3
+from jaxspec.rl.loss_terms import Gap, LossInputs, bounded, inside, k3, no_gap
 from jaxspec.rl.losses import Aggregation, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import PyTree
-
-
-class Gap(NamedTuple):
-    """How far the logprobs of the policy that is read are from those that the rollout recorded:
-    sums over the labels to learn."""
-
-    absolute: Float[Array, ""]
-    """Of |policy - sampled|."""
-    factor: Float[Array, ""]
-    """Of exp |policy - sampled|: by how much a probability differs (NeMo RL's
-    token_mult_prob_error)."""
-    kl: Float[Array, ""]
-    """Of exp(x) - 1 - x for x = policy - sampled: the divergence of what sampled from the
-    policy."""
-    largest: Float[Array, ""]
-    """The largest |policy - sampled|."""
-    labels: Float[Array, ""]
-    """How many."""
-
-    @classmethod
-    def of(cls, policy: PyTree, sampled: PyTree, chosen: PyTree) -> "Gap":
-        """The sums of a pack."""
-        log_ratio = jnp.where(chosen, policy - sampled, 0)
-        size = jnp.abs(log_ratio)
-        factor = jnp.where(chosen, jnp.exp(size), 0)
-        return cls(
-            absolute=jnp.sum(size),
-            factor=jnp.sum(factor),
-            kl=jnp.sum(k3(log_ratio)),
-            largest=jnp.max(size, initial=0),
-            labels=jnp.sum(chosen, dtype=size.dtype),
-        )
-
-    def plus(self, other: "Gap") -> "Gap":
-        """Both together."""
-        largest = jnp.maximum(self.largest, other.largest)
-        return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
-
-    @property
-    def metrics(self) -> dict[str, Float[Array, ""]]:
-        """Means over the labels, and the largest; NaN if there is none."""
-        least = jnp.maximum(self.labels, 1)
-        means = {
-            "rollout/logprob_gap_mean": self.absolute / least,
-            "rollout/logprob_gap_max": self.largest,
-            "rollout/probability_factor": self.factor / least,
-            "rollout/kl": self.kl / least,
-        }
-        return {name: jnp.where(self.labels > 0, value, jnp.nan) for name, value in means.items()}
-
-
-def no_gap(dtype: np.dtype) -> Gap:
-    """The sums of no label."""
-    return Gap(*[jnp.zeros((), dtype)] * len(Gap._fields))
 
 
 class Sums(NamedTuple):
@@ -259,14 +205,18 @@ class Losses:
         `row` says of which row of the batch each position of the pack is.
         """
         target, wide, depths = applied(policy), self.wide, self.depths
-        forward = target(
-            pack.tokens,
-            pack.positions,
-            taps=self.taps,
-            first=pack.first,
-            enter=shards.layer_whole,
-            counted=pack.chosen if self.policy else None,
-        )
+        if batch.states is None:
+            forward = target(
+                pack.tokens,
+                pack.positions,
+                taps=self.taps,
+                first=pack.first,
+                enter=shards.layer_whole,
+                counted=pack.chosen if self.policy else None,
+            )
+        else:
+            kept = jax.tree.map(lambda by_row: by_row[row, pack.positions], batch.states)
+            forward = Forward(kept.hidden, kept.taps, cache=None, traffic=None)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.draft is not None:
             last, network = shards.draft_first(forward.hidden, draft)

@@ -20,11 +20,20 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxspec.kernels.order import after, computed
 from jaxspec.mesh import ROWS, by_rows, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import Adapted, applied
 from jaxspec.rl import optimizers
 from jaxspec.rl.fsdp import Pair, Shards
-from jaxspec.rl.micro_batch import Counts, Gap, Losses, Sums
-from jaxspec.rl.train_batch import TrainBatch, exchanged, filler, from_shards, packed
+from jaxspec.rl.loss_terms import Gap
+from jaxspec.rl.micro_batch import Counts, Losses, Sums
+from jaxspec.rl.train_batch import (
+    States,
+    TrainBatch,
+    exchanged,
+    filler,
+    from_shards,
+    packed,
+    unpacked,
+)
 from jaxspec.state import Pack, PyTree
 
 
@@ -126,6 +135,18 @@ class Passes:
         return on_each_shard(self.mesh, on_a_shard, (P(ROWS), P(ROWS)), P(ROWS))(
             by_place, batch.plan.order
         )
+
+    def states(self, policy: Decoder | Adapted, batch: TrainBatch) -> States:
+        """What the draft reads of the policy at each token, in the order of the rows.
+
+        The batch is as it was made: its rows are not yet at their places.
+        """
+        batch = self.at_places(batch)
+        shards, specs = self._shards((policy, None))
+        run = partial(self._states_on_a_shard, shards=shards)
+        read = on_each_shard(self.mesh, run, (specs[0], _specs(batch)), P(ROWS))
+        found = read(policy, batch)
+        return jax.tree.map(lambda by_place: self.in_row_order(by_place, batch), found)
 
     # ---- what is common to them
 
@@ -248,6 +269,33 @@ class Passes:
         # What is read of the batch later, on any shard, comes after this on all of them.
         there = lax.psum(computed(found).astype(jnp.int32), ROWS)
         return found, tied(batch, there) if self.losses.ordered else batch
+
+    # ---- states
+
+    def _states_on_a_shard(
+        self, policy: Decoder | Adapted, batch: TrainBatch, shards: Shards
+    ) -> States:
+        filling, (rows, size) = filler(batch), batch.tokens.shape
+        policy, _ = self._tied((policy, None), shards, filling)
+        config, first = policy.config, jnp.int32(0)
+        taps = self.losses.taps
+
+        def nothing(width: int) -> Float[Array, "b S D"]:
+            return jnp.zeros((rows, size, width), config.dtype)
+
+        def read(number: Int[Array, ""], found: States) -> States:
+            pack, _ = packed(batch, first, number, self.tokens, filling)
+            networks = shards.outside_whole(policy, None)
+            tokens = after(pack.tokens, shards.gathered(networks))
+            forward = applied(networks[0])(
+                tokens, pack.positions, taps=taps, first=pack.first, enter=shards.layer_whole
+            )
+            there = States(forward.hidden, forward.taps if taps else None)
+            there = jax.tree.map(lambda leaf: leaf.astype(config.dtype), there)
+            return unpacked(there, batch, first, number, found)
+
+        taken = nothing(len(taps) * config.embed) if taps else None
+        return lax.fori_loop(0, batch.plan.used[0], read, States(nothing(config.embed), taken))
 
 
 def tied(batch: TrainBatch, *there: Num[Array, ""]) -> TrainBatch:

@@ -1,7 +1,7 @@
 """What the learner reads: rows as they were left, and a plan that packs their texts into
 micro-batches without ever copying all of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,15 @@ from jaxspec.mesh import (
     rows_sharding,
 )
 from jaxspec.state import AnyArray, Pack, Plan, PyTree, Tree, pytree
+
+
+class States(NamedTuple):
+    """What a pass of the policy gives at each token of some rows."""
+
+    hidden: Float[AnyArray, "B S D"]
+    """After the final norm."""
+    taps: Float[AnyArray, "B S C"] | None
+    """Where the draft reads the residual stream; None: it does not."""
 
 
 @pytree
@@ -46,6 +55,8 @@ class TrainBatch(Tree):
     None: none of them."""
     reference_logprobs: Float[AnyArray, "B S"] | None = None
     """Of each token under the reference policy; None: no loss asks for them."""
+    states: States | None = None
+    """Of the policy, which is then not run: it does not learn. None: the pass runs it."""
 
 
 def read_lengths(chosen: Any) -> Any:
@@ -115,10 +126,14 @@ def _first_fit(room: list[int], length: int, tokens: int) -> tuple[int, int]:
 
 
 def texts_to_learn(
-    tokens: Int[np.ndarray, "B S"], chosen: Bool[np.ndarray, "B S"], mesh: Mesh, micro: int
+    tokens: Int[np.ndarray, "B S"],
+    chosen: Bool[np.ndarray, "B S"],
+    mesh: Mesh,
+    micro: int,
+    states: States | None = None,
 ) -> TrainBatch:
     """A batch of texts that nobody sampled, on the devices of `mesh`, planned for micro-batches of
-    `micro` positions a shard.
+    `micro` positions a shard; with the policy's `states`, if they are known.
 
     Raises:
       ValueError: as `planned`.
@@ -131,6 +146,7 @@ def texts_to_learn(
         "advantages": none.astype(np.float32),
         "version": none,
         "plan": planned(read_lengths(chosen), row_shards(mesh), micro),
+        "states": states,
     }
     batch = TrainBatch(**parts)
     layout = jax.tree.map(lambda _: rows_sharding(mesh), batch).replace(plan=plan_layout(mesh))
@@ -243,6 +259,30 @@ def packed(
         first=first,
     )
     return jax.tree.map(lambda leaf: leaf[None], pack), row[None]
+
+
+def unpacked(
+    tree: PyTree,
+    batch: TrainBatch,
+    mini: Int[Array, ""],
+    micro: Int[Array, ""],
+    before: PyTree,
+) -> PyTree:
+    """What a pack has at each position [1 T ...], at its row and token [b S ...], in place of what
+    was there `before`.
+
+    Beyond a row's last token that was read stands something that nothing may look at.
+    """
+    plan, size = batch.plan, batch.tokens.shape[1]
+    here = (plan.micro[mini] == micro)[:, None, None]
+    places = plan.start[mini][:, None] + jnp.arange(size, dtype=jnp.int32)
+    return jax.tree.map(
+        lambda by_position, old: jnp.where(
+            here, jnp.take(by_position[0], places, axis=0, mode="clip"), old
+        ),
+        tree,
+        before,
+    )
 
 
 def learnt_before(pack: Pack) -> Int[Array, "B T"]:

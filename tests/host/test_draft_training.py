@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.host import draft_training
-from jaxspec.host.draft_data import Rows, answered
+from jaxspec.host import draft_data, draft_training
+from jaxspec.host.draft_data import Rows, answered, read_states, states_fit
 from jaxspec.host.draft_training import collect, measure, tokens_kept, train
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
+from jaxspec.rl.train_batch import read_lengths
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network
 from tests.host.training_jobs import VOCAB, Killed, Seen, a_job, always_kept, same_bits
-from tests.twins import numpy_decoder, numpy_softmax
+from tests.twins import numpy_decoder, numpy_softmax, numpy_taps
 
 
 def random_rows(count: int, seed: int = 0) -> Rows:
@@ -76,6 +77,47 @@ class TestTrain:
         rows = Rows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
         network = train(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
+
+
+class TestStates:
+    @pytest.mark.parametrize("shards", [1, 4])
+    def test_they_are_what_numpy_computes_at_every_token_that_is_read(self, shards: int) -> None:
+        job, rows = a_job(shards=shards), random_rows(13)
+        policy = tiny_network(Decoder, job.config.model)
+        seen = Seen()
+        states = read_states(job, policy, rows, 24, seen)
+        assert seen.steps[-1] == len(states.hidden) == 13
+        for row, length in enumerate(read_lengths(rows.mask)):
+            _, hidden, boundaries = numpy_decoder(policy, rows.tokens[row, :length])
+            found = states.hidden[row, :length]
+            np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=1e-5)
+            found = states.taps[row, :length]
+            np.testing.assert_allclose(found, numpy_taps(boundaries), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.sweep)])
+    def test_a_draft_learns_from_them_what_it_learns_from_the_policy(
+        self, tmp_path: Path, kind: str
+    ) -> None:
+        job, rows = a_job(kind, shards=2), random_rows(13)
+        policy = tiny_network(Decoder, job.config.model)
+        direct = train(job, policy, rows, tmp_path / "direct", Seen())
+        states = read_states(job, policy, rows, 24, Seen())
+        # one that would teach something else, but for its embedding and its head
+        other = tiny_network(Decoder, job.config.model, 5)
+        other.embedding, other.head = policy.embedding, policy.head
+        taught = train(job, other, rows, tmp_path / "kept", Seen(), states=states)
+        for one, two in zip(jax.tree.leaves(direct), jax.tree.leaves(taught), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+
+    def test_only_states_that_are_needed_again_and_fit_are_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = a_job()  # 6 updates of 4 rows
+        assert states_fit(job, random_rows(23))
+        assert not states_fit(job, random_rows(24))
+        monkeypatch.setattr(draft_data, "MOST_STATES", 8 * 12 * 4 * 4 * job.config.model.embed)
+        assert states_fit(job, random_rows(8))
+        assert not states_fit(job, random_rows(9))
 
 
 class TestKept:

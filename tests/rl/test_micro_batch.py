@@ -14,7 +14,7 @@ from jaxspec.config.settings import BatchConfig, DataConfig, DraftConfig, LossCo
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import on_each_shard
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.micro_batch import Gap
+from jaxspec.rl.loss_terms import Gap
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
