@@ -321,29 +321,30 @@ def _check_drafts(config: ResolvedConfig) -> None:
     kind = kind_of(draft.kind)
     if kind.learned is not None:
         kind.learned.check(config.draft_spec)
-    whole = draft.vocab == 0 or "rollout.draft.vocab" in kind.settings
+    own = draft.own_vocab
+    whole = own == 0 or "rollout.draft.vocab" in kind.settings
     require(
         whole,
-        f"rollout.draft.vocab {draft.vocab} is for eagle3 heads; {draft.kind} drafts share the"
+        f"rollout.draft.vocab {own} is for eagle3 heads; {draft.kind} drafts share the"
         " policy's, so leave it 0",
     )
-    fits = draft.vocab <= vocab
+    fits = own <= vocab
     require(
         fits,
-        f"rollout.draft.vocab {draft.vocab} is larger than the policy's model.vocab {vocab}; at"
+        f"rollout.draft.vocab {own} is larger than the policy's model.vocab {vocab}; at"
         " most that, or 0 for all of it",
     )
-    chosen = draft.vocab == 0 or config.offline.steps > 0 or bool(draft.path)
+    chosen = own == 0 or config.offline.steps > 0 or bool(draft.path)
     remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
     require(
         chosen,
-        f"rollout.draft.vocab {draft.vocab} is chosen by offline training, and offline.steps is 0;"
+        f"rollout.draft.vocab {own} is chosen by offline training, and offline.steps is 0;"
         f" {remedy}",
     )
-    room = draft.vocab == 0 or draft.vocab > len(rollout.banned) + 8
+    room = own == 0 or own > len(rollout.banned) + 8
     require(
         room,
-        f"rollout.draft.vocab {draft.vocab} leaves next to nothing beside {len(rollout.banned)}"
+        f"rollout.draft.vocab {own} leaves next to nothing beside {len(rollout.banned)}"
         " banned ids and the end tokens",
     )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from jaxspec.config.rollout import LARGE_VOCAB, PUBLISHED_VOCAB
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of, learned
 from jaxspec.hf.pretrained import (
@@ -58,7 +59,17 @@ def resolved(config: Config, say: Say) -> ResolvedConfig:
                 f"{config.model.path} has {layers} {kind.upper()} layers of its own, which are left"
                 f" out; --rollout.draft.kind {kind} drafts with them"
             )
-    return _with_draft(config, draft.path, say) if draft.path else config
+    return _with_draft(config, draft.path, say) if draft.path else _with_vocabulary(config)
+
+
+def _with_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
+    """The config with a number for `rollout.draft.vocab` auto."""
+    draft, tokens = config.rollout.draft, config.model.vocab
+    if draft.vocab != "auto":
+        return config
+    is_chosen = "rollout.draft.vocab" in kind_of(draft.kind).settings and config.offline.steps > 0
+    own = min(tokens // 4, PUBLISHED_VOCAB) if is_chosen and tokens > LARGE_VOCAB else 0
+    return replace(config, rollout=replace(config.rollout, draft=replace(draft, vocab=own)))
 
 
 def _with_draft(config: ResolvedConfig, path: str, say: Say) -> ResolvedConfig:

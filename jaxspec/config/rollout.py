@@ -16,6 +16,9 @@ VerifyRule = Literal["block", "token", "coupled"]
 Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
 """Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
 DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
+LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
+"""Tokens of a policy beyond which `auto` gives its draft fewer, and the most that it gives: as many
+as published heads have (SpecForge). The head reads and computes with all of them for each draft."""
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles; 0 is plain decoding."""
 
@@ -37,9 +40,10 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     temperature that the run itself measures to be best for each depth."""
     temperature: Temperature = 1.0
     """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
-    vocab: Natural = 0
+    vocab: Natural | Literal["auto"] = "auto"
     """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's
-    samples; 0: the policy's."""
+    samples; 0: the policy's. auto: a quarter of a policy's that has more than 32,768 tokens, at
+    most 32,000, where the draft is trained offline, else 0."""
     ffn: Natural = 0
     """Width of the draft's SwiGLU layer; 0: the policy's."""
     layers: LayerCount = 1
@@ -73,6 +77,12 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     def max_draft_length(self) -> int:
         """The most tokens that a round drafts."""
         return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
+
+    @property
+    def own_vocab(self) -> int:
+        """Size of the draft's own vocabulary; 0: it has the policy's. `auto` counts as 0 until it
+        is resolved."""
+        return 0 if isinstance(self.vocab, str) else self.vocab
 
     @property
     def drafts(self) -> bool:

@@ -358,7 +358,7 @@ class ResolvedConfig(Config):
             policy=self.model,
             own=own,
             head=self.head,
-            vocab=draft.vocab,
+            vocab=draft.own_vocab,
             ffn=draft.ffn,
             layers=draft.layers,
             embedding_first=draft.embedding_first,

@@ -149,9 +149,9 @@ def train(
         trained, done = jax.jit(fresh, out_shardings=layout)()
         if loaded is not None:
             trained = trained.replace(network=loaded)
-        elif draft.vocab:
+        elif draft.own_vocab:
             ids = draft_data.vocabulary(
-                rows, draft.vocab, config.model.vocab, job.tokenizer.stop_ids
+                rows, draft.own_vocab, config.model.vocab, job.tokenizer.stop_ids
             )
             choose = learned(draft.kind).with_vocabulary
             assert choose is not None, "only such kinds are given a vocabulary"
@@ -292,7 +292,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         "vocabulary": None,
         "coverage": None,
     }
-    if draft.vocab:
+    if draft.own_vocab:
         ids = brought_together(learned(draft.kind).unroll.vocabulary(network))
         if me == 0:
             outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
@@ -362,7 +362,7 @@ def _key(job: Job, text: Rows | None) -> str:
     processing = job.step.learner.processing
     network = (
         draft.kind,
-        draft.vocab,
+        draft.own_vocab,
         draft.ffn,
         draft.layers,
         draft.embedding_first,
