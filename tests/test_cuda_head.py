@@ -19,7 +19,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.host.runner import abstract
-from jaxspec.rl import logprobs
+from jaxspec.kernels import chunks
 from jaxspec.state import Finished, TrainState
 from tests import cuda
 from tests.conftest import tiny_config, tiny_model
@@ -52,7 +52,7 @@ class Backward(NamedTuple):
 def backward(rank: int, shards: int, chunk: int) -> Backward:
     """What `Learner.learn` makes of it for H100s; `chunk` 0 leaves its length as it is."""
     if chunk:
-        logprobs.CHUNK_POSITIONS_GPU = chunk
+        chunks.CHUNK_POSITIONS_GPU = chunk
     model = tiny_model(vocab=VOCAB, layers=LAYERS, dtype="bfloat16", remat=True, **WIDTHS)
     draft = DraftConfig(kind="none")
     config = tiny_config(

@@ -1,24 +1,49 @@
 """The training-time test of drafts that feed themselves: the network of `recurrent` run over whole
 texts, each depth on its own states of the depth before."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Unroll
 from jaxspec.drafts.recurrent import Network
+from jaxspec.kernels.chunks import where_wanted
 from jaxspec.kernels.segment_attention import attend_visible
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.layers import Heads
 from jaxspec.state import Pack
+
+
+class _Seen(NamedTuple):
+    """Keys and values of one layer, at positions or of entries."""
+
+    key: Float[Array, "B T M H"]
+    value: Float[Array, "B T M H"]
+
+
+class _Entries(NamedTuple):
+    """Entries of packed texts, each at a position of its own."""
+
+    hidden: Float[Array, "B T D"]
+    embedded: Float[Array, "B T A D"]
+    """Of the tokens that it reads, by depth from one on."""
+    positions: Int[Array, "B T"]
+    """Places in their own text."""
+    first: Int[Array, "B T"]
+    """Where in the sequence that text starts."""
+    index: Int[Array, "B T"]
+    """Where in the sequence they stand themselves."""
+    own: dict[int, list[_Seen]]
+    """Their deeper states, by layer."""
 
 
 def unrolled(
     network: Network, target: Decoder, forward: Forward, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
     """What the draft's head reads, by depth, at the position whose label it then predicts; zeros
-    where a text is too short.
+    where a text is too short, and maybe where a label is not one to learn.
 
     Args:
       network: the draft; depth i of EAGLE-3 and MTP runs the layers of its turn i mod
@@ -35,29 +60,59 @@ def unrolled(
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
     embedded = network.embed(target, pack.tokens).astype(features.dtype)
+    # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth, as
+    # the target does there.
+    reads = jnp.stack([_earlier(embedded, depth + 1) for depth in range(depths)], axis=2)
     index = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
-    hidden = network.read(features)
-    true: dict[int, Heads] = {}
-    own: dict[int, list[Heads]] = {}
-    outputs = []
-    for depth in range(depths):
-        # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth,
-        # as the target does there.
+    entries = _Entries(network.read(features), reads, pack.positions, pack.first, index, {})
+    # Each turn's first depth gives the keys that its others attend to; later ones give none, so
+    # that they need not be run where no label is learnt.
+    shallow = min(depths, network.depth)
+    true: dict[int, _Seen] = {}
+    outputs, entries, true = _run(network, true, entries, range(shallow))
+    if depths > shallow:
+        deep = range(shallow, depths)
+
+        def deeper(networks: Any, *leaves: Array) -> Float[Array, "B T A D"]:
+            network, true = networks
+            entries = jax.tree.unflatten(form, leaves)
+            return jnp.stack(_run(network, true, entries, deep)[0], axis=2)
+
+        leaves, form = jax.tree.flatten(entries)
+        wanted = jnp.any(jnp.stack([_before(pack.chosen, depth + 1) for depth in deep]), axis=0)
+        width = (3 * network.config.ffn + 4 * network.config.embed) * len(deep)
+        found = where_wanted(deeper, (network, true), width, *leaves, wanted=wanted)
+        outputs += [found[:, :, number] for number in range(len(deep))]
+    return jnp.stack([_later(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2)
+
+
+def _run(
+    network: Network, true: dict[int, _Seen], entries: _Entries, depths: range
+) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _Seen]]:
+    """Runs entries through some depths: what they give by depth, the entries after the last one,
+    and the true keys and values by layer, with those that the depths add."""
+    hidden, own, true, outputs = entries.hidden, dict(entries.own), dict(true), []
+    for depth in depths:
         turn = depth % network.depth
         for layer in range(turn * network.stack, (turn + 1) * network.stack):
             heads = network.heads(
-                layer, hidden, _earlier(embedded, depth + 1), pack.positions + depth
+                layer, hidden, entries.embedded[:, :, depth], entries.positions + depth
             )
+            seen = _Seen(heads.key, heads.value)
             if depth == turn:
-                true[layer], own[layer] = heads, []
+                true[layer], own[layer] = seen, []
             if depth:
-                own[layer] = [*own[layer], heads]
-            attended = _attend_diagonal(
-                heads.query, true[layer], own[layer], pack.first, index - turn
-            )
+                own[layer] = [*own[layer], seen]
+            last = entries.index - turn
+            attended = _attend_diagonal(heads.query, true[layer], own[layer], entries.first, last)
             hidden = network.finish(layer, heads.residual, attended)
-        outputs.append(_later(hidden, depth + 1))
-    return jnp.stack(outputs, axis=2)
+        outputs.append(hidden)
+    return outputs, entries._replace(hidden=hidden, own=own), true
+
+
+def _before(chosen: Bool[Array, "B T"], by: int) -> Bool[Array, "B T"]:
+    """Whether the label `by` positions later is one to learn."""
+    return jnp.pad(chosen[:, by:], ((0, 0), (0, min(by, chosen.shape[1]))))
 
 
 def _earlier(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:
@@ -74,8 +129,8 @@ def _later(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:
 
 def _attend_diagonal(
     query: Float[Array, "B T N H"],
-    true: Heads,
-    own: list[Heads],
+    true: _Seen,
+    own: list[_Seen],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
@@ -87,7 +142,7 @@ def _attend_diagonal(
     rows, length, count, size = query.shape
     grouped = query.reshape(rows, length, true.key.shape[2], -1, size)
 
-    def score(step: Heads) -> Float[Array, "B T N"]:
+    def score(step: _Seen) -> Float[Array, "B T N"]:
         scores = jnp.einsum(
             "BTMRH,BTMH->BTMR", grouped, step.key, preferred_element_type=total.dtype
         )

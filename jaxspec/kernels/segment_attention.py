@@ -74,14 +74,14 @@ def attend_segments(
 
 def attend_visible(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B T M H"],
-    value: Float[Array, "B T M H"],
+    key: Float[Array, "B S M H"],
+    value: Float[Array, "B S M H"],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Computes softmax attention of each query to the keys from `first` to `last` of its row.
 
-    Memory is linear in T, and blocks of keys that no query of a block sees are skipped, so that
+    Memory is linear in T and S. Blocks of keys that no query of a block sees are skipped, so that
     time follows the lengths of the texts. Gradients pass through both results: a caller may merge
     other terms into the same softmax by their log-sum-exp.
 
@@ -90,9 +90,9 @@ def attend_visible(
         H**-0.5 here.
       key: finite also where nobody sees it, as are the values, because 0 x NaN is NaN.
       value: one for each key.
-      first: the first position that each query sees; it does not fall along T.
-      last: the last position that each query sees; it does not fall along T. A query whose last
-        position comes before its first one sees nothing.
+      first: the first position that each query sees.
+      last: the last position that each query sees. A query whose last position comes before its
+        first one sees nothing.
 
     Returns:
       The attended values, and the log-sum-exp of the scaled scores in at least float32. They are
@@ -143,7 +143,7 @@ def _forward(
         attended = (weighted / divisor[:, None]).astype(query.dtype)
         return None, (attended, largest + jnp.log(divisor))
 
-    _, (attended, log_sum) = lax.scan(attend_block, None, _tiles(query, kv_heads, first, last))
+    _, (attended, log_sum) = lax.scan(attend_block, None, _tiles(query, key, first, last))
     output = _from_tiles(attended, batch, length, heads)
     log_sum = _from_tiles(log_sum[:, :, None], batch, length, heads)[..., 0]
     return (output, log_sum), (query, key, value, output, log_sum, first, last)
@@ -192,11 +192,11 @@ def _backward(
         d_query, *sums_now = lax.fori_loop(tiles.start, tiles.stop, add, (nothing, *sums))
         return (sums_now[0], sums_now[1]), d_query.astype(query.dtype)
 
-    tiles = _tiles(query, kv_heads, first, last)
+    tiles = _tiles(query, key, first, last)
     inputs = tiles, to_tiles(d_output), to_tiles(base[..., None]), to_tiles(shift[..., None])
     nothing = jnp.zeros(keys.shape, wide)
     sums, d_query = lax.scan(differentiate_block, (nothing, nothing), inputs)
-    d_key, d_value = (_from_key_blocks(leaf, batch, length).astype(key.dtype) for leaf in sums)
+    d_key, d_value = (_from_key_blocks(leaf, *key.shape[:2]).astype(key.dtype) for leaf in sums)
     return _from_tiles(d_query, batch, length, heads), d_key, d_value, None, None
 
 
@@ -239,15 +239,17 @@ def _add(
 
 def _tiles(
     query: Float[Array, "B T N H"],
-    kv_heads: int,
+    key: Float[Array, "B S M H"],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> _Tiles:
-    batch, length, heads, _ = query.shape
+    _, length, heads, _ = query.shape
+    batch, key_length, kv_heads, _ = key.shape
     padding = -length % BLOCK
     # The rows' blocks of keys stand one after the other, and positions are counted through them.
-    before = jnp.arange(batch, dtype=jnp.int32)[:, None] * (length + padding)
-    end = batch * (length + padding)
+    by_row = key_length + -key_length % BLOCK
+    before = jnp.arange(batch, dtype=jnp.int32)[:, None] * by_row
+    end = batch * by_row
 
     def blocked(positions: Array, blind: int) -> Array:
         moved = positions.astype(jnp.int32) + before

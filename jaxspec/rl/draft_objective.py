@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Unroll
+from jaxspec.kernels.chunks import in_chunks
 from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.rl.logprobs import in_chunks
 from jaxspec.state import Pack, PyTree
 
 KL_DECAY = 3.0

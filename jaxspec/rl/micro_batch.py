@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.kernels.chunks import in_chunks
 from jaxspec.kernels.order import after, computed, sequence
 from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, Forward, head_of, with_cast_head
@@ -19,7 +20,7 @@ from jaxspec.models.lora import Adapted, applied
 from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
-from jaxspec.rl.logprobs import in_chunks, label_logprobs
+from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.rl.loss_terms import Gap, LossInputs, bounded, inside, k3, no_gap
 from jaxspec.rl.losses import Aggregation, PolicyLoss
 from jaxspec.rl.train_batch import Pack, TrainBatch, learnt_before, read_lengths
@@ -234,7 +235,7 @@ class Losses:
         ) -> tuple[Any, Any, Compared]:
             target, network = networks
             logits = target.logits(hidden_target)
-            logprobs, entropy = label_logprobs(logits, labels, produced, self.processing)
+            logprobs, entropy = self._of_labels(logits, labels, produced)
             nothing = Compared(*[jnp.zeros(hidden.shape[:3], wide)] * 3)
             if self.draft is None:
                 return logprobs, entropy, nothing
@@ -277,6 +278,14 @@ class Losses:
             experts=forward.traffic,
             draft=Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) for part in found)),
         )
+
+    def _of_labels(self, logits: Any, labels: Any, produced: Any) -> tuple[Any, Any]:
+        """Log-probabilities of labels, and the entropy of their distributions; zeros where the
+        policy does not learn, and nothing looks at them."""
+        if self.policy is None:
+            nothing = jnp.zeros(labels.shape, self.wide)
+            return nothing, nothing
+        return label_logprobs(logits, labels, produced, self.processing)
 
     def _inputs(
         self,

@@ -10,11 +10,12 @@ import pytest
 
 from jaxspec.drafts.kinds import learned
 from jaxspec.drafts.unroll import UNROLL
+from jaxspec.kernels import chunks
 from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import cast
 from jaxspec.models.mtp import Mtp
-from jaxspec.rl import logprobs, optimizers
+from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import LOSSES, DraftLoss, Objective, draft_loss
 from jaxspec.rl.train_batch import whole_rows
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
@@ -291,12 +292,37 @@ def test_chunks_change_nothing(
         )
 
     wanted, slope, loops = run()
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", ROWS * 11 * 3 * positions_per_chunk)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", ROWS * 11 * 3 * positions_per_chunk)
     found, found_slope, chunk_loops = run()
     assert chunk_loops - loops == 1  # for all depths together
     for ours, theirs in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
     np.testing.assert_allclose(found_slope, slope, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 of two layers", "mtp"])
+def test_depths_run_only_where_a_label_is_learnt_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    network, target = networks(layers=1 + kind.endswith("layers"))
+    if kind == "mtp":
+        network = tiny_network(functools.partial(Mtp, layers=2), target.config, 3, 1.5)
+    forward = forward_of(target)
+
+    def slopes() -> tuple[Any, int]:
+        def value(network: Any) -> jax.Array:
+            return draft_loss(network, target, forward, TEXTS, objective(steps=4)).loss
+
+        loops = str(jax.make_jaxpr(value)(network)).count("while[")
+        return jax.jit(jax.value_and_grad(value))(network), loops
+
+    whole, loops = slopes()
+    monkeypatch.setattr(chunks, "WIDE", 1)
+    monkeypatch.setattr(chunks, "CHUNK_POSITIONS_CPU", 2)
+    found, more_loops = slopes()
+    assert more_loops > loops
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_a_draft_that_equals_the_target_is_accepted_for_certain() -> None:

@@ -27,11 +27,12 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.host.runner import abstract
+from jaxspec.kernels import chunks
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast
 from jaxspec.models.lora import Adapted, merged
 from jaxspec.models.mtp import Mtp
-from jaxspec.rl import logprobs, optimizers
+from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
@@ -379,7 +380,7 @@ def test_chunks_of_positions_are_added_up_in_float32(
 
     128 is a power of 2, so that each part of the sum is exactly as many times smaller.
     """
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1)
     text, chosen = np.arange(2, SIZE + 2, dtype=np.int32)[None], np.arange(SIZE)[None] >= 3
     one, many = (
         learnt(
