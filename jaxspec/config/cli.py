@@ -268,7 +268,7 @@ def settle(config: _C, argv: Sequence[str], under: str = "") -> _C:
         and "rollout.draft.vocab" not in kind_of(draft.kind).settings
         and "rollout.draft.vocab" not in named
     ):
-        draft = replace(draft, vocab=0)
+        draft = replace(draft, vocab="auto")
     if "rollout.draft.kind" in named and not draft.learned and "rollout.lookup.beside" not in named:
         lookup = replace(lookup, beside="none")
     config = replace(config, rollout=replace(config.rollout, draft=draft, lookup=lookup))

@@ -30,8 +30,8 @@ _MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 
 
 def resolved(config: Config, say: Say) -> ResolvedConfig:
-    """The config with what its checkpoints say in place of what it says of them; without any, as it
-    is.
+    """The config with what its checkpoints say in place of what it says of them, and with a number
+    for `rollout.draft.vocab` auto.
 
     A policy with layers of its own that draft (MTP) lends them to a draft of that kind. `say` is
     told how what is ambiguous was read.
@@ -63,12 +63,12 @@ def resolved(config: Config, say: Say) -> ResolvedConfig:
 
 
 def _with_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
-    """The config with a number for `rollout.draft.vocab` auto."""
+    """The config with the size of the draft's own vocabulary, where it can have one."""
     draft, tokens = config.rollout.draft, config.model.vocab
-    if draft.vocab != "auto":
+    if draft.vocab != "auto" or "rollout.draft.vocab" not in kind_of(draft.kind).settings:
         return config
-    is_chosen = "rollout.draft.vocab" in kind_of(draft.kind).settings and config.offline.steps > 0
-    own = min(tokens // 4, PUBLISHED_VOCAB) if is_chosen and tokens > LARGE_VOCAB else 0
+    is_large = config.offline.steps > 0 and tokens > LARGE_VOCAB
+    own = min(tokens // 4, PUBLISHED_VOCAB) if is_large else 0
     return replace(config, rollout=replace(config.rollout, draft=replace(draft, vocab=own)))
 
 

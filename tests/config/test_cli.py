@@ -165,7 +165,10 @@ class TestLoad:
                 ["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"],
                 DraftConfig(kind="mtp", embedding_first=False),
             ),
-            (["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"], DraftConfig(kind="mtp")),
+            (
+                ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "auto"],
+                DraftConfig(kind="mtp"),
+            ),
             (["--rollout.draft.kind=none", "--rollout.draft.layers=1"], DraftConfig(kind="none")),
         ],
     )

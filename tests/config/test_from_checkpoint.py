@@ -14,13 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.config.from_checkpoint import read_draft, resolved
-from jaxspec.config.settings import (
-    DataConfig,
-    DraftConfig,
-    OfflineConfig,
-    ResolvedConfig,
-    RolloutConfig,
-)
+from jaxspec.config.settings import DataConfig, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.drafts.kinds import build_network
 from jaxspec.hf.eagle3_config import draft_config_json
 from jaxspec.hf.names import policy_rows
@@ -102,7 +96,8 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
         ).data.tokenizer
         == "other"
     )
-    assert resolved(ResolvedConfig(), print) == ResolvedConfig()
+    plain = ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=0)))
+    assert resolved(plain, print) == plain
 
 
 def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,26 +374,3 @@ def test_a_path_of_another_kind_is_refused(
         resolved(config_for(policy, folder, kind=kind), print)
     with pytest.raises(ConfigError, match=r"rollout\.draft\.path nowhere: no such folder"):
         resolved(config_for(policy, "nowhere"), print)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "offline", "draft", "own"),
-    [
-        (32_768, 300, {}, 0),
-        (49_152, 300, {}, 12_288),
-        (151_936, 300, {}, 32_000),
-        (151_936, 0, {}, 0),  # nothing would choose them
-        (151_936, 300, {"vocab": 0}, 0),
-        (151_936, 300, {"vocab": 64_000}, 64_000),
-        (151_936, 300, {"kind": "mtp"}, 0),
-    ],
-)
-def test_a_draft_for_a_large_vocabulary_has_a_part_of_it_unless_the_config_says(
-    tokens: int, offline: int, draft: dict[str, Any], own: int
-) -> None:
-    config = ResolvedConfig(
-        model=tiny_model(vocab=tokens),
-        rollout=RolloutConfig(draft=DraftConfig(**draft)),
-        offline=OfflineConfig(steps=offline),
-    )
-    assert resolved(config, print).draft_spec.vocab == own

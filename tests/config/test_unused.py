@@ -191,15 +191,15 @@ class TestSettle:
         [
             ("eagle3", [], 24, "ngram"),
             ("eagle3", ["--draft.kind", "eagle3"], 24, "ngram"),
-            ("mtp", ["--draft.kind=mtp"], 0, "ngram"),
-            ("none", ["--draft.kind=none"], 0, "none"),
+            ("mtp", ["--draft.kind=mtp"], "auto", "ngram"),
+            ("none", ["--draft.kind=none"], "auto", "none"),
             # for `check` to refuse
-            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], 0, "ngram"),
+            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], "auto", "ngram"),
             ("mtp", [], 24, "ngram"),  # a config file that contradicts itself, too
         ],
     )
     def test_what_is_not_named_gives_way(
-        self, kind: DraftKind, argv: list[str], vocab: int, beside: str
+        self, kind: DraftKind, argv: list[str], vocab: int | str, beside: str
     ) -> None:
         rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
         settled = settle(ResolvedConfig(rollout=rollout), argv, under="rollout.").rollout

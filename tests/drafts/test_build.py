@@ -198,8 +198,8 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     )
     assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
     assert (found.offered > 0).any()
-    if case.draft.vocab:
-        assert (found.tokens < case.draft.vocab).all()
+    if case.draft.own_vocab:
+        assert (found.tokens < case.draft.own_vocab).all()
 
 
 def test_none_is_plain_decoding() -> None:
