@@ -84,20 +84,21 @@ def get_config(scale: str = "tiny") -> Config:
             )
         case "smollm2_135m":
             return Config(
-                steps=100,
+                steps=60,
                 # its activations are small, and a CPU takes a third longer to recompute them
                 model=replace(SMOLLM2_135M, remat=False),
                 # a tail of unlikely tokens makes every other answer nonsense
                 rollout=RolloutConfig(max_new_tokens=32, min_p=0.1, draft=DraftConfig(vocab=4096)),
                 batch=BatchConfig(prompts=4),
-                optimizer=OptimizerConfig(learning_rate=2e-5),
+                optimizer=OptimizerConfig(learning_rate=4e-5, warmup_steps=5),
+                draft_training=DraftTrainingConfig(learning_rate=5e-4),
                 data=DataConfig(
                     # without an instruction it answers at length
                     instruction=" Answer in one short sentence.",
                     answer_style="number",
                     max_prompt_length=96,
                 ),
-                eval=EvalConfig(every=50),
+                eval=EvalConfig(every=30),
                 sft=SftConfig(steps=0),
                 offline=OfflineConfig(samples=1024, steps=128, rows=32, learning_rate=1e-3),
             )

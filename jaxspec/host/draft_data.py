@@ -184,12 +184,18 @@ def read_states(job: Job, policy: Decoder, rows: Rows, micro: int, progress: Pro
     """Runs the policy once over all `rows`, in micro-batches of `micro` positions a data shard."""
     learner, size = job.step.learner.for_texts(None, tokens=micro), job.config.offline.rows
     read = jax.jit(learner.passes.states, out_shardings=meshes.replicated(job.mesh))
-    found = []
+    count, kept = len(rows.tokens), None
     for number, batch in enumerate(in_batches(rows, size)):
-        found.append(jax.device_get(read(policy, texts_to_learn(*batch, job.mesh, micro))))
-        progress.update(min((number + 1) * size, len(rows.tokens)))
-    # the last batch was filled up
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows.tokens)], *found)
+        found = jax.device_get(read(policy, texts_to_learn(*batch, job.mesh, micro)))
+        if kept is None:  # in place, since they may fill half of the memory
+            kept = jax.tree.map(lambda leaf: np.empty((count, *leaf.shape[1:]), leaf.dtype), found)
+        first = number * size
+        for whole, part in zip(jax.tree.leaves(kept), jax.tree.leaves(found), strict=True):
+            # the last batch was filled up
+            whole[first : first + size] = part[: count - first]
+        progress.update(min(first + size, count))
+    assert kept is not None, "there are rows"
+    return kept
 
 
 def vocabulary(
