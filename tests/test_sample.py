@@ -297,7 +297,7 @@ class TestRefusals:
         )
         for words in ([], ["--draft.vocab", "0"]):
             sampled = self.settings(config, "--draft.kind", kind, *words)
-            assert (sampled.rollout.draft.vocab, sampled.rollout.lookup.beside) == (0, "none")
+            assert (sampled.rollout.draft.own_vocab, sampled.rollout.lookup.beside) == (0, "none")
             check(sampled, devices=1)
         with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.vocab"):
             self.settings(config, "--draft.kind", kind, "--draft.vocab", "20")

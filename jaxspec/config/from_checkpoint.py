@@ -30,8 +30,9 @@ _MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 
 
 def resolved(config: Config, say: Say) -> ResolvedConfig:
-    """The config with what its checkpoints say in place of what it says of them, and with a number
-    for `rollout.draft.vocab` auto.
+    """The config with what its checkpoints say in place of what it says of them.
+
+    `rollout.draft.vocab` auto becomes a number, where the draft can have a vocabulary of its own.
 
     A policy with layers of its own that draft (MTP) lends them to a draft of that kind. `say` is
     told how what is ambiguous was read.
@@ -68,7 +69,8 @@ def _with_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
     if draft.vocab != "auto" or "rollout.draft.vocab" not in kind_of(draft.kind).settings:
         return config
     is_large = config.offline.steps > 0 and tokens > LARGE_VOCAB
-    own = min(tokens // 4, PUBLISHED_VOCAB) if is_large else 0
+    # a multiple of 128 can be split over `tensor`
+    own = min(tokens // 512 * 128, PUBLISHED_VOCAB) if is_large else 0
     return replace(config, rollout=replace(config.rollout, draft=replace(draft, vocab=own)))
 
 

@@ -17,8 +17,9 @@ Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
 """Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
 DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
 LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
-"""Tokens of a policy beyond which `auto` gives its draft fewer, and the most that it gives: as many
-as published heads have (SpecForge). The head reads and computes with all of them for each draft."""
+"""Tokens of a policy beyond which `auto` gives its draft fewer, and the most that it gives.
+
+Published heads have as many (SpecForge). A head is read whole for each draft."""
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles; 0 is plain decoding."""
 
@@ -42,8 +43,8 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
     vocab: Natural | Literal["auto"] = "auto"
     """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's
-    samples; 0: the policy's. auto: a quarter of a policy's that has more than 32,768 tokens, at
-    most 32,000, where the draft is trained offline, else 0."""
+    samples; 0: the policy's. `auto`: 0, but with offline training a quarter of a vocabulary of more
+    than 32,768 tokens, at most 32,000."""
     ffn: Natural = 0
     """Width of the draft's SwiGLU layer; 0: the policy's."""
     layers: LayerCount = 1

@@ -293,6 +293,10 @@ OF_DRAFT = f"{OF_POLICY} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head
 """Settings that `train_draft` reads."""
 
 
+IDLE = {"rollout.draft.vocab": 0}
+"""Values that do nothing, by setting, beside its default."""
+
+
 def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True) -> None:
     """Refuses settings among `named` that do nothing; what only a config file says is left alone,
     and so is a default that would hold.
@@ -306,13 +310,14 @@ def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True)
     table = WITH_ANY_DRAFT + (by_draft() if with_draft else ())
     defaults, values = flat(to_json(Config())), flat(to_json(config))
     given = sorted(values.keys() & set(named))
+    idle = {name: (defaults.get(name), IDLE.get(name)) for name in given}
     told: set[str] = set()
     said: dict[str, list[str]] = {}
     for row in table:
         judged = [
             name
             for name in given
-            if name not in told and (row.said_by_files or values[name] != defaults.get(name))
+            if name not in told and (row.said_by_files or values[name] not in idle[name])
         ]
         found = [name for name in judged if stands_for(row.settings.split(), name)]
         if found and row.holds(config):

@@ -138,8 +138,9 @@ class Unroll(NamedTuple):
     it predicts."""
     hidden: Callable[..., Float[Array, "B T A D"]]
     """(network, target, forward, pack, depths) -> what its head reads, by depth, at the position
-    whose label it then predicts; zeros where a text is too short. `forward` is the policy's own
-    pass over the pack, with taps where the draft reads them."""
+    whose label it then predicts. It is zero where a text is too short, and may be where no label is
+    learnt. `forward` is the policy's own pass over the pack, with taps where the draft reads
+    them."""
     logits: Callable[[PyTree, PyTree, Float[Array, "B T D"]], Float[Array, "B T W"]]
     """(network, target, that of one depth) -> logits over its own vocabulary."""
     vocabulary: Callable[[PyTree], Int[Array, " W"] | None]

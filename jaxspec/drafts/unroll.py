@@ -16,7 +16,7 @@ from jaxspec.models.decoder import Decoder, Forward
 from jaxspec.state import Pack
 
 
-class _Seen(NamedTuple):
+class _KeysValues(NamedTuple):
     """Keys and values of one layer, at positions or of entries."""
 
     key: Float[Array, "B T M H"]
@@ -28,22 +28,23 @@ class _Entries(NamedTuple):
 
     hidden: Float[Array, "B T D"]
     embedded: Float[Array, "B T A D"]
-    """Of the tokens that it reads, by depth from one on."""
+    """Of the token that it reads at each depth."""
     positions: Int[Array, "B T"]
     """Places in their own text."""
     first: Int[Array, "B T"]
     """Where in the sequence that text starts."""
     index: Int[Array, "B T"]
     """Where in the sequence they stand themselves."""
-    own: dict[int, list[_Seen]]
+    own: dict[int, list[_KeysValues]]
     """Their deeper states, by layer."""
 
 
 def unrolled(
     network: Network, target: Decoder, forward: Forward, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
-    """What the draft's head reads, by depth, at the position whose label it then predicts; zeros
-    where a text is too short, and maybe where a label is not one to learn.
+    """What the draft's head reads, by depth, at the position whose label it then predicts.
+
+    It is zero where a text is too short, and may be where no label is learnt.
 
     Args:
       network: the draft; depth i of EAGLE-3 and MTP runs the layers of its turn i mod
@@ -68,7 +69,7 @@ def unrolled(
     # Each turn's first depth gives the keys that its others attend to; later ones give none, so
     # that they need not be run where no label is learnt.
     shallow = min(depths, network.depth)
-    true: dict[int, _Seen] = {}
+    true: dict[int, _KeysValues] = {}
     outputs, entries, true = _run(network, true, entries, range(shallow))
     if depths > shallow:
         deep = range(shallow, depths)
@@ -80,15 +81,18 @@ def unrolled(
 
         leaves, form = jax.tree.flatten(entries)
         wanted = jnp.any(jnp.stack([_before(pack.chosen, depth + 1) for depth in deep]), axis=0)
-        width = (3 * network.config.ffn + 4 * network.config.embed) * len(deep)
-        found = where_wanted(deeper, (network, true), width, *leaves, wanted=wanted)
+        width = (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep)
+        if network.config.family.experts:  # which devices exchange tokens for, all at once
+            found = deeper((network, true), *leaves)
+        else:
+            found = where_wanted(deeper, (network, true), width, *leaves, wanted=wanted)
         outputs += [found[:, :, number] for number in range(len(deep))]
     return jnp.stack([_later(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2)
 
 
 def _run(
-    network: Network, true: dict[int, _Seen], entries: _Entries, depths: range
-) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _Seen]]:
+    network: Network, true: dict[int, _KeysValues], entries: _Entries, depths: range
+) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeysValues]]:
     """Runs entries through some depths: what they give by depth, the entries after the last one,
     and the true keys and values by layer, with those that the depths add."""
     hidden, own, true, outputs = entries.hidden, dict(entries.own), dict(true), []
@@ -98,7 +102,7 @@ def _run(
             heads = network.heads(
                 layer, hidden, entries.embedded[:, :, depth], entries.positions + depth
             )
-            seen = _Seen(heads.key, heads.value)
+            seen = _KeysValues(heads.key, heads.value)
             if depth == turn:
                 true[layer], own[layer] = seen, []
             if depth:
@@ -129,8 +133,8 @@ def _later(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:
 
 def _attend_diagonal(
     query: Float[Array, "B T N H"],
-    true: _Seen,
-    own: list[_Seen],
+    true: _KeysValues,
+    own: list[_KeysValues],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
@@ -142,7 +146,7 @@ def _attend_diagonal(
     rows, length, count, size = query.shape
     grouped = query.reshape(rows, length, true.key.shape[2], -1, size)
 
-    def score(step: _Seen) -> Float[Array, "B T N"]:
+    def score(step: _KeysValues) -> Float[Array, "B T N"]:
         scores = jnp.einsum(
             "BTMRH,BTMH->BTMR", grouped, step.key, preferred_element_type=total.dtype
         )

@@ -158,8 +158,10 @@ def in_batches(rows: Rows, size: int) -> list[Rows]:
 
 
 def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
-    """Batch `number` of an endless stream of `rows`, arrays of one length that is shuffled anew
-    each epoch; it depends on nothing but the arguments."""
+    """Batch `number` of an endless stream of `rows`, which are shuffled anew each epoch.
+
+    It depends on nothing but the arguments. Rows may be any tree of arrays [rows ...].
+    """
     count = len(jax.tree.leaves(rows)[0])
     places = np.arange(number * size, (number + 1) * size)
     orders = {
@@ -171,19 +173,19 @@ def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
 
 
 def states_fit(job: Job, rows: Rows) -> bool:
-    """Whether the policy's states at all tokens of `rows` are to be kept: they are needed again,
-    and this host has room for them."""
+    """Whether the policy's states at all tokens of `rows` are to be kept: updates need them again,
+    and they take no more than `MOST_STATES`."""
     config = job.config
-    updates = config.offline.steps * config.offline.rows
+    rows_read = config.offline.steps * config.offline.rows
     widths = (1 + len(job.step.learner.taps)) * config.model.embed
     size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
-    return updates > len(rows.tokens) and size <= MOST_STATES and jax.process_count() == 1
+    return rows_read > len(rows.tokens) and size <= MOST_STATES and jax.process_count() == 1
 
 
 def read_states(job: Job, policy: Decoder, rows: Rows, micro: int, progress: Progress) -> States:
     """Runs the policy once over all `rows`, in micro-batches of `micro` positions a data shard."""
     learner, size = job.step.learner.for_texts(None, tokens=micro), job.config.offline.rows
-    read = jax.jit(learner.passes.states, out_shardings=meshes.replicated(job.mesh))
+    read = jax.jit(learner.passes.states)
     count, kept = len(rows.tokens), None
     for number, batch in enumerate(in_batches(rows, size)):
         found = jax.device_get(read(policy, texts_to_learn(*batch, job.mesh, micro)))

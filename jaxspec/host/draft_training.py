@@ -226,9 +226,8 @@ def measure(job: Job, policy: Decoder, network: PyTree, held_out: list[Rows]) ->
 
     objective = job.step.learner.objective
     assert objective is not None, "only a draft with weights is measured"
-    learner = dataclasses.replace(
-        job.step.learner, objective=objective._replace(steps=depths), tokens=_micro(job)
-    )
+    objective = objective._replace(steps=depths)
+    learner = job.step.learner.for_texts(None, objective=objective, tokens=_micro(job))
     compare = jax.jit(learner.compare, out_shardings=meshes.replicated(job.mesh))
     texts = (texts_to_learn(*batch, job.mesh, learner.tokens) for batch in held_out)
     found = [jax.device_get(compare(policy, network, batch)) for batch in texts]

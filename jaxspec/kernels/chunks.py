@@ -70,8 +70,10 @@ def where_wanted(
     *arrays: Array,
     wanted: Bool[Array, "B T"],
 ) -> Any:
-    """Computes `function` of all positions at once, but on a CPU as `in_chunks` does: a wide one is
-    computed where it is wanted, and the rest is zero."""
+    """Computes `function` of all positions at once; on a CPU a wide one as `in_chunks` does.
+
+    It must not communicate: how many chunks there are differs between devices.
+    """
     if not _worth_moving(elements_per_position):
         return function(networks, *arrays)
     chunk = min(arrays[0].shape[1], CHUNK_POSITIONS_CPU)
@@ -152,12 +154,14 @@ def _map_first(
 
             _, pull = jax.vjp(of_learned, of_networks.pick(networks), of_parts.pick(chunks))
             slopes, of_chunks = pull(_chunk_at(gradients, number))
-            total = jax.tree.map(jnp.add, before[0], slopes)
+            total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype), before[0], slopes)
             return total, _with_chunk(before[1], number, of_chunks)
 
         own = of_networks.pick(networks), of_parts.pick(parts)
-        found = jax.lax.fori_loop(0, used, add, jax.tree.map(jnp.zeros_like, own))
-        slopes = of_networks.fill(networks, found[0], zero=True)
+        nothing = [_wide_zeros(leaf) for leaf in own[0]], jax.tree.map(jnp.zeros_like, own[1])
+        found = jax.lax.fori_loop(0, used, add, nothing)
+        totals = [total.astype(leaf.dtype) for total, leaf in zip(found[0], own[0], strict=True)]
+        slopes = of_networks.fill(networks, totals, zero=True)
         return slopes, of_parts.fill(parts, found[1], zero=True), None
 
     mapped.defvjp(forward, backward, symbolic_zeros=True)
@@ -189,6 +193,11 @@ class _Flags(tuple[bool, ...]):
 def _has_gradient(leaf: Any) -> bool:
     """Whether an input of a rule with symbolic zeros may have a gradient; an integer never has."""
     return bool(leaf.perturbed) and jnp.issubdtype(leaf.value.dtype, jnp.floating)
+
+
+def _wide_zeros(leaf: Array) -> Array:
+    """Zeros to add up gradients of many chunks on."""
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 _ZERO: Any = jax.custom_derivatives.SymbolicZero

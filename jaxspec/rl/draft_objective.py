@@ -135,8 +135,10 @@ def drafted(
     depths: int,
     objective: Objective,
 ) -> Float[Array, "B T A D"]:
-    """What the draft's head reads, by depth, at the position whose label it then predicts; zeros
-    where a text is too short. No gradient reaches the policy, whose own pass `forward` is.
+    """What the draft's head reads, by depth, at the position whose label it then predicts.
+
+    It is zero where a text is too short, and may be where no label is learnt. No gradient reaches
+    the policy, whose own pass `forward` is.
 
     Source: EAGLE-3, arXiv 2503.01840 (training-time test).
     """

@@ -216,6 +216,7 @@ class Losses:
                 counted=pack.chosen if self.policy else None,
             )
         else:
+            assert self.policy is None, "layers that are not run would learn nothing"
             kept = jax.tree.map(lambda by_row: by_row[row, pack.positions], batch.states)
             forward = Forward(kept.hidden, kept.taps, cache=None, traffic=None)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)

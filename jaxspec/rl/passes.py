@@ -118,14 +118,13 @@ class Passes:
         compare = on_each_shard(self.mesh, on_a_shard, (P(ROWS), by_row), (P(), by_row))
         return compare(logprobs, batch)
 
-    def in_row_order(
-        self, by_place: Float[Array, "B ..."], batch: TrainBatch
-    ) -> Float[Array, "B ..."]:
-        """Moves numbers of the rows from their places back to the order of the rows."""
+    def in_row_order(self, by_place: PyTree, batch: TrainBatch) -> PyTree:
+        """Moves arrays of the rows [B ...] from their places back to the order of the rows."""
 
-        def on_a_shard(values: Float[Array, "b ..."], order: Int[Array, " b"]) -> PyTree:
+        def on_a_shard(values: PyTree, order: Int[Array, " b"]) -> PyTree:
             # After the values: collectives of the pass that made them come first.
-            whole = lax.all_gather(after(order, [computed(values)]), ROWS, tiled=True)
+            signs = [computed(leaf) for leaf in jax.tree.leaves(values)]
+            whole = lax.all_gather(after(order, signs), ROWS, tiled=True)
             places = jnp.arange(len(whole), dtype=jnp.int32)
             places = jnp.zeros_like(whole).at[whole].set(places)
             first = lax.axis_index(ROWS) * len(order)
@@ -146,7 +145,7 @@ class Passes:
         run = partial(self._states_on_a_shard, shards=shards)
         read = on_each_shard(self.mesh, run, (specs[0], _specs(batch)), P(ROWS))
         found = read(policy, batch)
-        return jax.tree.map(lambda by_place: self.in_row_order(by_place, batch), found)
+        return self.in_row_order(found, batch)
 
     # ---- what is common to them
 

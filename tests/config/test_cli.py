@@ -169,6 +169,10 @@ class TestLoad:
                 ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "auto"],
                 DraftConfig(kind="mtp"),
             ),
+            (
+                ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"],
+                DraftConfig(kind="mtp", vocab=0),
+            ),
             (["--rollout.draft.kind=none", "--rollout.draft.layers=1"], DraftConfig(kind="none")),
         ],
     )

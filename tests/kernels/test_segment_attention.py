@@ -69,7 +69,7 @@ def attend_plainly(query: Any, key: Any, value: Any, first: Any, last: Any) -> t
     """The plain twin, with the scores of all pairs."""
     shared = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(leaf, shared, axis=2) for leaf in (key, value))
-    positions = jnp.arange(query.shape[1], dtype=jnp.int32)
+    positions = jnp.arange(key.shape[1], dtype=jnp.int32)
     seen = (positions >= first[..., None]) & (positions <= last[..., None])
     seen, sees = seen[:, None], seen.any(axis=-1)
     scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) * query.shape[-1] ** -0.5
@@ -109,6 +109,25 @@ def test_values_and_gradients_are_those_of_the_plain_twin(case: Case) -> None:
     assert not output[blind].any()
     assert not d_query[blind].any()
     assert (log_sum[blind] == -np.inf).all()
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, 2 * BLOCK + 5])
+def test_queries_may_be_fewer_than_keys_and_in_any_order(count: int) -> None:
+    """As where a draft is run for some positions alone."""
+    case = Case("", 3 * BLOCK - 7, batch=2, shared=2, lag=1)
+    query, key, value, *cotangents = arrays(case)
+    limits = visible(case)
+    chosen = np.stack([np.random.default_rng(row).permutation(case.length) for row in range(2)])
+
+    def some(array: jax.Array) -> jax.Array:
+        places = chosen[:, :count].reshape(2, count, *[1] * (array.ndim - 2))
+        return jnp.take_along_axis(array, places, axis=1)
+
+    inputs = some(query), key, value, *map(some, cotangents), *map(some, limits)
+    found = differentiated(attend_visible)(*inputs)
+    expected = differentiated(attend_plainly)(*inputs)
+    for name, ours, theirs in zip(NAMES, found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_cotangents_of_a_query_that_sees_nothing_are_ignored() -> None:
