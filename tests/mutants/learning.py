@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "-",
         "recorded logprobs are compared with the new policy's in the other direction",
-        "rl/micro_batch.py",
+        "rl/loss_terms.py",
         "log_ratio = jnp.where(chosen, policy - sampled, 0)",
         "log_ratio = jnp.where(chosen, sampled - policy, 0)",
         f"{MICRO}::test_the_gap_is_that_written_out",
