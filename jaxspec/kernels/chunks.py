@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxspec.mesh import gpus_in_scope
@@ -197,7 +198,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 def _wide_zeros(leaf: Array) -> Array:
     """Zeros to add up gradients of many chunks on."""
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+    return jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
 _ZERO: Any = jax.custom_derivatives.SymbolicZero

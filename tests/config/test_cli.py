@@ -166,10 +166,6 @@ class TestLoad:
                 DraftConfig(kind="mtp", embedding_first=False),
             ),
             (
-                ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "auto"],
-                DraftConfig(kind="mtp"),
-            ),
-            (
                 ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"],
                 DraftConfig(kind="mtp", vocab=0),
             ),

@@ -295,26 +295,6 @@ def test_packing_accumulation_and_mesh_leave_the_gradients_of_plain_rows(
     assert metrics["learner/micro_batches"] >= (3 if data == 1 and tokens < 100 else 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "data", "tensor"),
-    [
-        pytest.param("eagle3", 2, 1, marks=pytest.mark.slow),
-        pytest.param("eagle3", 2, 2, marks=pytest.mark.sweep),
-        pytest.param("mtp", 4, 1, marks=pytest.mark.sweep),
-    ],
-)
-def test_so_do_positions_that_are_left_out_because_no_label_needs_them(
-    monkeypatch: pytest.MonkeyPatch, kind: str, data: int, tensor: int
-) -> None:
-    slopes, of_policy, of_draft = plain(kind)
-    monkeypatch.setattr(chunks, "WIDE", 1)
-    monkeypatch.setattr(chunks, "CHUNK_POSITIONS_CPU", 3)
-    found, metrics = learnt(step_of(kind, 30, data, tensor), kind)
-    assert_close(found, slopes, 1e-12)
-    assert metrics["loss/policy"] == pytest.approx(of_policy, abs=1e-12)
-    assert metrics["loss/draft"] == pytest.approx(of_draft, abs=1e-12)
-
-
 @pytest.mark.slow
 def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     """Beside a base in the model's type and without moments, which stays as it is."""
