@@ -100,6 +100,8 @@ class Typist(Reader):
         self.type(command)
         words = shlex.split(command, comments=True)
         words = [*self.alias.get(words[0], [words[0]]), *words[1:]]
+        if words[0] == "bash" and words[1].removeprefix("launch/") in SET_UP:
+            return
         if words[0] == "cat":
             Path(words[2]).write_text(document, encoding="utf-8")
         elif words[0] != "alias" and not any(word.isalpha() and word.isupper() for word in words):
@@ -110,8 +112,6 @@ class Typist(Reader):
     def execute(self, words: list[str]) -> None:
         if words[0] == "bash":
             script, words = words[1].removeprefix("launch/"), words[2:]
-            if script in SET_UP:
-                return
             if script == "local.sh":  # without the set-up that it begins with
                 begin = [sys.executable, "-m", "jaxspec.train"]
             else:
