@@ -33,7 +33,7 @@ class _Entries(NamedTuple):
     """Places in their own text."""
     first: Int[Array, "B T"]
     """Where in the sequence that text starts."""
-    index: Int[Array, "B T"]
+    place: Int[Array, "B T"]
     """Where in the sequence they stand themselves."""
     own: dict[int, list[_KeysValues]]
     """Their deeper states, by layer."""
@@ -64,8 +64,8 @@ def unrolled(
     # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth, as
     # the target does there.
     reads = jnp.stack([_earlier(embedded, depth + 1) for depth in range(depths)], axis=2)
-    index = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
-    entries = _Entries(network.read(features), reads, pack.positions, pack.first, index, {})
+    place = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
+    entries = _Entries(network.read(features), reads, pack.positions, pack.first, place, {})
     # Each turn's first depth gives the keys that its others attend to; later ones give none, so
     # that they need not be run where no label is learnt.
     shallow = min(depths, network.depth)
@@ -107,7 +107,7 @@ def _run(
                 true[layer], own[layer] = seen, []
             if depth:
                 own[layer] = [*own[layer], seen]
-            last = entries.index - turn
+            last = entries.place - turn
             attended = _attend_diagonal(heads.query, true[layer], own[layer], entries.first, last)
             hidden = network.finish(layer, heads.residual, attended)
         outputs.append(hidden)

@@ -160,7 +160,7 @@ def train(
     last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(int(done), offline.steps):
         batch, known = draft_data.batch_of((rows, states), number, offline.rows, config.seed)
-        texts = texts_to_learn(*batch, mesh, learner.tokens, known)
+        texts = texts_to_learn(batch.tokens, batch.mask, mesh, learner.tokens, known)
         trained, metrics = call(trained, policy, texts)
         if agreed_by_process_0(time.monotonic() - last >= pause):
             began = time.monotonic()

@@ -91,6 +91,7 @@ class TestStates:
             _, hidden, boundaries = numpy_decoder(policy, rows.tokens[row, :length])
             found = states.hidden[row, :length]
             np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=1e-5)
+            assert states.taps is not None
             found = states.taps[row, :length]
             np.testing.assert_allclose(found, numpy_taps(boundaries), rtol=1e-4, atol=1e-5)
 
