@@ -307,7 +307,7 @@ def test_nothing_tells_users_to_install_the_namesake() -> None:
     files = [
         *PAGES,
         ROOT / "CHANGELOG.md",
-        *(ROOT / "launch").iterdir(),
+        *filter(Path.is_file, (ROOT / "launch").iterdir()),
         *(ROOT / "jaxspec").rglob("*.py"),
         *(ROOT / "configs").glob("*.py"),
     ]
