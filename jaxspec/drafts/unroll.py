@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.drafts.base import Unroll
 from jaxspec.drafts.recurrent import Network
@@ -80,9 +80,9 @@ def unrolled(
             return jnp.stack(_run(network, true, entries, deep)[0], axis=2)
 
         leaves, form = jax.tree.flatten(entries)
-        wanted = jnp.any(jnp.stack([_before(pack.chosen, depth + 1) for depth in deep]), axis=0)
+        wanted = jnp.any(jnp.stack([_earlier(pack.chosen, depth + 1) for depth in deep]), axis=0)
         width = (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep)
-        if network.config.family.experts:  # which devices exchange tokens for, all at once
+        if network.config.family.experts:  # for which devices exchange tokens, all at once
             found = deeper((network, true), *leaves)
         else:
             found = where_wanted(deeper, (network, true), width, *leaves, wanted=wanted)
@@ -114,14 +114,10 @@ def _run(
     return outputs, entries._replace(hidden=hidden, own=own), true
 
 
-def _before(chosen: Bool[Array, "B T"], by: int) -> Bool[Array, "B T"]:
-    """Whether the label `by` positions later is one to learn."""
-    return jnp.pad(chosen[:, by:], ((0, 0), (0, min(by, chosen.shape[1]))))
-
-
-def _earlier(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:
+def _earlier(array: Shaped[Array, "B T ..."], by: int) -> Shaped[Array, "B T ..."]:
     """Position t gets what stood at t + by; zeros come in at the end."""
-    return jnp.pad(array[:, by:], ((0, 0), (0, min(by, array.shape[1])), (0, 0)))
+    sides = [(0, 0), (0, min(by, array.shape[1]))] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(array[:, by:], sides)
 
 
 def _later(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:

@@ -73,7 +73,7 @@ def where_wanted(
 ) -> Any:
     """Computes `function` of all positions at once; on a CPU a wide one as `in_chunks` does.
 
-    It must not communicate: how many chunks there are differs between devices.
+    It must not communicate between data shards, which have different numbers of chunks.
     """
     if not _worth_moving(elements_per_position):
         return function(networks, *arrays)
