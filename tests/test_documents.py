@@ -50,8 +50,8 @@ REFUSED = {
 NO_DRAFT = ("--algorithm", "--kl.beta", "--staged", "--reward.function")
 """Of training commands that are about something else than drafts: training one and compiling with
 it is most of their time."""
-SET_UP = ("test.sh", "venv.sh", "newest.sh", "real_model.sh")
-"""Scripts of launch/ that install, test or download, and a run of an hour: none of them is run."""
+NOT_RUN = ("test.sh", "venv.sh", "newest.sh", "real_model.sh")
+"""Scripts of launch/ that install and test, and one that downloads a model and runs for an hour."""
 
 
 def typed(text: str) -> Iterator[tuple[str, str]]:
@@ -100,7 +100,7 @@ class Typist(Reader):
         self.type(command)
         words = shlex.split(command, comments=True)
         words = [*self.alias.get(words[0], [words[0]]), *words[1:]]
-        if words[0] == "bash" and words[1].removeprefix("launch/") in SET_UP:
+        if words[0] == "bash" and words[1].removeprefix("launch/") in NOT_RUN:
             return
         if words[0] == "cat":
             Path(words[2]).write_text(document, encoding="utf-8")

@@ -2,6 +2,7 @@
 own, and the vocabulary they call for."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from jaxspec.tokens.tokenizer import Tokenizer
 HELD_OUT = 16
 """One batch of samples in so many is never trained on."""
 MOST_STATES = 4 << 30
-"""Bytes that the policy's states may take of a host's memory."""
+"""Bytes that the policy's states may take, if that is no more than a quarter of the memory."""
 
 
 class Rows(NamedTuple):
@@ -174,12 +175,14 @@ def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
 
 def states_fit(job: Job, rows: Rows) -> bool:
     """Whether the policy's states at all tokens of `rows` are to be kept: updates need them again,
-    and they take no more than `MOST_STATES`."""
+    and this machine has room for them."""
     config = job.config
     rows_read = config.offline.steps * config.offline.rows
     widths = (1 + len(job.step.learner.taps)) * config.model.embed
     size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
-    return rows_read > len(rows.tokens) and size <= MOST_STATES and jax.process_count() == 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fits = size <= min(MOST_STATES, memory // 4)
+    return rows_read > len(rows.tokens) and fits and jax.process_count() == 1
 
 
 def read_states(job: Job, policy: Decoder, rows: Rows, micro: int, progress: Progress) -> States:

@@ -95,7 +95,14 @@ class TestStates:
             found = states.taps[row, :length]
             np.testing.assert_allclose(found, numpy_taps(boundaries), rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("kind", ["eagle3", pytest.param("model", marks=pytest.mark.sweep)])
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "eagle3",
+            pytest.param("mtp", marks=pytest.mark.slow),
+            pytest.param("model", marks=pytest.mark.sweep),
+        ],
+    )
     def test_a_draft_learns_from_them_what_it_learns_from_the_policy(
         self, tmp_path: Path, kind: str
     ) -> None:
